@@ -1,26 +1,37 @@
-"""Processes of a measurement: starting several, their use of the machine, their open files."""
+"""Processes of a measurement: starting them, their use of the machine, and their HTTP pages."""
 
 import asyncio
+import json
 import os
 import resource
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.processes import Process
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _FILES = 10_240  # asked for where a process may have any number: more is refused on macOS
+_ROUTING_FILTERS = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
+_PAGE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 @asynccontextmanager
 async def together(
     starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
 ) -> AsyncIterator[dict[str, Process]]:
-    """Those that start, by name, once all are ready; each has ``stop_s`` seconds to end.
+    """Processes by name, once all are ready; each has ``stop_s`` seconds to end.
 
     Raises:
-        ProcessError: one does not start. None is left.
+        ProcessError: a process does not start. None is left.
     """
     async with AsyncExitStack() as running:
 
@@ -37,14 +48,43 @@ async def together(
         yield {name: task.result() for name, task in each.items()}
 
 
+class Attached(Stack):
+    """Redis, poller, router and Envoy beside servers that run already; it leaves those alone."""
+
+    def __init__(
+        self,
+        directory: Path,
+        servers: Mapping[str, str],
+        profiles: Mapping[str, str],
+        settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    ) -> None:
+        """Takes the ``ip:port`` and the configured hardware profile of each replica by name."""
+        replicas = [SimulatedReplica(name, profiles[name]) for name in servers]
+        super().__init__(directory, replicas, settings)
+        self._servers = servers
+
+    def address(self, name: str) -> str:
+        return self._servers.get(name) or super().address(name)
+
+    async def start(self, name: str) -> None:
+        if name not in self._servers:
+            await super().start(name)
+
+
+def drop_ext_proc(bootstrap: Bootstrap) -> None:
+    """Removes ext_proc, and the filters that only its answer needs."""
+    filters = manager_of(bootstrap)["http_filters"]
+    filters[:] = [one for one in filters if one["name"].rpartition(".")[2] not in _ROUTING_FILTERS]
+
+
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that it has used (Linux)."""
+    """Seconds of CPU that a process has used (Linux)."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) * _TICK_S
 
 
 def memory_kb(pid: int) -> float:
-    """Its resident memory (Linux)."""
+    """Resident memory of a process (Linux)."""
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
     return float(line.split()[1])
@@ -58,3 +98,35 @@ def allow_many_connections() -> None:
     files = max(few, _FILES) if most == resource.RLIM_INFINITY else most
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+
+
+async def get_text(url: str) -> str:
+    """Page at a URL; empty if there is none."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_PAGE_TIMEOUT) as session,
+            session.get(url) as response,
+        ):
+            return await response.text() if response.status == 200 else ""
+    except (aiohttp.ClientError, TimeoutError):
+        return ""
+
+
+async def get_json(url: str) -> Any:
+    """JSON at a URL; None if there is none."""
+    return json.loads(await get_text(url) or "null")
+
+
+async def get_samples(url: str) -> list[Sample]:
+    """Metrics at a URL; empty if there is no page."""
+    families = text_string_to_metric_families(await get_text(url))
+    return [sample for family in families for sample in family.samples]
+
+
+async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:
+    """Records of a router's decisions after a number, as far as it still has them."""
+    records: list[dict[str, Any]] = []
+    while page := await get_json(f"{admin}/decisions?after={after}"):
+        records += page
+        after = page[-1]["number"]
+    return records

@@ -30,8 +30,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
-from benchmarks.attached import Attached
-from benchmarks.pages import decisions, get_json
+from benchmarks.processes import Attached, decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address

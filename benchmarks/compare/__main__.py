@@ -25,16 +25,16 @@ import aiohttp
 
 from benchmarks import arguments, fleet
 from benchmarks.about import about
-from benchmarks.compare import envoy, pickers, terminal
+from benchmarks.compare import pickers, terminal
 from benchmarks.compare.aibrix import AIBrix
-from benchmarks.compare.contenders import Contender
+from benchmarks.compare.contenders import Contender, Fleet
+from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
+from benchmarks.compare.envoy import EnvoyAlone, Router
 from benchmarks.compare.faults import FAULTS, Fault
-from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.llm_d import LlmD
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import play
-from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.cli.arguments import number, probability
 from extproc.lab.harness.processes import ProcessError
@@ -43,8 +43,7 @@ from extproc.route.policies import POLICIES
 _PICKERS = {one.name: one for one in (LlmD(), AIBrix())}
 _HERE = Path(__file__).parents[1]
 _SPEED = 4.0
-_FROM_S = 120.0
-"""Of the trace's own time: in its first two minutes the Azure conversation trace speeds up."""
+_FROM_S = 120.0  # of trace time: until then the Azure conversation trace speeds up
 _DURATION_S, _REPEATS = 16.0, 2
 _QUICK_DURATION_S = 6.0
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -52,18 +51,9 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 @dataclass(slots=True)
 class _Turns:
-    """Those that were made, and those that could not be: nothing finished is lost."""
-
-    without_part: list[str] = field(default_factory=list)
-    """Contenders that lack what the fault falls on."""
-
+    without_part: list[str] = field(default_factory=list)  # contenders that the fault spares
     runs: list[dict[str, Any]] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def status(self) -> int:
-        """What the exit status says of them."""
-        return int(bool(self.not_run) or any(run["complaints"] for run in self.runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
         asyncio.run(_compare(args, contenders, Fleet(file), turns, logs))
-        status = turns.status
+        status = int(bool(turns.not_run) or any(run["complaints"] for run in turns.runs))
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         status = 2
@@ -103,12 +93,13 @@ async def _compare(
     turns: _Turns,
     logs: Path,
 ) -> None:
-    """Every contender once, then again: what changes on the machine meets all of them."""
+    """Runs all contenders before the next repeat: changes on the machine meet all of them."""
     for one in contenders:
         print(f"{one.name:30}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
     for repeat in range(args.repeats):
-        for one in _rotated(contenders, repeat):
+        first = repeat % len(contenders)  # no contender is always the first on a machine
+        for one in (*contenders[first:], *contenders[:first]):
             directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
             try:
                 turns.runs.append(await play(one, replicas, args, repeat, directory))
@@ -118,28 +109,22 @@ async def _compare(
                 print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)
 
 
-def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
-    """Another one begins each repeat: none is always the first on a machine, nor the last."""
-    first = repeat % len(contenders)
-    return [*contenders[first:], *contenders[:first]]
-
-
 def contender(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
-    """The contender of that name, ``kind:policy``; a kind alone stands for its usual policy.
+    """Contender of a name, ``kind:policy``; a kind alone stands for its usual policy.
 
     Args:
-        name: of it.
-        programs: a folder to look for endpoint pickers in, before ``PATH``.
-        fair: whether those that can are behind this project's Envoy file.
+        name: kind and policy.
+        programs: folder that is searched for endpoint pickers before ``PATH``.
+        fair: put pickers of the standard protocol behind this project's Envoy file.
 
     Raises:
-        ValueError: there is none, or it is not installed; the message says what there is.
+        ValueError: it is unknown or not installed; the message lists the known ones.
     """
     kind, _, policy = name.partition(":")
     if kind == "router":
         return Router(_among(kind, policy or "completion", tuple(POLICIES)))
     if kind == "envoy":
-        return envoy.EnvoyAlone(_among(kind, policy or "least_request", envoy.POLICIES))
+        return EnvoyAlone(_among(kind, policy or "least_request", ENVOY_POLICIES))
     if kind in _PICKERS:
         picker = _PICKERS[kind]
         program = pickers.found(picker, programs)
@@ -161,11 +146,7 @@ def contender(name: str, programs: Path | None = None, fair: bool = False) -> Co
 def _with_part(
     fault: Fault | None, every: Sequence[Contender]
 ) -> tuple[list[Contender], list[str]]:
-    """Those that have what the fault falls on, and the names of the others.
-
-    Raises:
-        ValueError: none has it.
-    """
+    """Contenders that have the part a fault falls on, and the names of the others."""
     if fault is None or fault.part == "replica":
         return [*every], []
     having = [one for one in every if fault.part in one.parts]
@@ -181,9 +162,9 @@ def _among(kind: str, policy: str, known: Sequence[str]) -> str:
 
 
 def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contender]:
-    """Those that were asked for; else this router, Envoy alone, and the peers that are installed.
+    """Contenders of ``--contenders``, or this router, Envoy alone and the installed peers.
 
-    Envoy with weights is among them where some replicas are faster than others.
+    Envoy with weights is among them if replicas differ in speed.
     """
     unequal = len({*file.members.values()}) > 1
     names = args.contenders or [

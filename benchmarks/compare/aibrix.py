@@ -1,4 +1,4 @@
-"""AIBrix's gateway, the program ``gateway-plugins``."""
+"""AIBrix's gateway, the program ``gateway-plugins``; it runs alone, without its Redis."""
 
 import re
 from collections import Counter
@@ -9,17 +9,15 @@ from typing import ClassVar
 import yaml
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.fleets import Servers
+from benchmarks.compare.contenders import Servers
 from benchmarks.compare.pickers import Account, Product
 
+# A line of its log for each request: its metrics do not name policies.
 _DECIDED = re.compile(r'routing_strategy="?([\w-]+).*?target_pod_ip="?([\d.:]+)')
-"""In its log, a line for each request; its metrics do not tell policies."""
-_NOBODY = "1"  # a port where no Redis is: it would use one that happens to run on this machine
+_NOBODY = "1"  # a port without Redis: it would use one that happens to run on this machine
 
 
 class AIBrix(Product):
-    """It stands alone, without its Redis: there is one of it."""
-
     name = "aibrix"
     program = "gateway-plugins"
     policies = ("least-request", "least-latency", "prefix-cache")

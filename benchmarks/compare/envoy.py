@@ -1,16 +1,16 @@
-"""Envoy alone, with a load balancing policy of its own."""
+"""Envoy with a load balancing policy of its own, and behind it this project's router."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.attached import drop_ext_proc
-from benchmarks.compare.contenders import Front, Requests
-from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_text
+from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
+from benchmarks.discrete import poll_interval
+from benchmarks.processes import Attached, decisions, drop_ext_proc, get_text
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process, answers, envoy_command
@@ -26,6 +26,8 @@ POLICIES = tuple(_TYPES)
 _FASTEST = 100  # weight of the fastest replica
 _WORKERS = 2  # as many as the demo's stack gives the Envoy beside a router
 _READY_S = 30.0
+_DECISIONS_KEPT = 25_000
+_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # as the stack calls them
 
 
 class EnvoyAlone:
@@ -80,11 +82,7 @@ class EnvoyAlone:
 
 
 async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Process:
-    """An Envoy that says who served a request, once its admin address answers.
-
-    Raises:
-        ProcessError: it does not start.
-    """
+    """Starts an Envoy that names the replica of each response; raises ProcessError."""
     config, log = directory / "envoy.yaml", directory / "envoy.log"
     says_who(bootstrap)
     add_access_log(bootstrap, directory / "access.log")
@@ -94,10 +92,7 @@ async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Proc
 
 
 def says_who(bootstrap: Bootstrap) -> None:
-    """From now on Envoy puts who served a request into each response.
-
-    A real vLLM does not say; a simulated replica says the same.
-    """
+    """Makes Envoy name the replica in each response, as simulated replicas do and vLLM does not."""
     manager_of(bootstrap)["route_config"]["response_headers_to_add"] = [
         {
             "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
@@ -107,7 +102,7 @@ def says_who(bootstrap: Bootstrap) -> None:
 
 
 def weights(fleet: Fleet, servers: Servers) -> list[int]:
-    """In the order of the servers, in proportion to their speeds."""
+    """Weights of the servers, in their order and in proportion to their speeds."""
     fastest = max(fleet.speeds.values())
     return [max(round(_FASTEST * fleet.speeds[name] / fastest), 1) for name in servers]
 
@@ -121,7 +116,7 @@ def _balancing(policy: str) -> dict[str, Any]:
 
 
 async def replica_trouble(admin: str, replicas: int) -> list[str]:
-    """What an Envoy met on its way to the replicas that its policy did not ask for."""
+    """Retries, overflows, failed connections and missing replicas that Envoy counts."""
     stats = await envoy_stats(admin)
     if not stats:
         return [f"Envoy does not say what it did: {admin}/stats does not answer"]
@@ -139,3 +134,51 @@ async def envoy_stats(admin: str) -> dict[str, int]:
     lines = (await get_text(f"{admin}/stats")).splitlines()
     pairs = (line.rpartition(": ") for line in lines)
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+
+
+class Router:
+    parts = tuple(_PARTS)
+
+    def __init__(self, policy: str) -> None:
+        self.name = f"router:{policy}"
+        self.about = f"this router's policy {policy}, behind Envoy"
+        self._policy = policy
+
+    @asynccontextmanager
+    async def running(
+        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+    ) -> AsyncIterator[Front]:
+        """Runs the whole system anew, with the hardware profiles of ``Fleet.profiles``."""
+        settings: dict[str, dict[str, object]] = {
+            "route": {"policy": self._policy, "seed": seed},
+            "poll": {"interval_s": poll_interval(self._policy)},
+            "serve": {"decisions_kept": _DECISIONS_KEPT},
+        }
+        async with _Behind(directory, servers, fleet.profiles, settings) as stack:
+            told = partial(decisions, stack.router_admin)
+            parts = {part: stack.process(name) for part, name in _PARTS.items()}
+            yield Front(stack.url, partial(self._complaints, stack), told, parts)
+
+    async def _complaints(self, stack: Attached, requests: Requests) -> list[str]:
+        found = await replica_trouble(stack.envoy_admin, len(stack.replicas))
+        made = {one["request_id"]: one for one in await decisions(stack.router_admin)}
+        stats, records = await envoy_stats(stack.envoy_admin), made.values()
+        counts = {
+            "were not asked about": sum(one["request_id"] not in made for one in requests),
+            "were decided by another policy": sum(one["policy"] != self._policy for one in records),
+            "were decided in a fallback": sum(bool(one["fallback"]) for one in records),
+            "went on without the router's answer": stats.get(
+                "http.openai.ext_proc.failure_mode_allowed", 0
+            ),
+            "went elsewhere than the router said": sum(
+                one["outcome"]["served_by"] not in (None, one["replica"]) for one in records
+            ),
+        }
+        return found + [f"{count} requests {what}" for what, count in counts.items() if count]
+
+
+class _Behind(Attached):
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        says_who(bootstrap)
+        return bootstrap

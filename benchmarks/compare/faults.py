@@ -1,4 +1,4 @@
-"""One fault in the middle of a turn: a part dies, hangs or slows down, and stays so."""
+"""Faults in the middle of a turn: a part dies, hangs or slows down, and stays so."""
 
 import asyncio
 import signal
@@ -9,14 +9,12 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.compare.contenders import Front
-from benchmarks.compare.fleets import Servers
-from benchmarks.pages import get_json
+from benchmarks.compare.contenders import Front, Servers
+from benchmarks.processes import get_json
 from extproc.ground.clock import wall
 from extproc.lab.harness.processes import Process
 
-TIMEOUT_S = 45.0
-"""For an answer, in a turn with a fault: what waits for a part that hangs ends here."""
+TIMEOUT_S = 45.0  # for an answer, in a turn with a fault
 _SLOWER = 4.0  # times as long as before every step of a slow replica takes
 _SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 FAULTS = (
@@ -44,7 +42,7 @@ class Blow:
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
-        """It falls on a part of the contender, or on one of the replicas' processes."""
+        """Strikes a part of the contender or the first of the replicas' processes."""
         self.complaints: list[str] = []  # why the contender was not at work before
         self.others = dict(servers)  # the replicas that it does not fall on
         self._fault = fault
@@ -59,7 +57,7 @@ class Blow:
             self._process = front.parts[fault.part]
 
     async def fall(self) -> None:
-        """Returns when it has; to be called when the first request is sent."""
+        """Returns when the fault has happened; to be called when the first request is sent."""
         await asyncio.sleep(self._fault.at_s)
         self.complaints = await self._front.complaints([])
         if self._address:
@@ -78,8 +76,8 @@ class Blow:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The fault, in seconds after the start, and the requests: ``struck`` are those that were
-        in flight on its part when it fell. On a picker that is all that were in flight.
+        """Fault in seconds after the start, and the requests, each with ``struck``: in flight on
+        the part when the fault fell. For a picker these are all that were in flight.
         """
         at_s = self._at_s - started_s
 
@@ -93,7 +91,7 @@ class Blow:
 
 
 def excused(request: Mapping[str, Any], fault: Mapping[str, Any] | None) -> bool:
-    """Whether it failed after a fault: that is told, and no complaint."""
+    """True for a request that failed after a fault, which is reported but no complaint."""
     return bool(fault and request["error"] and _ended_s(request) > fault["at_s"])
 
 

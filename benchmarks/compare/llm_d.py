@@ -1,4 +1,4 @@
-"""llm-d's endpoint picker, the program ``epp``."""
+"""llm-d's endpoint picker of the Gateway API Inference Extension, the program ``epp``."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,26 +8,24 @@ from typing import Any, ClassVar
 import yaml
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.fleets import Servers
+from benchmarks.compare.contenders import Servers
 from benchmarks.compare.pickers import Account, Product
 
+# Filters and scorers by policy, with the weights of the scorers.
 _PROFILES: Mapping[str, Mapping[str, int | None]] = {
     "scorers": {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3},
     "affinity": {"prefix-cache-affinity-filter": None, "token-load-scorer": 1},
     "active": {"active-request-scorer": 1},
 }
-"""Its filters and scorers by policy, with the weights of the latter."""
+# Plugins that compute the inputs of these, if they are not started by themselves.
 _PRODUCERS: Mapping[str, tuple[str, ...]] = {
     "scorers": (),
     "affinity": ("approx-prefix-cache-producer", "inflight-load-producer"),
     "active": ("inflight-load-producer",),
 }
-"""What computes what these look at, where it is not made by itself."""
 
 
 class LlmD(Product):
-    """The endpoint picker of the Gateway API Inference Extension."""
-
     name = "llm-d"
     program = "epp"
     policies = tuple(_PROFILES)

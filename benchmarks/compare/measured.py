@@ -1,4 +1,4 @@
-"""What ``docs/compare.md`` is made of: each part a command, and of what that wrote the figures."""
+"""Parts of ``docs/compare.md``: the command of each, and the figures that are kept of it."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from benchmarks.compare.__main__ import contender
 from benchmarks.compare.faults import FAULTS
 from benchmarks.report.faults import harm
 from benchmarks.report.figures import contenders
-from benchmarks.report.results import Overhead, Run, read
+from benchmarks.report.results import Overhead, read
 
 _ROOT = Path(__file__).parents[2]
 KEPT = _ROOT / "benchmarks" / "results"
@@ -78,10 +78,9 @@ ELSEWHERE = Part("elsewhere", options="")  # measured by hand, once: its file sa
 
 
 def measure(folder: Path, programs: Path | None) -> bool:
-    """Runs what has no file in the folder yet, and keeps the figures of every part.
+    """Measures parts without a file in the folder, and keeps the figures of every part.
 
-    Returns:
-        Whether all could be measured; what was is kept.
+    Returns False if a part could not be measured; the parts before it are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     where = ["--programs", str(programs)] if programs else []
@@ -102,13 +101,13 @@ def measure(folder: Path, programs: Path | None) -> bool:
 
 
 def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of what ``--json`` wrote: all but the requests."""
+    """Figures to keep of a ``--json`` file: all but its requests."""
     results = read(measured)
     about = {key: results.about[key] for key in ("date", "commit")}
     about["machine"] = results.about["machine"].rpartition(", ")[0]  # without its kernel
     versions = results.about["versions"]
     about["versions"] = {name: one for name, one in versions.items() if name not in _LIBRARIES}
-    about["command"] = _without_paths(results.about["command"])
+    about["command"] = re.sub(r" --(json|report|programs) \S+", "", results.about["command"])
     if isinstance(results, Overhead):
         setups = [one.model_dump() | {"failed": one.failed} for one in results.setups]
         return {"about": about, "setups": setups}
@@ -116,21 +115,14 @@ def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
         one.name: {
             "requests": one.counted,
             "failed": one.failed,
-            "harm": [_harm(run) for run in one.runs if run.fault],
+            "harm": [
+                {"hit": of.hit, "failed": of.failed, "slowest_s": of.slowest_s}
+                for of in (harm(run) for run in one.runs if run.fault)
+            ],
         }
         for one in contenders(results)
     }
     return {"about": about, "contenders": every, "figures": measured["figures"]}
-
-
-def _without_paths(command: str) -> str:
-    """As it prints the same anywhere: without where files are written and programs found."""
-    return re.sub(r" --(json|report|programs) \S+", "", command)
-
-
-def _harm(run: Run) -> dict[str, Any]:
-    of = harm(run)
-    return {"hit": of.hit, "failed": of.failed, "slowest_s": of.slowest_s}
 
 
 def _installed(part: Part, programs: Path | None) -> Iterator[str]:

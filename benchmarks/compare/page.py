@@ -1,15 +1,14 @@
-"""The tables of ``docs/compare.md`` and the README's picture, made of ``benchmarks/results/``.
+"""Makes the tables of ``docs/compare.md`` and the README's picture from ``benchmarks/results/``.
 
     python -m benchmarks.compare.page
 
-With ``--measure DIR`` all of it is measured anew before, with as many contenders as are installed:
-some 50 minutes on two idle cores. What DIR has already is not measured again, so that one that was
-interrupted goes on.
+With ``--measure DIR`` it measures everything before, with the contenders that are installed: some
+50 minutes on two idle cores. It goes on after an interruption: files in DIR are not made again.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,17 @@ from benchmarks import arguments
 from benchmarks.compare.measured import COST, ELSEWHERE, HARM, OUTCOME, measure
 from benchmarks.compare.terminal import median_and_range
 from benchmarks.report.figures import HEADLINES, Spread
+from benchmarks.report.markdown import table_of
 
 _DOCS = Path(__file__).parents[2] / "docs"
 PAGE, PICTURE = _DOCS / "compare.md", _DOCS / "compare.png"
 BEGIN, END = (f"<!-- {what}: python -m benchmarks.compare.page -->" for what in ("made by", "end"))
 _OURS, _THIS = "router:completion", "this router"
-_PANELS = {
+_PANELS = {  # of the picture: part and figure
     "Unequal GPUs: completion, p99": (OUTCOME["cold-mixed"], "Completion, p99"),
     "Equal GPUs: completion, p99": (OUTCOME["cold-equal"], "Completion, p99"),
     "Overload: completion, p99": (OUTCOME["overload"], "Completion, p99"),
 }
-"""Of the picture: of which part which figure."""
 _COSTS = {
     "p50_ms": "p50, ms",
     "p95_ms": "p95",
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parts(text: str) -> tuple[str, str, str]:
-    """The page before, in and after the lines that are made."""
+    """Page before, in and after the generated lines."""
     before, _, rest = text.partition(BEGIN + "\n")
     made, _, after = rest.partition(END)
     return before, made.removesuffix("\n"), after
@@ -66,7 +65,7 @@ def tables() -> str:
 
 
 def picture() -> bytes:
-    """A panel for each of ``_PANELS``, and in it a bar for each product's best contender."""
+    """PNG with a panel for each of ``_PANELS``, a bar for each product's best contender."""
     from benchmarks.report.pictures import glance  # needs matplotlib
 
     panels: dict[str, dict[str, tuple[Spread, str]]] = {}
@@ -96,7 +95,7 @@ def _outcome() -> Iterator[str]:
         ratios = {name: one and one["ratio"] for name, one in beside.items()}
         rows.append(["this router ÷ the best other of a turn", *_headlines(ratios), ""])
         yield f"### {part.heading}\n"
-        yield from _table([*(one.name for one in HEADLINES), "failed"], rows)
+        yield from table_of(["", *(one.name for one in HEADLINES), "failed"], rows)
         yield from _origin(of)
 
 
@@ -110,12 +109,12 @@ def _faults() -> Iterator[str]:
     names = dict.fromkeys(name for of in measured.values() for name in of["contenders"])
     rows = [[_name(name), *(_harm(name, of) for of in measured.values())] for name in names]
     yield "### One part fails: four A100, conversations\n"
-    yield from _table(list(measured), rows)
+    yield from table_of(["", *measured], rows)
     yield from _origin(*measured.values())
 
 
 def _harm(name: str, of: Mapping[str, Any]) -> str:
-    """A cell; a contender has no run where it lacks the part."""
+    """Cell of a contender, which has no run if it lacks the part."""
     if (one := of["contenders"].get(name)) is None:
         return "has none"
     (harm,) = one["harm"]
@@ -136,27 +135,21 @@ def _cost() -> Iterator[str]:
         for name, each in rounds.items()
     ]
     yield "### What it adds to a request, and what a request costs\n"
-    yield from _table(list(_COSTS.values()), rows)
+    yield from table_of(["", *_COSTS.values()], rows)
     yield from _origin(of)
 
 
 def _elsewhere() -> Iterator[str]:
-    """Figures that nobody can measure here without building programs of others."""
+    """Figures that need programs built from source, measured elsewhere."""
     of = ELSEWHERE.kept
     yield f"### {of['heading']}\n\n{of['about']}\n"
     for table in of["tables"]:
-        yield from _table(table["head"], table["rows"])
+        yield from table_of(["", *table["head"]], table["rows"])
         yield ""
 
 
 def _name(contender: str) -> str:
     return f"**{_THIS}**" if contender == _OURS else contender.replace(":", " ")
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    columns = ["", *head]
-    for row in (columns, ["---"] * len(columns), *rows):
-        yield f"| {' | '.join(row)} |"
 
 
 def _origin(*of: Mapping[str, Any]) -> Iterator[str]:

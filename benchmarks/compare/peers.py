@@ -12,9 +12,8 @@ from pathlib import Path
 
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Front, Requests
-from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_json, get_samples
+from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
+from benchmarks.processes import get_json, get_samples
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process
 
@@ -22,11 +21,11 @@ INSTALLED = Path(__file__).parents[2] / ".peers"  # where `make peers` puts them
 
 _READY_S = 60.0
 
+# Endings of counters that say a policy was passed over: retries, circuit breakers, shed load.
 _ALWAYS_ZERO = (
     *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
     *("overload_shed_total", "overload_fallback_total", "liveness_fallback_total"),
 )
-"""Endings of counters that say a policy was passed over: retries, circuit breakers, shed load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Product:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Those that are known to work here; it has more."""
+        """Policies that are known to work here; it has more."""
         return tuple(dict.fromkeys(("round_robin", self.best, "cache_aware")))
 
     @property

@@ -12,16 +12,14 @@ from typing import Any, ClassVar
 import yaml
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Front, Requests
+from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
-from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_samples
+from benchmarks.processes import get_samples
 from extproc.lab.harness.envoy_config import Bootstrap, addressed, socket_address
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process, listening
 
-FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"
-"""This project's Envoy file for any endpoint picker of the Gateway API Inference Extension."""
+FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"  # works for any such picker
 _READY_S = 30.0
 
 
@@ -37,7 +35,7 @@ class Account:
         return self.replicas in (None, len(servers))
 
     def complaints(self, requests: Requests, servers: Servers) -> list[str]:
-        """Why these requests were not all decided by its policy."""
+        """Reasons why its policy did not decide all of these requests."""
         found = []
         if self.used != self.policy:
             found.append(f"it decided by {sorted(self.used)}, not by {sorted(self.policy)}")
@@ -53,15 +51,13 @@ class Account:
 
 
 class Product(ABC):
-    """A picker as its makers publish it."""
+    """Picker as its makers publish it."""
 
     name: ClassVar[str]
     program: ClassVar[str]
     policies: ClassVar[tuple[str, ...]]  # the usual one first
-    clusters: ClassVar[Mapping[str, str]]
-    """Those of its Envoy file that lead to its own ports: ``grpc`` or ``http``."""
-    standard: ClassVar[bool] = False
-    """Whether it speaks the protocol of the Gateway API Inference Extension."""
+    clusters: ClassVar[Mapping[str, str]]  # of its Envoy file → its own port, `grpc` or `http`
+    standard: ClassVar[bool] = False  # speaks the Gateway API Inference Extension's protocol
 
     @property
     def envoy(self) -> Path:
@@ -71,20 +67,20 @@ class Product(ABC):
     def command(
         self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Its arguments, and what it needs in its environment; its files go to ``directory``."""
+        """Arguments and environment of the program; its files go to ``directory``."""
 
     @abstractmethod
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
     ) -> Account:
-        """By its metrics, and where they do not tell by its log."""
+        """Account by the picker's metrics and, for the rest, by its log."""
 
 
 class Picker:
     parts: tuple[str, ...] = ("picker",)
 
     def __init__(self, product: Product, policy: str, program: Path, fair: bool = False) -> None:
-        """``fair``: behind this project's Envoy file instead of its makers'."""
+        """Puts it behind its makers' Envoy file or, if ``fair``, this project's."""
         self.name = f"{product.name}:{policy}"
         behind = FAIR.name if fair else "its makers' Envoy file"
         self.about = f"{product.name}, policy {policy}, behind {behind}"
@@ -120,14 +116,8 @@ class Picker:
                 found.append(f"{sum(allowed)} requests went on without its answer")
             return found
 
-        picker = Process.start(
-            self._product.program,
-            [self._program, *arguments],
-            log=log,
-            ready=ready,
-            ready_s=_READY_S,
-            env=env,
-        )
+        name, argv = self._product.program, [self._program, *arguments]
+        picker = Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S, env=env)
         async with (
             await picker as started,
             await start_envoy(self._bootstrap(ports, servers), admin, directory),
@@ -169,7 +159,7 @@ def _endpoint(cluster: Any) -> Any:
 
 
 def found(product: Product, programs: Path | None) -> Path | None:
-    """The program: in that directory, or on PATH; None where it is not."""
+    """Program of a picker in that directory or on PATH."""
     at = programs and shutil.which(product.program, path=str(programs))
     path = at or shutil.which(product.program)
     return Path(path) if path else None

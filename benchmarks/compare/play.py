@@ -1,4 +1,4 @@
-"""One contender, once: started anew, put under load, looked at."""
+"""Turn of a contender: it is started anew, put under load, and observed."""
 
 import argparse
 import json
@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import faults
-from benchmarks.compare.contenders import Contender
+from benchmarks.compare.contenders import Contender, Fleet
 from benchmarks.compare.faults import Blow
-from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.fleet import Stay, imbalance
 from benchmarks.load.__main__ import SENDING
 from extproc.ground.clock import wall
 from extproc.lab.harness.processes import Process, ProcessError
 
-_BEGINS_S = 60.0
-"""Until the load client sends its first request: it reads the trace, and asks the server."""
+_BEGINS_S = 60.0  # until the load client, which reads the trace first, sends a request
 _SOME_FAILED = 1  # exit status of the load client
-_TIMEOUT_S = 120.0
-"""For an answer. On the mixed fleet round robin needs 60 s for some, as slow replicas queue."""
+_TIMEOUT_S = 120.0  # for an answer; round robin on the mixed fleet needs 60 s for some
 
 
 def part(args: argparse.Namespace, repeat: int) -> list[str]:
-    """What every contender is sent, as arguments of the load client: each repeat the next part of
-    the trace, in other words."""
+    """Arguments of the load client, the same for all contenders.
+
+    Each repeat sends the next part of the trace, with other words in the prompts.
+    """
     options = {
         "trace": ",".join(map(str, args.trace)),
         "speed": args.speed,
@@ -43,10 +42,10 @@ def part(args: argparse.Namespace, repeat: int) -> list[str]:
 async def play(
     contender: Contender, fleet: Fleet, args: argparse.Namespace, repeat: int, directory: Path
 ) -> dict[str, Any]:
-    """The load client's result, and what was seen beside it.
+    """Result of the load client and observations of machine and contender.
 
     Raises:
-        ProcessError: something does not start, or the load client cannot begin.
+        ProcessError: a process does not start, or the load client cannot begin.
     """
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
@@ -122,7 +121,7 @@ def _stay(request: Mapping[str, Any]) -> Stay:
 
 
 def work(requests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whether all of the work was done, and no other; complaints where it was not."""
+    """Complaints about failed requests and answers of another length than planned."""
     answered = [one for one in requests if one["error"] is None]
     other = sum(one["output_tokens"] != one["planned_output_tokens"] for one in answered)
     found = []

@@ -1,6 +1,6 @@
-"""Whether the machine kept up while requests arrived: otherwise the machine was measured.
+"""Checks that the machine kept up while requests arrived: otherwise the machine was measured.
 
-The time in which only the last answers are waited for is left out: it would make shares small.
+Waiting for the last answers does not count: it would make shares small.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.compare.fleets import Servers, lateness
+from benchmarks.compare.contenders import Servers, lateness
 from benchmarks.load.summary import LATE_S
-from benchmarks.pages import get_text
+from benchmarks.processes import get_text
 from extproc.ground.clock import Clock
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 
@@ -24,8 +24,7 @@ MOST_BUSY = 0.85  # share of all cores
 MOST_FOREIGN = 0.1  # share of all cores that something else on the machine had
 
 Ticks = tuple[int, int, int]
-"""CPU time of all cores since the machine's start, in ticks of its clock: in all, busy, and what
-this process, those it started and those that these started used, ended ones too."""
+"""CPU ticks of all cores since boot: in all, busy, and of this process and its descendants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +33,14 @@ class Look:
     cpu: Ticks
     prompt_tokens: float = 0.0  # of all replicas, until then
     cached_tokens: float = 0.0  # of these, taken from prefix caches
-    late: Mapping[str, Any] = field(default_factory=dict)
-    """How late steps were until then, by replica; None for one that does not answer."""
+    late: Mapping[str, Any] = field(default_factory=dict)  # as `lateness` tells it
 
 
 Looks = Sequence[Look]  # in order
 
 
 def validity(looks: Looks, client_late_p99_s: float) -> dict[str, Any]:
-    """Seconds, shares of all cores, and the ``doubts``: why figures may be the machine's.
-
-    Of what was seen of the machine and its replicas, and how late the client sent.
-    """
+    """Lateness in seconds, shares of all cores, and ``doubts``: reasons to distrust figures."""
     late = looks[-1].late if looks else {}
     told = [one for one in late.values() if one]
     steps = [one["late_s"] for one in told]
@@ -74,7 +69,7 @@ def validity(looks: Looks, client_late_p99_s: float) -> dict[str, Any]:
 
 
 def between(looks: Looks, start_s: float, end_s: float) -> list[Look]:
-    """From the last look before the start to the first after the end."""
+    """Looks from the last before the start to the first after the end."""
     before = sum(one.at_s <= start_s for one in looks)
     until = sum(one.at_s < end_s for one in looks)
     return list(looks[max(before - 1, 0) : until + 1])
@@ -126,7 +121,7 @@ async def _figures(address: str) -> EngineFigures | None:
 
 
 def ticks(proc: Path = Path("/proc")) -> Ticks:
-    """Up to now; nothing where no Linux says so."""
+    """CPU time until now; zeros without Linux's ``/proc``."""
     try:
         first = (proc / "stat").read_text().partition("\n")[0]
     except OSError:

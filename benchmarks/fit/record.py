@@ -13,7 +13,7 @@ from benchmarks import trace
 from benchmarks.about import about
 from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.fit.replay import bursts
-from benchmarks.pages import get_json
+from benchmarks.processes import get_json
 from benchmarks.trace import TracedRequest
 from benchmarks.vllm import MODEL, vllm_servers
 from extproc.ground.clock import monotonic

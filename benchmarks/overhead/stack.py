@@ -10,10 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.attached import drop_ext_proc
 from benchmarks.overhead.client import Report
-from benchmarks.pages import get_text
-from benchmarks.processes import cpu_s, memory_kb
+from benchmarks.processes import cpu_s, drop_ext_proc, get_text, memory_kb
 from benchmarks.states import addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, addressed, manager_of
 from extproc.lab.harness.ports import pick_ports

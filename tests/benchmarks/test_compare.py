@@ -14,9 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.contenders import Front
+from benchmarks.compare.contenders import Fleet, Front
 from benchmarks.compare.envoy import EnvoyAlone, weights
-from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import part, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity

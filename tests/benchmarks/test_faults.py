@@ -12,9 +12,8 @@ import pytest
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare import terminal
-from benchmarks.compare.contenders import Contender, Front
+from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
 from benchmarks.compare.faults import FAULTS, Fault
-from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.compare.play import play
 from benchmarks.report.faults import Harm, harm
 from benchmarks.report.markdown import markdown

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.fleets import Fleet
+from benchmarks.compare.contenders import Fleet
 from benchmarks.compare.pickers import Account
 from tests.benchmarks.picker import LIE
 
