@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.report.markdown import writable, write
 from extproc.cli.arguments import above_zero, number, whole
 
 count = whole(1)
@@ -47,14 +47,14 @@ def check_outputs(args: argparse.Namespace) -> None:
     if args.json:
         args.json.open("a").close()
     if args.report:
-        report.writable(args.report)
+        writable(args.report)
 
 
 def keep(args: argparse.Namespace, result: Any) -> None:
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
     if args.report:
-        print(report.write(result, args.report))
+        print(write(result, args.report))
 
 
 def paths(text: str) -> list[Path]:

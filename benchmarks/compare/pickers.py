@@ -116,8 +116,8 @@ class Picker:
                 found.append(f"{sum(allowed)} requests went on without its answer")
             return found
 
-        name, argv = self._product.program, [self._program, *arguments]
-        picker = Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S, env=env)
+        name, command = self._product.program, [str(self._program), *arguments]
+        picker = Process.start(name, command, log=log, ready=ready, ready_s=_READY_S, env=env)
         async with (
             await picker as started,
             await start_envoy(self._bootstrap(ports, servers), admin, directory),

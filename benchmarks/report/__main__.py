@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import arguments, report
+from benchmarks import arguments
+from benchmarks.report import markdown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if need be")
     args = parser.parse_args(argv)
     try:
-        print(report.write(json.loads(args.results.read_bytes()), args.out))
+        print(markdown.write(json.loads(args.results.read_bytes()), args.out))
     except ValueError as error:  # no JSON, no UTF-8, no result
         print(f"report: {args.results}: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What a fault in the middle of a turn did to the requests of a contender."""
+"""Effects of a fault in the middle of a turn on the requests of a contender."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,12 @@ class Harm:
     elsewhere: int  # others in flight then that failed
     later: int  # requests sent afterwards that failed
     until_s: float | None  # when the last of these was sent, after the fault
-    slowest_s: float | None
-    """The longest that a request took which had not ended when the fault fell, good or bad."""
-    before_s: list[float]  # completions of what was sent before, but for what was hit
-    after_s: list[float]  # completions of what was sent afterwards
+    slowest_s: float | None  # of the requests that ended after the fault, failed ones too
+    before_s: list[float]  # completions of requests sent before and not hit
+    after_s: list[float]  # completions of requests sent afterwards
 
     @property
     def failed(self) -> int:
-        """All that did from the fault on."""
         return self.lost + self.elsewhere + self.later
 
 
@@ -61,9 +59,8 @@ def harm(run: Run) -> Harm:
 
 
 def rows(results: Results, every: Sequence[Contender]) -> Iterator[list[str]]:
-    """Below ``HEAD``, after the name.
-
-    Counts are sums over turns, ``until`` and ``slowest`` the most of any, other times medians.
+    """Rows of name and figures: counts are sums over turns, ``until`` and ``slowest`` the most of
+    any turn, other times medians.
     """
     for one in every:
         name = f"{one.name} !" if one.doubtful else one.name
@@ -73,7 +70,7 @@ def rows(results: Results, every: Sequence[Contender]) -> Iterator[list[str]]:
 
 
 def what(results: Results) -> str:
-    """What happened, and the terms of the table."""
+    """Sentence on the fault, and the terms of the table."""
     assert results.fault
     part, _, way = results.fault.name.partition("-")
     there = "all that were in flight" if part == "picker" else "requests in flight on it"

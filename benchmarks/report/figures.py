@@ -1,7 +1,4 @@
-"""The figures of a comparison: per contender over its turns, and beside the best of the others.
-
-What the terminal prints, what the page shows and what the JSON sums up is computed here.
-"""
+"""Figures of a comparison, for terminal, page and JSON: per contender, and beside the best."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +13,14 @@ from benchmarks.report.results import Results, Run, read
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of one run's answered requests; less is better."""
+    """Figure of a run's answered requests; less is better."""
 
     name: str
-    of: str  # what of a request
+    of: str  # attribute of a request
     percent: float | None = None  # its percentile; None: its mean
     headline: bool = False  # worth a sentence
 
     def figure(self, run: Run) -> float | None:
-        """None where no request has it."""
         values = measured(run, self.of)
         if not values:
             return None
@@ -60,10 +56,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Beside:
-    """A contender's figure beside the best of the others, turn by turn.
+    """Figure of a contender beside the best of the others, in the turns where neither is in doubt.
 
-    Of the turns in which neither is in doubt: what one turn measured is compared with what was
-    measured in the same one.
+    Figures are compared within a turn only.
     """
 
     mine: Spread
@@ -75,7 +70,7 @@ class Beside:
 
     @property
     def better(self) -> bool | None:
-        """In all turns, or worse in all of them; None where they differ, or there is but one."""
+        """True or False if all turns agree; None if they differ or there is only one."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None
@@ -84,8 +79,6 @@ class Beside:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of routing, and its runs."""
-
     name: str
     reference: bool
     runs: Sequence[Run]
@@ -104,7 +97,7 @@ class Contender:
 
     @cached_property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Of each metric its value by turn, where it can be had."""
+        """Values by metric and turn."""
         values = {one.name: {run.repeat: one.figure(run) for run in self.runs} for one in METRICS}
         return {
             name: {turn: value for turn, value in of.items() if value is not None}
@@ -112,13 +105,13 @@ class Contender:
         }
 
     def sound(self, metric: Metric) -> dict[int, float]:
-        """Its value by turn, without those that are in doubt."""
+        """Values by turn, without turns in doubt."""
         values = self.figures[metric.name]
         return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
 
 def measured(run: Run, what: str) -> list[float]:
-    """Of the answered requests, those that have it."""
+    """Values of the answered requests that have one."""
     values = (getattr(one, what) for one in run.answered)
     return [value for value in values if value is not None]
 
@@ -131,13 +124,13 @@ def contenders(results: Results) -> list[Contender]:
 
 
 def spread(contender: Contender, metric: Metric) -> Spread | None:
-    """Over all turns, in doubt or not; None where no turn has the figure."""
+    """Spread over all turns, in doubt or not; None if no turn has the figure."""
     values = contender.figures[metric.name].values()
     return Spread.of(values) if values else None
 
 
 def beside_best(contender: Contender, others: Iterable[Contender], metric: Metric) -> Beside | None:
-    """Beside the lowest of the others in the same turn; None where there is nothing to compare."""
+    """Comparison with the lowest of the others in the same turn, if any."""
     own = contender.sound(metric)
     theirs = [(one.name, one.sound(metric)) for one in others if one is not contender]
     best = {turn: found for turn in own if (found := _least(theirs, turn))}
@@ -157,17 +150,14 @@ def beside_best(contender: Contender, others: Iterable[Contender], metric: Metri
 def rivals(
     of: Sequence[Contender], ours: Sequence[str]
 ) -> tuple[Contender | None, list[Contender]]:
-    """The contender that sentences are about, None where it has no run, and those it is measured
-    against."""
+    """Contender that sentences are about, None if it has no run, and its rivals."""
     subject = next((one for one in of if one.name in ours[:1]), None if ours else of[0])
     mine = {subject and subject.name, *ours}
     return subject, [one for one in of if one.name not in mine and not one.reference]
 
 
 def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
-    """Every contender's figures, and the ratios of the one that matters; ``of`` is what ``--json``
-    writes.
-    """
+    """Figures of every contender and ratios of ours, from the object that ``--json`` writes."""
     results = read(of)
     assert isinstance(results, Results)
     every = contenders(results)
@@ -187,7 +177,7 @@ def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _least(of: Iterable[tuple[str, Mapping[int, float]]], turn: int) -> tuple[float, str] | None:
-    """The lowest value above 0 in a turn, and whose it is."""
+    """Lowest value above 0 in a turn, and whose it is."""
     return min(((at[turn], name) for name, at in of if at.get(turn, 0) > 0), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The report: a page in Markdown, its pictures beside it, and the JSON."""
+"""Report of a benchmark: a page in Markdown, its pictures beside it, and the JSON."""
 
 import json
 import re
@@ -39,7 +39,7 @@ _STRETCHED = (
     "is stretched: from p90 to p99 is as far as from p99 to p99.9. Lower is better. A band "
     "reaches from the fastest to the slowest turn."
 )
-_PICTURES = {
+_PICTURES = {  # heading and caption
     "figures": (
         "At a glance",
         "Further left is better. Every panel has a logarithmic scale of its own. Dot: median of "
@@ -65,18 +65,12 @@ _PICTURES = {
         "flight all the time; memory that the router's process grew by for each request in flight.",
     ),
 }
-"""Heading and caption of each picture."""
-
-
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 
 def writable(folder: Path) -> None:
-    """Makes the folder, and tries to write there: to be called before minutes of measuring.
-
-    Raises:
-        ValueError: matplotlib is missing.
-        OSError: nothing can be written there.
+    """Makes the folder; raises OSError if nothing can be written there, ValueError without
+    matplotlib. To be called before minutes of measuring.
     """
     try:
         import matplotlib  # noqa: F401
@@ -87,13 +81,12 @@ def writable(folder: Path) -> None:
 
 
 def write(results: Mapping[str, Any], folder: Path) -> Path:
-    """Writes ``report.md``, its pictures as PNG, and ``results.json``; returns the page's path.
+    """Writes ``report.md``, its PNGs in place of earlier ones, and ``results.json``.
 
-    Pictures of an earlier report are removed.
+    Returns the page's path.
 
     Raises:
-        ValueError: ``results`` is not what a benchmark writes with ``--json``, or matplotlib is
-            missing.
+        ValueError: ``results`` is no benchmark's, or matplotlib is missing.
         OSError: the folder cannot be written.
     """
     writable(folder)
@@ -194,7 +187,7 @@ def _name(one: Contender) -> str:
 
 
 def _counts(one: Contender) -> Iterator[str]:
-    """Requests of a turn, those of them that were streamed, and those that failed in all turns."""
+    """Cells: requests of a turn, streamed ones of them, and those that failed in all turns."""
     streamed = [[each.streamed for each in run.counted] for run in one.runs]
     told = any(each is not None for run in streamed for each in run)
     yield _cell(_count([len(run.counted) for run in one.runs]))
@@ -230,15 +223,13 @@ def _costs(setups: Sequence[Setup]) -> str:
         more = value - getattr(alone, name)
         return _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
 
+    def rest(one: Setup) -> tuple[str, ...]:
+        units = f"{one.cpu_us:,.0f} µs", f"{one.stream_kb:,.0f} kB"
+        return f"{one.requests_per_s:,.0f}", f"{one.failed:,}", *units
+
+    names = "p50_ms", "p95_ms", "p99_ms"
     rows = [
-        [
-            _cell(one.name),
-            *(latency(one, name) for name in ("p50_ms", "p95_ms", "p99_ms")),
-            _cell(f"{one.requests_per_s:,.0f}"),
-            _cell(f"{one.failed:,}"),
-            _cell(f"{one.cpu_us:,.0f} µs"),
-            _cell(f"{one.stream_kb:,.0f} kB"),
-        ]
+        [_cell(one.name), *(latency(one, name) for name in names), *map(_cell, rest(one))]
         for one in setups
     ]
     note = f"Latency in ms, and how much more than {alone.name}."

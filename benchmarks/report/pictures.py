@@ -1,4 +1,4 @@
-"""The pictures of a report: PNGs on white. Needs matplotlib."""
+"""Pictures of a report: PNGs on white. Needs matplotlib."""
 
 import io
 import re
@@ -24,18 +24,16 @@ _FAINT = "#8b8b8a"
 _BARS = "#c9c9c8"
 # Okabe and Ito's colours, told apart by the colour-blind; orange and sky blue darker, for white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c58a00", "#3fa0db")
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
-"""After as many contenders as there are colours they begin again, with other lines."""
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # of the first round of colours, the second, …
 _FEW_TO_MANY = ListedColormap(colormaps["viridis"](np.linspace(0.18, 0.92, 256)))
-_SHARES = (10, 50, 90, 99, 99.9)
-"""Percentiles that a distribution's axis names; it begins at the first."""
+_SHARES = (10, 50, 90, 99, 99.9)  # percentiles that a distribution's axis names
 _POINTS = 240
 _MOMENTS = 300  # points in time at which the load is drawn
 _MOST_NAMED = 16  # replicas named beside a panel; of more of them every second, third, …
 
 
 def draw(results: Results | Overhead) -> dict[str, bytes]:
-    """PNGs by name; those for which the results hold nothing are left out."""
+    """PNGs by name; pictures without any data are left out."""
     with rc_context({"text.parse_math": False}):  # a name is text, whatever dollars it has
         return {name: _png(figure) for name, figure in _figures(results) if figure is not None}
 
@@ -63,7 +61,7 @@ def looks(every: Sequence[Contender]) -> dict[str, tuple[str, Any]]:
 
 
 def _at_a_glance(every: Sequence[Contender]) -> Figure | None:
-    """Median and spread of the figures that have a sentence on the page."""
+    """Medians and spreads of the headlines."""
     metrics = [one for one in HEADLINES if any(spread(each, one) for each in every)]
     if not metrics:
         return None
@@ -86,8 +84,9 @@ def _at_a_glance(every: Sequence[Contender]) -> Figure | None:
 
 
 def glance(panels: Mapping[str, Mapping[str, tuple[Spread, str]]], of: str) -> bytes:
-    """A PNG: a panel for each title, in it a bar from zero for each name, with a mark beside its
-    figure; the one of the name ``of`` is in colour.
+    """PNG of a panel for each title with a bar from zero, a figure and a mark for each name.
+
+    The bar named ``of`` is in colour.
     """
     names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
     size = 1.8 + 2.9 * len(panels), 0.9 + 0.32 * len(names)
@@ -107,7 +106,7 @@ def glance(panels: Mapping[str, Mapping[str, tuple[Spread, str]]], of: str) -> b
 
 
 def _distribution(every: Sequence[Contender], what: str, name: str) -> Figure | None:
-    """Time by percentile, the tail stretched; a band from the least to the most over turns."""
+    """Curves of time by percentile, the tail stretched, each in the band of its turns."""
     timed = {
         one.name: [values for run in one.runs if (values := measured(run, what))] for one in every
     }
@@ -140,12 +139,12 @@ def _distribution(every: Sequence[Contender], what: str, name: str) -> Figure | 
 
 
 def _nines(percent: float) -> float:
-    """How far into the tail: 2 is 99%."""
+    """Position in the tail: 2 is 99%."""
     return float(-np.log10(1 - percent / 100))
 
 
 def _load(every: Sequence[Contender], events: Sequence[Event]) -> Figure | None:
-    """Requests on each replica, a row each; the first turn of each contender."""
+    """Requests on each replica over time, in the first turn of each contender."""
     runs = [(one.name, min(one.runs, key=lambda run: run.repeat)) for one in every]
     named = {one.replica for _, run in runs for one in run.requests if one.replica}
     replicas = sorted(named, key=_natural)
@@ -187,7 +186,7 @@ def in_flight(run: Run, replica: str, times: Floats) -> Floats:
 
 
 def _predictions(every: Sequence[Contender]) -> Figure | None:
-    """A panel for each contender that predicts: density of requests, logarithmic axes."""
+    """Densities of predicted and actual completions, a panel for each contender that predicts."""
     known = {one.name: pairs for one in every if len(pairs := _pairs(one))}
     if not known:
         return None
@@ -250,7 +249,7 @@ def _density(axis: Axes, pairs: Floats, ends: tuple[float, float]) -> None:
 
 
 def _costs(setups: Sequence[Setup]) -> Figure:
-    """Latency, throughput, CPU and memory of every setup of ``overhead``, a row each."""
+    """Latency, throughput, CPU and memory of every setup of ``overhead``."""
     panels = {
         "Latency p50, ms": [one.p50_ms for one in setups],
         "Latency p99, ms": [one.p99_ms for one in setups],

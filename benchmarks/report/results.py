@@ -1,4 +1,4 @@
-"""What the benchmarks' JSON holds, checked."""
+"""Schema of the benchmarks' JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,14 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, PositiveFloat, Val
 
 
 class Request(BaseModel):
-    """One request; times in seconds."""
-
     model_config = ConfigDict(allow_inf_nan=False)
 
     at_s: float  # planned arrival, from the start
-    streamed: bool | None = None  # none where nobody says
-    late_s: float = 0.0  # it was sent so much after that
+    streamed: bool | None = None  # None: unknown
+    late_s: float = 0.0  # from then until it was sent
     ttft_s: PositiveFloat | None = None
     completion_s: PositiveFloat | None = None
-    gaps_s: dict[str, float] | None = None
-    """Times between the chunks of its response: ``mean`` and others."""
+    gaps_s: dict[str, float] | None = None  # between the chunks of its response: `mean`, …
     error: str | None = None
     failed_after_s: float | None = None
     replica: str | None = None
@@ -31,7 +28,7 @@ class Request(BaseModel):
 
     @property
     def token_s(self) -> float | None:
-        """Between chunks, on average."""
+        """Mean time between chunks."""
         return self.gaps_s["mean"] if self.gaps_s else None
 
     @property
@@ -40,14 +37,12 @@ class Request(BaseModel):
 
     @property
     def ended_s(self) -> float | None:
-        """Well or not; None where nobody knows."""
+        """End of the answer or of the failure."""
         lasted = self.completion_s if self.answered else self.failed_after_s
         return None if lasted is None else self.sent_s + lasted
 
 
 class Fault(BaseModel):
-    """What happened to a part in the middle of a run."""
-
     name: str
     at_s: float  # from the start
 
@@ -55,14 +50,14 @@ class Fault(BaseModel):
 class Run(BaseModel):
     name: str = Field("this run", validation_alias=AliasPath("run", "name"))
     repeat: int = Field(0, validation_alias=AliasPath("run", "repeat"))
+    # An oracle, which production cannot have: nobody is measured against it.
     reference: bool = Field(False, validation_alias=AliasPath("run", "reference"))
-    """It cannot be had in production (an oracle), so nobody is measured against it."""
     requests: list[Request]
     fault: Fault | None = None
     warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
-    complaints: list[str] = []  # what did not go as it should; failed requests, too
+    complaints: list[str] = []  # deviations from the plan; failed requests, too
+    # Reasons why figures may be the machine's rather than the contender's.
     doubts: list[str] = Field([], validation_alias=AliasPath("validity", "doubts"))
-    """Why figures are the machine's rather than the contender's."""
 
     @property
     def in_doubt(self) -> bool:
@@ -88,13 +83,10 @@ class Results(BaseModel):
     kind: str
     about: dict[str, Any]
     runs: list[Run] = Field(min_length=1)
-    ours: list[str] = []
-    """This project's contenders, the one that matters first; empty: the first against all."""
+    ours: list[str] = []  # this project's, the one that matters first; empty: the first of all
     events: list[Event] = []
-    fault: Fault | None = Field(None, validation_alias=AliasPath("about", "fault"))
-    """What was meant to happen in every run."""
+    fault: Fault | None = Field(None, validation_alias=AliasPath("about", "fault"))  # of every run
     without_part: list[str] = Field([], validation_alias=AliasPath("about", "without_part"))
-    """Contenders that have nothing for it to happen to, and so no run."""
 
 
 def _of(*path: str) -> Any:
@@ -102,10 +94,10 @@ def _of(*path: str) -> Any:
 
 
 class Setup(BaseModel):
-    """One line of ``overhead``: Envoy alone, or with something behind it."""
+    """Line of ``overhead``: Envoy alone, or with a server behind it; latencies at a fixed rate."""
 
     name: str
-    p50_ms: float = _of("rate", "p50_ms")  # at a fixed rate, as all latencies
+    p50_ms: float = _of("rate", "p50_ms")
     p95_ms: float = _of("rate", "p95_ms")
     p99_ms: float = _of("rate", "p99_ms")
     failed_at_rate: int = _of("rate", "failed")
@@ -121,20 +113,16 @@ class Setup(BaseModel):
 
 
 class Overhead(BaseModel):
-    """What ``overhead`` measured, Envoy alone first."""
-
     about: dict[str, Any]
-    setups: list[Setup] = Field(min_length=1)
+    setups: list[Setup] = Field(min_length=1)  # Envoy alone first
 
 
 def read(results: Mapping[str, Any]) -> Results | Overhead:
-    """The object that a benchmark writes with ``--json``.
+    """Results of a benchmark, from the object that ``--json`` writes.
 
     Raises:
-        ValueError: it is none; the message says where it differs.
+        ValueError: it is something else; the message says where it differs.
     """
-    if not isinstance(results, Mapping):
-        raise ValueError("not a benchmark's result: not an object")
     try:
         return _read(results)
     except ValidationError as error:
@@ -144,20 +132,18 @@ def read(results: Mapping[str, Any]) -> Results | Overhead:
 
 
 def _read(results: Mapping[str, Any]) -> Results | Overhead:
-    fields: dict[str, Any]
-    if "overhead" in results:
-        fields = {"about": results["overhead"], "setups": results.get("setups")}
-        return Overhead.model_validate(fields)
-    for kind in ("compare", "simulate", "run"):
-        if kind not in results:
-            continue
-        about = results[kind]
-        if kind == "run":
-            fields = {"kind": "load", "about": about, "runs": [results]}
-        else:
+    match results:
+        case {"overhead": about}:
+            return Overhead.model_validate({"about": about, "setups": results.get("setups")})
+        case {"compare": about} | {"simulate": about}:
+            kind = "compare" if "compare" in results else "simulate"
             ours = about.get("ours", []) if isinstance(about, Mapping) else []
             fields = {**results, "kind": kind, "about": about, "ours": ours}
-        return Results.model_validate(fields)
-    raise ValueError(
-        "not a benchmark's result: it has neither of run, compare, simulate and overhead"
-    )
+            return Results.model_validate(fields)
+        case {"run": about}:
+            return Results.model_validate({"kind": "load", "about": about, "runs": [results]})
+        case Mapping():
+            problem = "it has neither of run, compare, simulate and overhead"
+        case _:
+            problem = "not an object"
+    raise ValueError(f"not a benchmark's result: {problem}")

@@ -1,4 +1,4 @@
-"""What came out, in sentences, and figures as people read them."""
+"""Results in sentences, and figures as people read them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ _TOLD = (
 
 
 def outcome(results: Results, contenders: Sequence[Contender]) -> list[str]:
-    """Where the contender that matters wins and where it loses; what failed."""
+    """Sentences on where our contender wins and loses, on failures and on warnings."""
     said = [faults.what(results)] if results.fault else list(comparison(results, contenders))
     if results.about.get("known_lengths"):
         said.append(_TOLD)
@@ -40,7 +40,7 @@ def added(overhead: Overhead) -> list[str]:
 
 
 def comparison(results: Results, contenders: Sequence[Contender]) -> Iterator[str]:
-    """The contender that matters beside the best of the others, and which turns are in doubt."""
+    """Sentences on our contender beside the best of the others, and on turns in doubt."""
     subject, others = rivals(contenders, results.ours)
     if subject is None:
         yield f"{results.ours[0]} has no run: nothing is compared."
@@ -54,7 +54,7 @@ def comparison(results: Results, contenders: Sequence[Contender]) -> Iterator[st
 
 
 def of_turns(one: Contender) -> str:
-    """How many of a contender's turns are in doubt."""
+    """Share of a contender's turns that are in doubt, as ``1 of 3 turns``."""
     return f"{len(one.doubtful)} of {len(one.runs)} turn{'s' * (len(one.runs) > 1)}"
 
 
@@ -89,12 +89,12 @@ def _verdict(beside: Beside) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits, in the unit that suits: ``7.2 ms``, ``412 ms``, ``6.61 s``."""
+    """Time to three digits, in the unit that suits: ``7.20 ms``, ``412 ms``, ``6.61 s``."""
     return f"{_digits(1000 * value)} ms" if value < 0.9995 else f"{_digits(value)} s"
 
 
 def between(least: float, most: float) -> str:
-    """A range, with its unit once: ``6.15 – 7.02 s``; nothing where it is none."""
+    """Range with its unit once, ``6.15 – 7.02 s``; empty if both ends are alike."""
     scale, unit = (1000, "ms") if most < 0.9995 else (1, "s")
     return _range(_digits(scale * least), _digits(scale * most), f" {unit}")
 
@@ -104,7 +104,7 @@ def ratio(value: float) -> str:
 
 
 def ratios(least: float, most: float) -> str:
-    """A range of ratios: ``0.45 – 0.52×``; nothing where it is none."""
+    """Range of ratios, ``0.45 – 0.52×``; empty if both ends are alike."""
     return _range(ratio(least)[:-1], ratio(most)[:-1], "×")
 
 

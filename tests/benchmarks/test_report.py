@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("matplotlib")
 from PIL import Image  # comes with matplotlib
 
-from benchmarks import report
 from benchmarks.report.__main__ import main
-from benchmarks.report.markdown import PAGE, markdown
+from benchmarks.report.markdown import PAGE, markdown, write
 from benchmarks.report.pictures import in_flight, share_within
 from benchmarks.report.results import Request, Run, read
 from benchmarks.report.words import between, ratio, seconds
@@ -64,7 +63,7 @@ def completions(of: Json) -> list[float]:
 
 
 def written(results: Json, folder: Path) -> Page:
-    path = report.write(results, folder)
+    path = write(results, folder)
     assert path == folder / PAGE
     return Page(path.read_text())
 
@@ -80,7 +79,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
     runs = [run(name, scale, n) for n in range(3) for name, scale in (("ours", 1), ("theirs", 2))]
     results = compared(*runs, command="python -m benchmarks.compare", versions={"envoy": "1.40.0"})
     folder = tmp_path_factory.mktemp("report")
-    report.write(results, folder)
+    write(results, folder)
     return results, folder
 
 
