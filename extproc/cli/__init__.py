@@ -1,4 +1,4 @@
-"""The command ``extproc``: each command's module is imported only when it is the one asked for.
+"""Command ``extproc``: imports the module of a command only when it is asked for.
 
 A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 done, 1
 failed, 2 wrongly asked. Errors are :class:`~extproc.cli.arguments.CommandError`.
@@ -25,21 +25,20 @@ _COMMANDS = {
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
 }
+_MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
+_MODULES |= {"top": "look", "explain": "look", "what-if": "what_if"}
 _FILE = "edit the file that 'replicas_file' names: pollers follow it while requests run"
-_REMOVED = {
+_REMOVED = {  # commands of earlier versions, and their replacements
     "replica": "use 'extproc simulate'",
     "xds": "use 'extproc eds'",
     "replicas add": f"{_FILE}; to take back a drain, use 'extproc replicas undrain'",
     "replicas remove": _FILE,
 }
-"""Commands of earlier versions, each with what to use instead."""
-_MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
-"""Module of a command, where it is not called like the command."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     for name in (" ".join(words[:count]) for count in (1, 2)):
         if instead := _REMOVED.get(name):
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except CommandError as error:
-        for problem in error.problems:
+        for problem in error.args:
             print(f"extproc {args.command}: {problem}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
@@ -68,12 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Command(Parser):
-    """The parser of a command, which declares its options when there is something to parse."""
+    """Declares the options of a command when its words are parsed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse calls it with what follows the command's name."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our lines
-        name = self.prog.split()[-1].replace("-", "_")
+        name = self.prog.split()[-1]
         command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)

@@ -20,30 +20,19 @@ from extproc.observe.traces import Traces
 from extproc.poll.discovery import require_client
 from extproc.request.tokens import TokenCounter, TokenizerError
 
-_SILENT = logging.NullHandler()
-"""For code of routers and pollers that runs here: a failure is a finding, and no line of a log."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds its own options, and the configuration's flags, which the help does not list."""
-    parser.add_argument(
-        "--envoy", type=Path, metavar="FILE", help="Envoy bootstrap, fragment or patch (YAML, JSON)"
-    )
-    parser.add_argument(
-        "--live", action="store_true", help="ask Redis and the replicas, too, as they are now"
-    )
-    parser.add_argument(
-        "--envoy-admin",
-        metavar="URL",
-        help="as --live, and ask the Envoy with this admin address what it runs with",
-    )
+    add = parser.add_argument
+    file = "Envoy bootstrap, fragment or patch (YAML, JSON)"
+    add("--envoy", type=Path, metavar="FILE", help=file)
+    add("--live", action="store_true", help="ask Redis and the replicas, too, as they are now")
+    admin = "as --live, and ask the Envoy with this admin address what it runs with"
+    add("--envoy-admin", metavar="URL", help=admin)
     add_flags(parser)
     parser.epilog = "Every key is taken as a flag, too: --route.policy lmetric"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings; 1 if there is an error in a file of replicas, in the Envoy file, or in
-    what runs."""
     config = configured(args)
     try:
         TokenCounter(config.request)
@@ -68,13 +57,14 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         findings += _of_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        logging.getLogger("extproc").addHandler(_SILENT)
+        # Parts of routers and pollers run here: their failures are findings, and no lines of a log.
+        logging.getLogger("extproc").addHandler(logging.NullHandler())
         findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
-    """The reason why ``peers`` will not trust the certificate of a section, if any."""
+    """Return why ``peers`` will not trust the certificate of a section, if so."""
     authority = files.tls_client_ca if isinstance(files, TlsFiles) else None
     doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []

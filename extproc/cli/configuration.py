@@ -1,10 +1,8 @@
-"""The configuration on the command line: a file, and a flag for every key."""
+"""Configuration on the command line: a file, and a flag for every key."""
 
 import argparse
 import os
 from pathlib import Path
-
-from pydantic.fields import FieldInfo
 
 from extproc import settings
 from extproc.cli.arguments import UsageError
@@ -12,19 +10,15 @@ from extproc.config import Config
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--config``."""
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help=f"YAML file (or the variable {settings.ENV_FILE})",
-    )
+    """Add ``--config``."""
+    text = f"YAML file (or the variable {settings.ENV_FILE})"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
 
 
 def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
-    """Adds ``--config`` and a flag for every key; the help shows these sections and keys alone.
+    """Add ``--config`` and a flag for every key; the help shows these sections and keys alone.
 
-    The others are taken all the same, so that one line of flags does for all commands.
+    The parser accepts the others all the same, so that one line of flags does for all commands.
     """
     add_file(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -34,39 +28,30 @@ def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
             add_flag(parser, key, shown=False)
             continue
         if section not in groups:
-            groups[section] = parser.add_argument_group(*_section_help(section))
+            about = Config.model_fields[section].annotation.__doc__ if section else None
+            groups[section] = parser.add_argument_group(section or "general", about)
         add_flag(groups[section], key)
 
 
 def add_flag(parser: argparse._ActionsContainer, key: str, shown: bool = True) -> None:
-    """Adds the flag of one key."""
+    """Add the flag of one key."""
+    field = settings.LEAVES[key]
+    text = (field.description or "").replace("``", "")
+    if field.default_factory is None and field.default not in ((), None, ""):
+        text = f"{text} (default: {field.default})".strip()
     parser.add_argument(
         f"--{key}",
         dest=key,
         default=argparse.SUPPRESS,
         metavar="VALUE",
-        help=_field_help(settings.LEAVES[key]).replace("%", "%%") if shown else argparse.SUPPRESS,
+        help=text.replace("%", "%%") if shown else argparse.SUPPRESS,
     )
 
 
 def configured(args: argparse.Namespace) -> Config:
-    """The configuration that flags, environment and file make together."""
+    """Load the configuration from flags, environment and file."""
     flags = {key: text for key, text in vars(args).items() if key in settings.LEAVES}
     try:
         return settings.load(flags, os.environ, args.config)
     except settings.ConfigError as error:
         raise UsageError(*error.problems) from None
-
-
-def _section_help(section: str) -> tuple[str, str | None]:
-    if not section:
-        return "general", None
-    annotation = Config.model_fields[section].annotation
-    return section, getattr(annotation, "__doc__", None)
-
-
-def _field_help(field: FieldInfo) -> str:
-    text = (field.description or "").replace("``", "")
-    if field.default_factory is not None or field.default in ((), None, ""):
-        return text
-    return f"{text} (default: {field.default})".strip()

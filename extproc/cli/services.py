@@ -14,7 +14,7 @@ from extproc.observe import logs
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = {
+_SHOWN = {  # sections and keys in the help of each command
     "serve": (
         *("", "serve", "route", "request", "hold", "record", "traces"),
         *("redis", "poll", "admin", "log"),
@@ -22,21 +22,17 @@ _SHOWN = {
     "poll": ("", "poll", "redis", "admin", "log"),
     "eds": ("pool", "pools", "eds", "redis", "log"),
 }
-"""Sections and keys that the help of each command shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of what the command reads."""
-    command = parser.prog.split()[-1]
-    add_flags(parser, *_SHOWN[command])
+    add_flags(parser, *_SHOWN[parser.prog.split()[-1]])
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the service until SIGTERM or SIGINT."""
     config = configured(args)
     logs.setup(config.log)
     try:
-        uvloop.run(_service(args.command, config)(config))
+        uvloop.run(_service(args.command)(config))
     except (OSError, ValueError) as error:  # an address in use; a tokenizer that is not there
         logger.debug("ended by an error", exc_info=error)
         kind = UsageError if isinstance(error, ValueError) else CommandError
@@ -44,16 +40,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _service(command: str, config: Config) -> Callable[[Config], Coroutine[Any, Any, None]]:
-    """Imports one service alone: a command starts without the others."""
+def _service(command: str) -> Callable[[Config], Coroutine[Any, Any, None]]:
+    """Import one service alone: a command starts without the others."""
     if command == "poll":
-        from extproc.poll.into_redis import run_poller
-
-        return run_poller
-    if command == "eds":
-        from extproc.envoy.eds import run_eds
-
-        return run_eds
-    from extproc.proxy.app import run_router
-
-    return run_router
+        from extproc.poll.into_redis import run_poller as service
+    elif command == "eds":
+        from extproc.envoy.eds import run_eds as service
+    else:
+        from extproc.proxy.app import run_router as service
+    return service

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _COUNT = whole(1)
 _PORT = whole(0, 65535)
-_NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
+_NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {  # options: type, meaning
     "speed": (above_zero, "times as fast as the profile"),
     "kv-tokens": (_COUNT, "KV cache, in tokens (default: the profile's)"),
     "max-num-seqs": (_COUNT, "sequences in a step (default: the profile's)"),
@@ -31,73 +31,37 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "max-loras": (_COUNT, "adapters in a batch"),
     "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
 }
-"""Options that are a number, by name: its type, and what it is."""
-_FIELDS = {"lora-load-seconds": "adapter_load_s"}  # those whose setting is not called as they are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command; vLLM's have its names."""
-    default = ReplicaSettings()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--port", type=_PORT, default=8000, help="port to listen on; 0 picks a free one"
-    )
-    parser.add_argument("--model", default=default.model, help="model name it serves")
-    parser.add_argument(
-        "--profile",
-        default=default.profile,
-        choices=PROFILES,
-        metavar="PROFILE",
-        help=f"hardware it simulates: {', '.join(PROFILES)}",
-    )
-    for name, (kind, what) in _NUMBERS.items():
-        field = _FIELDS.get(name, name.replace("-", "_"))
+    default, add = ReplicaSettings(), parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=_PORT, default=8000, help="port to listen on; 0 picks a free one")
+    add("--model", default=default.model, help="model name it serves")
+    profiles = f"hardware it simulates: {', '.join(PROFILES)}"
+    add("--profile", default=default.profile, choices=PROFILES, metavar="PROFILE", help=profiles)
+    for name, (kind, text) in _NUMBERS.items():
+        field = "adapter_load_s" if name == "lora-load-seconds" else name.replace("-", "_")
         value = getattr(default, field)
-        shown = f" (default: {value})" if value else ""
-        parser.add_argument(
-            f"--{name}", type=kind, dest=field, default=value, metavar="N", help=what + shown
-        )
-    parser.add_argument(
-        "--scheduling-policy",
-        choices=("fcfs", "priority"),
-        default=default.scheduling_policy,
-        help=f"the order of requests, as vLLM's (default: {default.scheduling_policy})",
-    )
-    parser.add_argument(
-        "--lora-modules",
-        dest="adapters",
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="LoRA adapters of the model",
-    )
-    parser.add_argument(
-        "--no-enable-prefix-caching",
-        dest="prefix_caching",
-        action="store_false",
-        help="compute every prompt whole",
-    )
-    parser.add_argument(
-        "--enable-prompt-tokens-details",
-        action="store_true",
-        help="report cached prompt tokens in the usage, as vLLM does with this flag",
-    )
-    parser.add_argument(
-        "--kv-events-ports",
-        type=_PORT,
-        nargs=2,
-        metavar=("PORT", "REPLAY_PORT"),
-        help="tell of KV blocks over ZMQ, as vLLM does with --kv-events-config",
-    )
+        text += " (default: %(default)s)" if value else ""
+        add(f"--{name}", type=kind, dest=field, default=value, metavar="N", help=text)
+    policies, policy = ("fcfs", "priority"), default.scheduling_policy
+    order = "the order of requests, as vLLM's (default: %(default)s)"
+    add("--scheduling-policy", choices=policies, default=policy, help=order)
+    adapters = "LoRA adapters of the model"
+    add("--lora-modules", dest="adapters", nargs="+", default=(), metavar="NAME", help=adapters)
+    caching, off = "prefix_caching", "compute every prompt whole"
+    add("--no-enable-prefix-caching", dest=caching, action="store_false", help=off)
+    details = "report cached prompt tokens in the usage, as vLLM does with this flag"
+    add("--enable-prompt-tokens-details", action="store_true", help=details)
+    events = "tell of KV blocks over ZMQ, as vLLM does with --kv-events-config"
+    add("--kv-events-ports", type=_PORT, nargs=2, metavar=("PORT", "REPLAY_PORT"), help=events)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT."""
-    settings = ReplicaSettings(
-        **{one.name: getattr(args, one.name) for one in fields(ReplicaSettings)}
-    )
+    given = {one.name: getattr(args, one.name) for one in fields(ReplicaSettings)}
     try:
-        replica = Replica(settings)
+        replica = Replica(ReplicaSettings(**given))
     except ValueError as error:
         raise UsageError(error) from None
     try:

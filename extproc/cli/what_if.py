@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +17,6 @@ from extproc.route.policies import POLICIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     parser.usage = "%(prog)s RECORD [OPTION]..."
     add = parser.add_argument
     add("record", type=Path, metavar="RECORD", help="folder of record.path, or one of its files")
@@ -29,19 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = "that replica on other hardware"
     add("--replica", type=_pair, action="append", default=[], metavar="NAME=PROFILE", help=gpu)
     add("--traffic", type=above_zero, default=1.0, metavar="X", help="times as many requests")
-    waits = "whether requests wait at the router while no replica can carry them"
-    add("--hold", choices=("on", "off"), help=waits)
+    hold = "whether requests wait at the router while no replica can carry them"
+    add("--hold", choices=("on", "off"), help=hold)
     add("--json", action="store_true", help="print all figures as JSON")
     add("--page", type=_removed, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints how far the replay is from what happened, and what a change would make of it.
-
-    Raises:
-        UsageError: there is no such record, or can be no such change, or replicas cannot carry it.
-        CommandError: the replay is too far from what happened.
-    """
     try:
         recorded = read(args.record, args.pool)
         scene = scene_of(recorded)
@@ -70,25 +64,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _change(args: argparse.Namespace, scene: Scene) -> Change:
     names = list(scene.names)
-    return Change(
-        args.policy,
-        tuple(_replicas(args.more, names)),
-        tuple(_replicas(args.less, names[::-1])),
-        tuple(args.replica),
-        args.traffic,
-        None if args.hold is None else args.hold == "on",
-    )
+    more, less = _replicas(args.more, names), _replicas(args.less, names[::-1])
+    hold = None if args.hold is None else args.hold == "on"
+    return Change(args.policy, more, less, tuple(args.replica), args.traffic, hold)
 
 
-def _replicas(given: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Names, and for a number so many of ``names``, one after the other."""
-    found = []
+def _replicas(given: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, and for a number so many of ``names``, one after the other."""
+    found = list[str]()
     for one in given:
-        is_name = one in names or not one.isdecimal()
-        if not is_name and not int(one):
+        if one in names or not one.isdecimal():
+            found.append(one)
+        elif int(one):
+            found += islice(cycle(names), int(one))
+        else:
             raise ValueError(f"{one} replicas more or less are no change")
-        found += [one] if is_name else [names[n % len(names)] for n in range(int(one))]
-    return found
+    return tuple(found)
 
 
 def _removed(_: str) -> NoReturn:

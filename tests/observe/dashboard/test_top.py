@@ -14,7 +14,7 @@ import pytest
 from msgspec.json import decode, encode
 from prometheus_client import CollectorRegistry
 
-from extproc.cli.top import screen
+from extproc.cli.look import screen
 from extproc.ground.clock import Clock
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin

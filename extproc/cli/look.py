@@ -1,0 +1,151 @@
+"""``extproc top`` and ``extproc explain``: ask a running router, and print.
+
+``top`` draws the router's dashboard in the terminal, anew every second.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from extproc.cli.arguments import CommandError, whole
+from extproc.cli.configuration import add_file, configured
+from extproc.config import AdminSettings
+from extproc.ground.text import WIDTH, Column, count, figure, paragraph, printable, share, table
+from extproc.observe.client import AskError, ask_decisions, follow
+from extproc.observe.decision import read_decisions
+from extproc.observe.explain import comparison, decisions
+
+_HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
+_AGAIN_S = 1.0
+_WORST_FIRST = ("down", "left out", "draining", "ok")
+_TEXT = {"name", "text", "health", "decision"}
+_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
+    **dict.fromkeys(("count", "load", "tokens"), count),
+    **dict.fromkeys(("seconds", "age", "ratio"), figure),
+    "share": share,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    router = "admin address of the router (default: serve.admin)"
+    if parser.prog.endswith("top"):
+        parser.epilog = "Ctrl-C ends it."
+        parser.add_argument("--router", metavar="URL", help=router)
+        once = "print it once, as where the output is no terminal"
+        parser.add_argument("--once", action="store_true", help=once)
+    else:
+        parser.usage = "%(prog)s [OPTION]... [REQUEST_ID]"
+        which = parser.add_mutually_exclusive_group()
+        which.add_argument(
+            "request_id",
+            nargs="?",
+            type=_request_id,
+            metavar="REQUEST_ID",
+            help="show the whole comparison for this request (its x-request-id)",
+        )
+        last = "show so many of the last decisions (default: %(default)s)"
+        which.add_argument("--last", type=whole(1), default=20, metavar="N", help=last)
+        parser.add_argument("--router", metavar="URL", help=router)
+        parser.add_argument("--json", action="store_true", help="print what the router answers")
+    add_file(parser)
+
+
+def _request_id(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "the request id is empty; without one, the last decisions are shown"
+        )
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    config = configured(args)
+    router, show = args.router or config.serve.admin, _top if args.command == "top" else _explain
+    try:
+        asyncio.run(show(args, router, config.admin))
+    except (AskError, OSError, ValueError) as error:
+        raise CommandError(*str(error).splitlines()) from None
+    except KeyboardInterrupt:
+        if args.command != "top":
+            raise
+        print()
+    return 0
+
+
+async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> None:
+    answer = await ask_decisions(router, args.request_id, args.last, access)
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    elif args.request_id is None:
+        print(decisions(read_decisions(answer)))
+    else:
+        print("\n\n\n".join(map(comparison, read_decisions(answer))))
+
+
+async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> None:
+    terminal, lines = sys.stdout.isatty(), list[str]()
+    while True:
+        try:
+            async with aclosing(follow(router, access)) as snapshots:
+                async for snapshot in snapshots:
+                    width = shutil.get_terminal_size().columns if terminal else WIDTH
+                    lines = screen(snapshot, width)
+                    if args.once or not terminal:
+                        print("\n".join(lines))
+                        return
+                    _draw(lines)
+        except AskError as error:
+            if not lines:
+                raise
+            _draw([f"! {error}"[: shutil.get_terminal_size().columns], *lines])
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _draw(lines: list[str]) -> None:
+    page = f"{_REST_OF_LINE}\n".join(lines[: shutil.get_terminal_size().lines - 1])
+    print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
+
+
+def screen(snapshot: Mapping[str, Any], width: int) -> list[str]:
+    """Format a snapshot in ``width`` columns: warnings first, the worst replicas on top."""
+    return [printable(line)[:width] for line in _lines(snapshot, width)]
+
+
+def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
+    figures = ", ".join(f"{value} {name}" for name, value in snapshot["figures"])
+    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot["facts"])
+    yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
+    for warning in dict.fromkeys(snapshot["warnings"]):
+        yield from paragraph(warning, 2, "!", width)
+    for pool in snapshot["pools"]:
+        if len(snapshot["pools"]) > 1:
+            yield from ("", f"pool {pool['name']}")
+        yield from _table(pool["replicas"], width)
+        yield from paragraph(pool["accuracy"]["words"], 0, width=width)
+        yield from _table(pool["waiting"], width)
+    yield from _table(snapshot["decisions"], width)
+
+
+def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield the lines of a table with as many of the first columns as fit."""
+    columns = [one for one in given["columns"] if one["unit"] != "words"]
+    rows = list(zip(*(one["values"] for one in columns), strict=True))
+    if not rows:
+        return
+    titles = [one["title"] for one in columns]
+    if "Health" in titles:
+        health, backlog = titles.index("Health"), titles.index("Backlog")
+        rows.sort(key=lambda row: (_WORST_FIRST.index(row[health]), -(row[backlog] or 0.0)))
+    shows = [_FIGURES.get(one["unit"], str) for one in columns]
+    cells = [[show(value) for show, value in zip(shows, row, strict=True)] for row in rows]
+    made = [Column(one["title"], left=one["unit"] in _TEXT, most=36) for one in columns]
+    for many in range(len(made), 0, -1):
+        lines = table(made[:many], [row[:many] for row in cells])
+        if many == 1 or max(map(len, lines)) <= width:
+            yield from ("", *lines)
+            return
