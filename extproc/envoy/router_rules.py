@@ -7,13 +7,14 @@ from extproc.envoy.finding import Level
 from extproc.envoy.rules import (
     Rule,
     bodies_first,
+    is_body_first,
     lacking,
     mode,
     namespaces,
     seconds,
 )
 from extproc.envoy.tree import MANAGER, Node
-from extproc.proxy.messages import PRIORITY, TOLD_NAMESPACE, expression_of
+from extproc.proxy.messages import PRIORITY, RANK, TOLD_NAMESPACE, expression_of
 
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
@@ -118,5 +119,18 @@ ROUTER_RULES = (
         f"nothing removes the header {PRIORITY} that a client sends, and vLLM prefers it to the "
         "priority that the router writes into bodies. Put into the HttpConnectionManager what "
         "envoy/envoy.yaml has under early_header_mutation_extensions"),
+    Rule("forged_rank_is_removed", Level.WARNING,
+        lambda file: [
+            manager
+            for manager in file.all(MANAGER)
+            if any(map(is_body_first, file.all(EXT_PROC, manager)))
+        ],
+        "Clients cannot choose an engine of a data-parallel replica: their header goes.",
+        lambda manager, file: (
+            not all(file.removes_before(filter, RANK) for filter in file.all(EXT_PROC, manager))
+        ),
+        f"nothing removes the header {RANK} that a client sends, and vLLM takes the engine that it "
+        "names, however busy. Put into the HttpConnectionManager what envoy/envoy.yaml has under "
+        "early_header_mutation_extensions"),
 )
 # fmt: on

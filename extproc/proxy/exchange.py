@@ -27,7 +27,7 @@ from extproc.proxy.headers import Asked, model_list
 from extproc.proxy.in_flight import InFlight
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.proxy.services import Services
-from extproc.request.endpoint import lists_models, stored_response_of
+from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
@@ -67,6 +67,7 @@ class Exchange:
         self._response_body_mode = config.response_body_mode
         self._subset = messages.subset_of(first)
         """The only endpoints that may be chosen, where a gateway says so."""
+        self._endpoint: Endpoint | None = None  # whose form errors have
         self._unseen = False  # whether Envoy was told not to tell of the response
         self._in_flight: InFlight | None = None
         self._held: Waiting | None = None  # where it waits for a replica
@@ -111,7 +112,7 @@ class Exchange:
             return None
         self._services.metrics.requests.add("lost")
         self._end(self._in_flight, lost=True)
-        return refuse(NoReplica(HUNG))
+        return refuse(NoReplica(HUNG), self._endpoint)
 
     def _end(self, one: InFlight, lost: bool = False) -> None:
         self._in_flight = None
@@ -123,7 +124,7 @@ class Exchange:
         reason = error.code or error.kind
         self._services.metrics.refused.add(reason)
         self._ends_here("refused", reason)
-        return [refuse(error)]
+        return [refuse(error, self._endpoint)]
 
     def _ends_here(self, result: str, error: str = "") -> None:
         self._services.metrics.requests.add(result)
@@ -158,7 +159,7 @@ class Exchange:
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             leave_body = phase == "request_headers" and self.has_fallback
-            return messages.send_to(phase, holder, leave_body)
+            return messages.send_to(phase, self._listed(holder, holder), leave_body)
         return self._to_any(phase)
 
     def _to_any(self, phase: str) -> bytes:
@@ -375,12 +376,17 @@ class Exchange:
         return -profile.priority if self._services.fleet.members.all_take_priority else 0
 
     def _destination(self, decision: Decision) -> str:
-        if not self._services.config.serve.second_choice:
-            return decision.replica
         second, members = decision.second, self._services.fleet.members
-        if second is None and decision.name and not members.all_serve(decision.name):
+        alone = decision.name and not members.all_serve(decision.name)
+        if second is None and (alone or decision.profile.previous_response):
             second = decision.replica  # for Envoy's fallback policy would try it on any
-        return decision.replica if second is None else f"{decision.replica},{second}"
+        return self._listed(decision.replica, second)
+
+    def _listed(self, first: str, second: str | None) -> str:
+        """The destination as Envoy takes it: what to try first, and what after that."""
+        if second is None or not self._services.config.serve.second_choice:
+            return first
+        return f"{first},{second}"
 
     def _sent(
         self, phase: str, decision: Decision, priority: int | None, leave_body: bool = False
@@ -409,6 +415,6 @@ class Exchange:
         return messages.proceed("response_body")
 
 
-def refuse(error: Refusal) -> bytes:
+def refuse(error: Refusal, endpoint: Endpoint | None) -> bytes:
     """The answer to a request that is not to be served."""
-    return messages.answer(error.status, error_body(error), error.retry_after)
+    return messages.answer(error.status, error_body(error, endpoint), error.retry_after)

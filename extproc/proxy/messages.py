@@ -26,6 +26,7 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 UNSEEN = "x-extproc-unseen"
 """Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
 PRIORITY = "x-vllm-priority"  # header that vLLM takes before a body's `priority`
+RANK = "x-data-parallel-rank"  # header by which vLLM takes the engine that a client names
 METADATA_NAMESPACE = "envoy.lb"
 TOLD_NAMESPACE = "extproc"  # of what is told of a decision
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -133,7 +134,7 @@ def send_to(
         reply.mode_override.response_trailer_mode = _SEND
     common = getattr(reply, phase).response
     _set_header(common.header_mutation, DESTINATION, destination.encode())
-    common.header_mutation.remove_headers.extend((SUBSET, SERVED))
+    common.header_mutation.remove_headers.extend((SUBSET, SERVED, RANK))
     if priority is not None:
         _set_header(common.header_mutation, PRIORITY, b"%d" % priority)
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value

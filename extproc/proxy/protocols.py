@@ -43,6 +43,7 @@ class BodyFirst(Exchange):
         asked = asked_by(headers, config)
         if asked is None:
             return [self._pass_on("request_body", headers)]
+        self._endpoint = asked.endpoint
         self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
         if asked.readable:
             return self._route_body(asked, message)
@@ -61,6 +62,7 @@ class _HeadersBeforeBody(Exchange, ABC):
         asked = asked_by(headers, config)
         if asked is None:
             return [self._pass_on("request_headers", headers)]
+        self._endpoint = asked.endpoint
         if message.end_of_stream:
             return self._route("request_headers", asked, b"", partial=False)
         return self._before_body(asked)

@@ -1,20 +1,29 @@
-"""What a client is told when its request is not served."""
+"""Requests that are not served, and the answers that clients get."""
 
 from collections.abc import Sequence
 from math import ceil
 
 from pydantic_core import to_json
 
+from extproc.request.endpoint import Endpoint
+
 _MOST_NAMED = 50  # models in a message
+_LONGEST_S = 3600.0  # of ``retry-after``
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
-    """A request that is answered here, and sent to no replica: the message, the field at fault if
-    it is one, and a machine-readable reason, as OpenAI's API has them."""
+    """A request that the router answers itself.
+
+    Args:
+        message: for the client.
+        param: the field of the body at fault, if any.
+        code: a reason for programs to read, as OpenAI's API has them.
+    """
 
     status = 500  # of the HTTP answer
-    kind = "internal_error"  # ``type`` of the error in its body
-    retry_after = 0  # seconds after which the client may try again; 0: it is not said
+    kind = "internal_error"  # ``type`` of the error in OpenAI's form
+    anthropic_kind = "api_error"  # in Anthropic's
+    retry_after = 0  # seconds after which the client may try again; 0: no header
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -27,7 +36,7 @@ class BadRequest(Refusal):
     """A body that no replica could serve, whatever its model."""
 
     status = 400
-    kind = "invalid_request_error"
+    kind = anthropic_kind = "invalid_request_error"
 
 
 class NoModel(Refusal):
@@ -35,6 +44,7 @@ class NoModel(Refusal):
 
     status = 404
     kind = "invalid_request_error"
+    anthropic_kind = "not_found_error"
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
         named = ", ".join(f"`{name}`" for name in known[:_MOST_NAMED])
@@ -44,21 +54,19 @@ class NoModel(Refusal):
 
 
 class NoReplica(Refusal):
-    """None of the replicas that may serve it is ready."""
+    """No replica that may serve the request is ready."""
 
     status = 503
     kind = "service_unavailable_error"
+    anthropic_kind = "overloaded_error"
     retry_after = 1
 
 
-_LONGEST_S = 3600.0
-
-
 class Saturated(Refusal):
-    """Every replica is so busy that its first token would come too late."""
+    """Replicas so busy that the first token would come too late."""
 
     status = 429
-    kind = "rate_limit_error"
+    kind = anthropic_kind = "rate_limit_error"
 
     def __init__(self, message: str, code: str, retry_after: float) -> None:
         """``retry_after``: seconds; a second at least, an hour at most."""
@@ -66,8 +74,11 @@ class Saturated(Refusal):
         self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
 
 
-def error_body(error: Refusal) -> bytes:
-    """The JSON body of the answer, in the form of OpenAI's API."""
+def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
+    """The JSON body of the answer: in Anthropic's form where the endpoint is, else in OpenAI's."""
+    if endpoint is Endpoint.MESSAGES:
+        told = {"type": error.anthropic_kind, "message": error.message}
+        return to_json({"type": "error", "error": told})
     return to_json(
         {
             "error": {

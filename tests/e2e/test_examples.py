@@ -100,6 +100,12 @@ async def test_the_replica_chosen_serves(client: Client, stack: AnyExample) -> N
         assert answer.decision["outcome"]["output_tokens"] == 5
 
 
+async def test_no_client_chooses_an_engine_of_the_replica(client: Client) -> None:
+    """vLLM answers 400 where the header names an engine that it does not have."""
+    answer = await client.chat(tokens=1, headers={"X-Data-Parallel-Rank": "7"})
+    assert answer.status == 200, answer.body
+
+
 async def test_it_follows_the_choice_to_either(client: Client, stack: AnyExample) -> None:
     """Among replicas as good as equal for what generates nothing much, both come up in time."""
     served: set[str] = set()

@@ -58,7 +58,8 @@ async def known(client: Client, answer: Answer) -> None:
             EnvoySide(channel).stream() as stream,
         ):
             reply = await stream.request_headers(path, "GET", end_of_stream=True)
-            return ",".join(destination(reply))
+            (holder,) = {*destination(reply)}
+            return holder
 
     async def held() -> bool:
         return {await held_by(router) for router in stack.routers} == {server_of(answer)}
@@ -81,6 +82,19 @@ async def test_a_conversation_goes_on_where_it_is_held(client: Client, streamed:
         assert (last.status, server_of(last)) == (200, holder)
     after = await client.routed_by_each()
     assert all(now > then for now, then in zip(after, before, strict=True))
+
+
+async def test_a_retry_stays_where_the_conversation_is_held(client: Client, stack: Stack) -> None:
+    """Any other replica would answer 404, which nobody tries again."""
+    last = await respond(client)
+    await known(client, last)
+    holder = stack.name_of(server_of(last))
+    await client.simulate(holder, fail=503)
+    try:
+        answer = await respond(client, previous_response_id=id_of(last))
+    finally:
+        await client.simulate(holder, fail=0)
+    assert answer.status == 503
 
 
 async def test_work_in_the_background_is_asked_for_and_cancelled_there(client: Client) -> None:

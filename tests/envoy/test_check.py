@@ -85,7 +85,7 @@ class Bootstrap:
 
     def unmarked(self) -> Self:
         """Let clients set the mark."""
-        del self.manager["early_header_mutation_extensions"]
+        self.forgotten.remove({"remove": "x-extproc-unseen"})
         return self
 
     def tells(self, header: str) -> Self:
@@ -359,6 +359,8 @@ BREAKAGES = [
           lambda b: b.tells("x_tenant").underscores("REJECT_REQUEST"), UNDERSCORE),
     warning("forged_priority_is_removed", "early_header_mutation",
             lambda b: b.forgotten.remove({"remove": "x-vllm-priority"}), PRIORITIES),
+    warning("forged_rank_is_removed", "x-data-parallel-rank",
+            lambda b: b.forgotten.remove({"remove": "x-data-parallel-rank"})),
     warning("decision_metadata_is_taken", "Add extproc to", lambda b: None, TELLING),
     warning("waits_for_room", "is 60 s: where replicas are full",
             lambda b: b.ext_proc.update(max_message_timeout="60s")),
@@ -465,6 +467,9 @@ JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
     ("forged_priority_is_removed", True, PRIORITIES, lambda b: None),
     ("forged_priority_is_removed", False, PRIORITIES,
      lambda b: (b.headers_first(), b.forgotten.remove({"remove": "x-vllm-priority"}))),
+    ("forged_rank_is_removed", True, {}, lambda b: None),
+    ("forged_rank_is_removed", False, {},
+     lambda b: (b.headers_first(), b.forgotten.remove({"remove": "x-data-parallel-rank"}))),
     ("forged_priority_is_removed", False, ONE_ALONE,
      lambda b: b.forgotten.remove({"remove": "x-vllm-priority"})),
     ("decision_metadata_is_taken", True, TELLING, lambda b: b.namespaces.append("extproc")),

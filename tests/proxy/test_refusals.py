@@ -1,8 +1,11 @@
 """Requests that no replica could serve, and models that some might."""
 
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy.services import Services
@@ -21,6 +24,34 @@ async def test_invalid_body_answers_400(envoy: EnvoySide, services: Services, bo
     assert error["message"]
     assert error["type"] == "invalid_request_error"
     assert services.fleet.in_flight == 0
+
+
+ANTHROPIC_ERRORS = [
+    (b"not json", 400, "invalid_request_error"),
+    ({"model": "none"}, 404, "not_found_error"),
+    ({"model": "down"}, 503, "overloaded_error"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "kind"), ANTHROPIC_ERRORS)
+@pytest.mark.parametrize("ask", [EnvoySide.ask, EnvoySide.ask_body_first])
+async def test_messages_endpoint_refuses_in_anthropics_form(
+    services: Services,
+    envoy: EnvoySide,
+    ask: Callable[..., Awaitable[ProcessingResponse]],
+    body: Any,
+    status: int,
+    kind: str,
+) -> None:
+    put_replicas(services, 3, models=("down",), healthy=False)
+    reply = await ask(envoy, body, "/v1/messages")
+    assert status_of(reply) == status
+    assert reply.immediate_response is not None
+    answer = json.loads(reply.immediate_response.body)
+    assert answer == {
+        "type": "error",
+        "error": {"type": kind, "message": answer["error"]["message"]},
+    }
 
 
 async def test_post_without_body_is_refused(envoy: EnvoySide) -> None:

@@ -51,6 +51,7 @@ REQUEST_STATE = "simulate-request"
 
 VLLM_VERSION = "0.32.0"  # whose behaviour is simulated
 
+RANK_HEADER = "x-data-parallel-rank"  # of an engine in the server, which has one
 PRIORITY_HEADER = "x-vllm-priority"  # counts instead of the `priority` in a body
 
 SERVED_BY_HEADER = "x-served-by"  # in every response: the `ip:port` that answered
@@ -180,6 +181,8 @@ class ReplicaServer:
     async def _asked(self, request: web.Request, body: type[Asked]) -> Asked:
         """Parse a request for inference; the header's priority counts before the body's."""
         asked = await _parse(request, body)
+        if request.headers.get(RANK_HEADER, "0") != "0":
+            raise RequestError("data_parallel_rank is out of range [0, 1)")
         try:
             asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
         except ValueError:
