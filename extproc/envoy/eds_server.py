@@ -7,8 +7,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
@@ -31,7 +30,6 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
 ]
-_PLAIN = TlsFiles()
 
 
 class Catalog:
@@ -39,31 +37,17 @@ class Catalog:
 
     def __init__(self, pools: Mapping[str, bytes | None]) -> None:
         self.pools = dict(pools)
-        self._watchers: set[asyncio.Event] = set()
+        self.watchers: set[asyncio.Event] = set()  # set at every change
 
-    def replace(self, pools: Mapping[str, bytes | None]) -> None:
-        """Serves these pools and no others; wakes the watchers if anything changed."""
-        if self.pools != pools:
-            self.pools = dict(pools)
-            for watcher in self._watchers:
+    def put(self, pool: str, assignment: bytes) -> None:
+        if self.pools[pool] != assignment:
+            self.pools[pool] = assignment
+            for watcher in self.watchers:
                 watcher.set()
-
-    def select(self, names: Collection[str]) -> dict[str, bytes]:
-        """Those of the named pools that are known, by name."""
-        return {name: one for name in sorted(names) if (one := self.pools.get(name)) is not None}
-
-    @contextmanager
-    def watched_by(self, watcher: asyncio.Event) -> Iterator[None]:
-        """Wakes the watcher at every change within the block."""
-        self._watchers.add(watcher)
-        try:
-            yield
-        finally:
-            self._watchers.discard(watcher)
 
 
 class Subscription:
-    """The pools that Envoy asked for on one stream, and the last response to it."""
+    """Pools that Envoy asked for on one stream, and the last response to it."""
 
     def __init__(self, catalog: Catalog, peer: str) -> None:
         self._catalog = catalog
@@ -75,7 +59,7 @@ class Subscription:
         self._answered = True
 
     def take(self, request: DiscoveryRequest) -> None:
-        """The first request subscribes; later ones answer the last response, or ask for more."""
+        """Takes the first request, which subscribes, or a later one: an answer, or more names."""
         if request.node is not None and request.node.id:
             self._of["node"] = request.node.id
         if request.response_nonce != self._nonce:
@@ -91,35 +75,26 @@ class Subscription:
         self._answered = True
 
     def due(self) -> DiscoveryResponse | None:
-        """The response that Envoy lacks, if any; a refused one is not repeated.
-
-        A pool that is not known any more is no news: Envoy keeps its replicas.
-        """
-        selected = self._catalog.select(self._names)
+        """Returns the response that Envoy lacks, if any; a refused one is not repeated."""
+        pools = self._catalog.pools
+        selected = {name: one for name in sorted(self._names) if (one := pools.get(name))}
         if not selected or selected == self._sent:
             return None
         self._sent, self._answered = selected, False
         self._nonce = str(next(self._nonces))
+        whole = b"".join(len(one).to_bytes(8) + one for one in selected.values())
         return DiscoveryResponse(
-            version_info=_version(selected.values()),
+            version_info=hashlib.sha256(whole).hexdigest()[:16],  # the same from every server
             resources=[Any(type_url=ENDPOINTS, value=one) for one in selected.values()],
             type_url=ENDPOINTS,
             nonce=self._nonce,
         )
 
 
-def _version(resources: Collection[bytes]) -> str:
-    """A hash: the same from every server, and after a restart."""
-    digest = hashlib.sha256()
-    for resource in resources:
-        digest.update(len(resource).to_bytes(8) + resource)
-    return digest.hexdigest()[:16]
-
-
 class EdsServer:
     """Serves a catalog, and the health service."""
 
-    def __init__(self, catalog: Catalog, files: TlsFiles = _PLAIN) -> None:
+    def __init__(self, catalog: Catalog, files: TlsFiles) -> None:
         self._catalog = catalog
         self._files = files
         self._streams: set[asyncio.Task[None]] = set()
@@ -160,14 +135,14 @@ class EdsServer:
         reading = asyncio.create_task(_read(requests, subscription, woken))
         reading.add_done_callback(lambda _: woken.set())
         self._streams.add(reading)
+        self._catalog.watchers.add(woken)
         try:
-            with self._catalog.watched_by(woken):
-                while not reading.done():
-                    # Only the newest is sent, however slowly Envoy reads.
-                    if (response := subscription.due()) is not None:
-                        yield bytes(response)
-                    await woken.wait()
-                    woken.clear()
+            while not reading.done():
+                # Only the newest is sent, however slowly Envoy reads.
+                if (response := subscription.due()) is not None:
+                    yield bytes(response)
+                await woken.wait()
+                woken.clear()
             if reading.cancelled():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
             await reading
@@ -176,6 +151,7 @@ class EdsServer:
             logger.warning("a client sent what is no DiscoveryRequest", extra=extra)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
+            self._catalog.watchers.discard(woken)
             self._streams.discard(reading)
             reading.cancel()
 
@@ -184,12 +160,9 @@ async def _read(
     requests: AsyncIterator[bytes], subscription: Subscription, woken: asyncio.Event
 ) -> None:
     async for raw in requests:
-        subscription.take(_parsed(raw))
+        try:
+            request = DiscoveryRequest.parse(raw)
+        except Exception as error:  # of any kind: the package looks at no byte before it uses it
+            raise ValueError("not a DiscoveryRequest") from error
+        subscription.take(request)
         woken.set()
-
-
-def _parsed(raw: bytes) -> DiscoveryRequest:
-    try:
-        return DiscoveryRequest.parse(raw)
-    except Exception as error:  # of any kind: the package looks at no byte before it uses it
-        raise ValueError("not a DiscoveryRequest") from error

@@ -12,6 +12,7 @@ from envoy_data_plane.google.rpc import Status
 from grpc.aio import EOF
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from extproc.config import TlsFiles
 from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, Catalog, EdsServer, Subscription
 from tests.conftest import Logged
 from tests.waiting import PATIENCE_S
@@ -65,9 +66,9 @@ def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
     first = stream.ask("a")
     assert values(first) == [b"a1"]
     assert stream.ask("a", answering=first) is None
-    catalog.replace({"a": b"a1", "b": b"b2"})
+    catalog.put("b", b"b2")
     assert stream.due() is None
-    catalog.replace({"a": b"a2", "b": b"b2"})
+    catalog.put("a", b"a2")
     second = stream.due()
     assert values(second) == [b"a2"]
     assert first is not None
@@ -86,7 +87,7 @@ def test_an_answer_to_an_older_response_says_nothing() -> None:
     catalog = Catalog({"a": b"a1", "b": b"b1"})
     stream = Stream(catalog)
     first = stream.ask("a")
-    catalog.replace({"a": b"a2", "b": b"b1"})
+    catalog.put("a", b"a2")
     second = stream.due()
     assert stream.ask("b", answering=first) is None
     assert stream.ask("a", answering=second) is None
@@ -100,7 +101,7 @@ def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged
         assert stream.ask("a", answering=first, refusal="no such locality") is None
     (line,) = logged.lines(REFUSED)
     assert (line["reason"], line["node"]) == ("no such locality", "envoy-1")
-    catalog.replace({"a": b"a2"})
+    catalog.put("a", b"a2")
     assert values(stream.due()) == [b"a2"]
 
 
@@ -108,7 +109,7 @@ def test_a_pool_without_a_known_replica_is_sent_once_it_has_one(logged: Logged) 
     catalog = Catalog({"a": None, "b": b"b1"})
     stream = Stream(catalog)
     assert stream.ask("a") is None
-    catalog.replace({"a": b"a1", "b": b"b1"})
+    catalog.put("a", b"a1")
     assert values(stream.due()) == [b"a1"]
     assert not logged.lines(NOT_SERVED)
 
@@ -148,7 +149,7 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
 @asynccontextmanager
 async def serving() -> AsyncIterator[Server]:
     catalog = Catalog({"a": b"a1"})
-    server = EdsServer(catalog)
+    server = EdsServer(catalog, TlsFiles())
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Server(catalog, server, channel)
@@ -161,11 +162,11 @@ async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing() -> 
             call = eds.stream()
             await call.write(request("a"))
             await response(call)
-            eds.catalog.replace({"a": b"a%d" % number})
+            eds.catalog.put("a", b"a%d" % number)
             assert values(await response(call)) == [b"a%d" % number]
             await call.done_writing()
             assert await call.code() == grpc.StatusCode.OK
-        assert not eds.catalog._watchers
+        assert not eds.catalog.watchers
 
 
 async def test_garbage_ends_its_stream_alone(logged: Logged) -> None:
@@ -200,8 +201,8 @@ async def test_streams_that_are_sent_away_end_and_new_ones_are_served() -> None:
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
-    first = EdsServer(Catalog({}))
+    first = EdsServer(Catalog({}), TlsFiles())
     port = await first.start("127.0.0.1:0")
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
-        await EdsServer(Catalog({})).start(f"127.0.0.1:{port}")
+        await EdsServer(Catalog({}), TlsFiles()).start(f"127.0.0.1:{port}")
     await first.stop()

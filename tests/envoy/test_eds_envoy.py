@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from extproc.config import Config, TlsFiles
-from extproc.envoy.eds_members import load_assignment
+from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
 from extproc.lab.harness.envoy_config import addressed, endpoints, socket_address
 from extproc.lab.harness.processes import Process, free_port, listening
@@ -165,11 +165,11 @@ async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> Non
     ):
         await envoy.has({a: "HEALTHY"})
         members = healthy(a) | {b: HealthStatus.DRAINING} | healthy(c)
-        catalog.replace({POOL: load_assignment(POOL, members)})
+        catalog.put(POOL, load_assignment(POOL, members))
         await envoy.has({a: "HEALTHY", b: "DRAINING", c: "HEALTHY"})
         assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
         members = {a: HealthStatus.UNHEALTHY} | healthy(c)
-        catalog.replace({POOL: load_assignment(POOL, members)})
+        catalog.put(POOL, load_assignment(POOL, members))
         await envoy.has({a: "UNHEALTHY", c: "HEALTHY"})
         assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
 
@@ -183,7 +183,7 @@ async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
         running(tmp_path, tree, port) as envoy,
     ):
         await envoy.has({a: "HEALTHY"})
-        catalog.replace({POOL: load_assignment(POOL, healthy("no-address:80"))})
+        catalog.put(POOL, load_assignment(POOL, healthy("no-address:80")))
         line = await logged.line("envoy refused what it was sent")
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])

@@ -4,7 +4,7 @@ from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 from msgspec import structs
 
-from extproc.envoy.eds_members import PoolMembers, load_assignment
+from extproc.envoy.eds import PoolMembers, load_assignment
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import Put, Removed, Snapshot
 from tests.fakes import ManualClock
