@@ -6,11 +6,10 @@ from extproc.config import Config
 from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
 from extproc.envoy.finding import Finding, Level, worst_first
-from extproc.envoy.router_rules import ROUTER_RULES
 from extproc.envoy.rules import FILTER_RULES
 from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 
-RULES = (*FILTER_RULES, *CLUSTER_RULES, *ROUTER_RULES)
+RULES = (*FILTER_RULES, *CLUSTER_RULES)
 _NO_ENVOY = (
     "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
     "a fragment such as envoy/ext_proc.yaml, or a mesh's patch"
@@ -38,7 +37,7 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
         found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
     elif not file:
         found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
-    elif not file.all(EXT_PROC) and file.takes_listeners:
+    elif not file.all(EXT_PROC) and file.takes("lds"):
         found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
     elif not file.all(EXT_PROC):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))

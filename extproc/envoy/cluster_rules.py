@@ -8,41 +8,25 @@ from extproc.envoy.envoy_file import (
     OVERRIDE_HOST,
     EnvoyFile,
     clusters_of,
-    follows_header,
-    is_destination,
-    reads_header,
-    reads_metadata,
+    destination,
+    sources,
 )
 from extproc.envoy.finding import Level
-from extproc.envoy.rules import (
-    DEFAULT_BUFFER,
-    FROM_METADATA,
-    Rule,
-    bodies_first,
-    is_body_first,
-    seconds,
-)
+from extproc.envoy.rules import DEFAULT_BUFFER, Rule, is_body_first, seconds, wanted_sources
 from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
 from extproc.proxy.messages import DESTINATION
 from extproc.proxy.messages import METADATA_NAMESPACE as NAMESPACE
 
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
-"""Circuit breakers and their defaults."""
-_RETRY_LIMIT = {"max_retries": 3}
+_RETRY_LIMIT = {"max_retries": 3}  # circuit breakers and their defaults, as above
 _RETRY_POLICY = (
     '{{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
     "retriable_status_codes: [500, 502, 503], num_retries: 1}}"
 )
-_FROM_HEADER = f"[{{header: {DESTINATION}}}]"
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-
-
-def _body_first_routes(file: EnvoyFile) -> list[Node]:
-    """Routes to the replicas whose requests the router sees by their body first."""
-    routes = [route for route in file.replica_routes if file.passes(EXT_PROC, route)]
-    return [route for route in routes if any(map(is_body_first, file.filters_of(route)))]
+_TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
 def _candidates(file: EnvoyFile) -> list[Node]:
@@ -52,27 +36,21 @@ def _candidates(file: EnvoyFile) -> list[Node]:
     return file.replica_clusters or others
 
 
-def _listeners(file: EnvoyFile) -> list[Node]:
-    """Those with an ext_proc filter; all of them where the filter is in none (a fragment)."""
-    listeners = file.all(LISTENER)
-    return [listener for listener in listeners if file.all(EXT_PROC, listener)] or listeners
-
-
 def _by_route(file: EnvoyFile) -> bool:
     """Every route to the replicas has an idle timeout of its own."""
     routes = file.replica_routes
     return bool(routes) and all("idle_timeout" in route for route in routes)
 
 
+def _one_alone(file: EnvoyFile) -> list[Node]:
+    """The replicas' clusters that take one address: the policy override_host takes a list."""
+    return [one for one in file.replica_clusters if not file.all(OVERRIDE_HOST, one)]
+
+
 def _with_second(file: EnvoyFile) -> list[Node]:
-    """Routes on which a second choice can be used: the policy override_host takes a list."""
-    others = {one["name"] for one in file.replica_clusters if not file.all(OVERRIDE_HOST, one)}
+    """Routes on which a second choice can be used."""
+    others = {one["name"] for one in _one_alone(file)}
     return [route for route in file.replica_routes if not clusters_of(route) & others]
-
-
-def _waiting(file: EnvoyFile) -> list[Node]:
-    """Managers and routes that set idle timeouts for requests to the replicas."""
-    return ([] if _by_route(file) else file.all(MANAGER)) + file.replica_routes
 
 
 def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
@@ -92,16 +70,6 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
     )
 
 
-def _sources(file: EnvoyFile) -> str:
-    """Sources that override_host has to read: an answer to a body sets no header."""
-    return FROM_METADATA if bodies_first(file) else _FROM_HEADER
-
-
-def _speaks_http1(cluster: Node, file: EnvoyFile) -> bool:
-    explicit = [one["explicit_http_config"] for one in file.all(_HTTP_OPTIONS, cluster)]
-    return not any("http2_protocol_options" in one for one in (*explicit, cluster))
-
-
 def _low_limits(cluster: Node, file: EnvoyFile) -> str:
     thresholds = cluster["circuit_breakers"]["thresholds"]
     default = [one for one in thresholds if one["priority"] == "DEFAULT"]
@@ -115,10 +83,9 @@ def _low_limits(cluster: Node, file: EnvoyFile) -> str:
 
 
 def _cuts_answers(route: Node, _: EnvoyFile) -> str:
-    timeout = route["timeout"]
-    if timeout == timedelta(0) or (timeout and timeout >= _SHORT_ROUTE):
-        return ""
-    return "Envoy's default of 15 s" if timeout is None else f"{seconds(timeout)} s"
+    if (timeout := route["timeout"]) is None:
+        return "Envoy's default of 15 s"
+    return f"{seconds(timeout)} s" if timedelta() < timeout < _SHORT_ROUTE else ""
 
 
 def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
@@ -156,6 +123,20 @@ def _leaves_failures(route: Node, _: EnvoyFile) -> bool:
     return "5xx" not in conditions and not listed
 
 
+def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
+    if not file.all(_TLS, cluster):
+        return (
+            "plain text, and the router TLS (serve.tls_cert): no request would reach it. Give the "
+            "cluster a transport_socket (docs/envoy.md, TLS to the router)"
+        )
+    if file.config.serve.tls_cert is None:
+        return (
+            "TLS, and the router as it is configured here plain text: no request would reach it. "
+            "Set serve.tls_cert and serve.tls_key, or name their file with --config"
+        )
+    return ""
+
+
 # A table: a formatter would give each of its fields a line.
 # fmt: off
 CLUSTER_RULES = (
@@ -172,7 +153,12 @@ CLUSTER_RULES = (
         "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
         "disabled: true from typed_per_filter_config of the route, its virtual host and its "
         "weighted clusters, or enable the filter there with overrides: {{}}"),
-    Rule("routes_wait", Level.ERROR, _body_first_routes,
+    Rule("routes_wait", Level.ERROR,
+        lambda file: [
+            route
+            for route in file.replica_routes
+            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))
+        ],
         "Where the body comes first, requests are held until it was seen: no route disables that.",
         lambda route, file: not file.passes(BUFFER, route),
         "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
@@ -180,26 +166,24 @@ CLUSTER_RULES = (
         "override ext_proc's processing_mode there with request_header_mode: SEND"),
     Rule("replicas_obey", Level.ERROR, _candidates,
         "Requests go where the router says: the replicas' cluster obeys it.",
-        lambda cluster, file: cluster not in file.replica_clusters and _sources(file),
+        lambda cluster, file: cluster not in file.replica_clusters and wanted_sources(file),
         "cluster {node[name]!r} ignores the router's choice. Write load_balancing_policy: "
         "override_host with override_host_sources: {}"),
     Rule("no_header_chooses_any_address", Level.ERROR, _candidates,
         "No header of a client can send a request to any address.",
-        lambda cluster, _: follows_header(cluster),
+        lambda cluster, _: destination(cluster) == "header",
         "cluster {node[name]!r} goes wherever a header says (use_http_header). Write metadata_key: "
         f"{{{{key: {NAMESPACE}, path: [{{{{key: {DESTINATION}}}}}]}}}}, which no client sets"),
     Rule("goes_on_without_router", Level.WARNING, _candidates,
         "Requests are served while the router is down: the cluster has members of its own.",
-        lambda cluster, _: is_destination(cluster) and not follows_header(cluster),
+        lambda cluster, _: destination(cluster) == "metadata",
         "cluster {node[name]!r} is ORIGINAL_DST: it answers 503 while the router is down, and "
         "always to requests that make no replica compute (GET /v1/models, POST /tokenize), for "
         "which the router names none. Where the replicas' addresses are known, write type: "
         "STRICT_DNS (or STATIC, EDS) and load_balancing_policy: override_host"),
     Rule("source_is_known", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
         "The policy override_host reads what the router sets.",
-        lambda policy, file: (
-            not (reads_header(policy) or reads_metadata(policy)) and _sources(file)
-        ),
+        lambda policy, file: not sources(policy) and wanted_sources(file),
         "override_host_sources names nothing that the router sets. "
         "Write override_host_sources: {}"),
     Rule("has_fallback", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
@@ -210,13 +194,16 @@ CLUSTER_RULES = (
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
         "Every replica is a member of its cluster under its own ip:port.",
         lambda cluster, _: (
-            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not is_destination(cluster)
+            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster)
         ),
         "cluster {node[name]!r} is {node[type]}: the ip:port that the router names is no member of "
         "it, and the choice is ignored. Write type: STRICT_DNS, STATIC or EDS"),
     Rule("router_speaks_http2", Level.ERROR, lambda file: file.router_clusters,
         "Envoy speaks HTTP/2 to the router, as gRPC needs.",
-        _speaks_http1,
+        lambda cluster, file: "http2_protocol_options" not in cluster and not any(
+            "http2_protocol_options" in options["explicit_http_config"]
+            for options in file.all(_HTTP_OPTIONS, cluster)
+        ),
         "cluster {node[name]!r} speaks HTTP/1.1: gRPC needs HTTP/2. Write "
         "explicit_http_config: {{http2_protocol_options: {{}}}} in its HttpProtocolOptions"),
     Rule("router_is_health_checked", Level.WARNING, lambda file: file.router_clusters,
@@ -239,7 +226,10 @@ CLUSTER_RULES = (
         "{{keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}}}, and for those sent "
         "to it later upstream_bind_config: {{socket_options: [{{level: 6, name: 18, int_value: "
         "25000}}]}} (Linux's TCP_USER_TIMEOUT)"),
-    Rule("large_bodies_pass", Level.WARNING, _listeners,
+    Rule("large_bodies_pass", Level.WARNING,  # of a listener around it, where the filter is in one
+        lambda file: (
+            [one for one in file.all(LISTENER) if file.all(EXT_PROC, one)] or file.all(LISTENER)
+        ),
         "Bodies larger than 1 MiB are accepted.",
         lambda one, _: (one["per_connection_buffer_limit_bytes"] or 0) <= DEFAULT_BUFFER,
         "per_connection_buffer_limit_bytes is 1 MiB or less: a larger body, such as one with an "
@@ -253,7 +243,8 @@ CLUSTER_RULES = (
         lambda manager, file: "stream_idle_timeout" not in manager and not _by_route(file),
         "stream_idle_timeout is Envoy's default of 5 min: an answer that is queued or not streamed "
         "for longer is cut. Write stream_idle_timeout: 3600s"),
-    Rule("first_tokens_may_wait", Level.ERROR, _waiting,
+    Rule("first_tokens_may_wait", Level.ERROR,
+        lambda file: [*([] if _by_route(file) else file.all(MANAGER)), *file.replica_routes],
         "No short idle timeout cuts a request that waits for its first token.",
         _cuts_waiting,
         "{}"),
@@ -266,5 +257,21 @@ CLUSTER_RULES = (
         _leaves_failures,
         "no retry on status 500: until the router has left out a replica that fails, its failures "
         f"reach clients. Write retry_policy: {_RETRY_POLICY}"),
+    Rule("transport_fits", Level.WARNING,
+        lambda file: [
+            cluster
+            for cluster in file.router_clusters
+            if (file.config.serve.tls_cert or file.all(_TLS, cluster))
+            and not cluster["transport_socket_matches"]  # by which meshes let members choose
+        ],
+        "Envoy and the router speak TLS.",
+        _misses_tls,
+        "cluster {node[name]!r} speaks {}"),
+    Rule("one_replica_is_named", Level.ERROR, _one_alone,
+        "The router names one replica alone to a cluster that takes no list.",
+        lambda _, file: file.config.serve.second_choice,
+        "cluster {node[name]!r} takes one address, and the router as it is configured here names "
+        "two: no request would go where it says. Set serve.second_choice: false, or name the file "
+        "that does with --config"),
 )
 # fmt: on

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from extproc.config import Config
-from extproc.envoy.tree import BOOTSTRAP, CLUSTER, FILTER, ROUTE, Node, Path, Tree, snake_case
+from extproc.envoy.tree import CLUSTER, FILTER, ROUTE, Node, Path, Tree, snake_case
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 _HTTP = "envoy.extensions.filters.http"
@@ -15,8 +15,7 @@ _DYNAMIC = "envoy.config.bootstrap.v3.BootstrapDynamicResources"
 _EARLY = "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
 _HEADER_MUTATION = f"{_HTTP}.header_mutation.v3.HeaderMutation"
 _PER_ROUTE = f"{_HTTP}.ext_proc.v3.ExtProcPerRoute"
-_SAID = ("envoy.config.route.v3.FilterConfig", _PER_ROUTE, f"{_HTTP}.buffer.v3.BufferPerRoute")
-"""Settings of a filter that a route may have."""
+_OF_ROUTES = (_PER_ROUTE, "envoy.config.route.v3.FilterConfig", f"{_HTTP}.buffer.v3.BufferPerRoute")
 _OVERRIDABLE = (
     "processing_mode",
     "response_attributes",
@@ -36,17 +35,8 @@ class EnvoyFile(Tree):
         super().__init__(tree)
         self.config = config or Config()
 
-    @property
-    def has_all_clusters(self) -> bool:
-        """A whole bootstrap that takes no clusters from elsewhere."""
-        return bool(self.all(BOOTSTRAP)) and not self._takes("cds")
-
-    @property
-    def takes_listeners(self) -> bool:
-        """A bootstrap that takes listeners from elsewhere."""
-        return self._takes("lds")
-
-    def _takes(self, kind: str) -> bool:
+    def takes(self, kind: str) -> bool:
+        """A bootstrap that takes listeners (``lds``) or clusters (``cds``) from elsewhere."""
         names = (f"{kind}_config", f"{kind}_resources_locator")
         return any(name in dynamic for dynamic in self.all(_DYNAMIC) for name in names)
 
@@ -67,20 +57,14 @@ class EnvoyFile(Tree):
         return [
             cluster
             for cluster in self.all(CLUSTER)
-            if self.all(OVERRIDE_HOST, cluster) or is_destination(cluster)
+            if self.all(OVERRIDE_HOST, cluster) or destination(cluster)
         ]
 
-    @property
-    def reads_header(self) -> bool:
-        """A cluster goes by the header, which a client could set as well."""
-        policies, clusters = self.all(OVERRIDE_HOST), self.all(CLUSTER)
-        return any(map(reads_header, policies)) or any(map(follows_header, clusters))
-
-    @property
-    def reads_metadata(self) -> bool:
-        """A cluster goes by the metadata that the router sets."""
-        policies, clusters = self.all(OVERRIDE_HOST), self.all(CLUSTER)
-        return any(map(reads_metadata, policies)) or any(map(_follows_metadata, clusters))
+    @cached_property
+    def sources(self) -> set[str]:
+        """Names what clusters follow: the ``header``, which clients could set, or ``metadata``."""
+        of_policies = (source for one in self.all(OVERRIDE_HOST) for source in sources(one))
+        return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
     @cached_property
     def replica_routes(self) -> list[Node]:
@@ -135,7 +119,7 @@ class EnvoyFile(Tree):
 
     def _settings(self, entry: Node) -> Iterator[tuple[Path, Node]]:
         """Settings of a filter in routes, virtual hosts and the like, each with its scope."""
-        for one in (node for kind in _SAID for node in self.all(kind)):
+        for one in (node for kind in _OF_ROUTES for node in self.all(kind)):
             keys = [snake_case(str(part)) for part in one.path]
             if "typed_per_filter_config" in keys:
                 at = keys.index("typed_per_filter_config")
@@ -160,33 +144,23 @@ class EnvoyFile(Tree):
         )
 
 
-def is_destination(cluster: Node) -> bool:
-    """ORIGINAL_DST: the cluster goes to any address that metadata or a header names."""
-    return follows_header(cluster) or _follows_metadata(cluster)
-
-
-def follows_header(cluster: Node) -> bool:
-    """The cluster goes to any address that a header names, a client's as well."""
-    return bool(cluster["original_dst_lb_config"]["use_http_header"])
-
-
-def _follows_metadata(cluster: Node) -> bool:
+def destination(cluster: Node) -> str:
+    """The source of the address that an ORIGINAL_DST cluster goes to, or nothing: a ``header``, a
+    client's as well, or the ``metadata`` that the router sets."""
     config = cluster["original_dst_lb_config"]
-    key, path = config["metadata_key"]["key"], config["metadata_key"]["path"]
-    chosen = key == METADATA_NAMESPACE and [part["key"] for part in path] == [DESTINATION]
-    return chosen and not config["use_http_header"]
+    if config["use_http_header"]:
+        return "header"
+    key = config["metadata_key"]
+    chosen = key["key"] == METADATA_NAMESPACE and [one["key"] for one in key["path"]]
+    return "metadata" if chosen == [DESTINATION] else ""
 
 
-def reads_header(policy: Node) -> bool:
-    """An override_host policy takes the choice from the header."""
-    sources = policy["override_host_sources"]
-    return any(one["header"].lower() == DESTINATION for one in sources)
-
-
-def reads_metadata(policy: Node) -> bool:
-    """An override_host policy takes the choice from metadata."""
-    sources = policy["override_host_sources"]
-    return any(one["metadata"]["key"] == METADATA_NAMESPACE for one in sources)
+def sources(policy: Node) -> set[str]:
+    """Where an override_host policy finds the router's choice: ``header``, ``metadata``."""
+    listed = policy["override_host_sources"]
+    found = {"header"} if any(one["header"].lower() == DESTINATION for one in listed) else set()
+    read = any(one["metadata"]["key"] == METADATA_NAMESPACE for one in listed)
+    return found | {"metadata"} if read else found
 
 
 def router_cluster(filter: Node) -> str:

@@ -7,7 +7,7 @@ import aiohttp
 
 from extproc.config import Config
 from extproc.envoy.check import check_envoy
-from extproc.envoy.envoy_file import EnvoyFile, is_destination
+from extproc.envoy.envoy_file import EnvoyFile, destination
 from extproc.envoy.finding import Finding, Level
 from extproc.ground.address import join_address, with_name
 
@@ -74,7 +74,7 @@ def _members(
     file: EnvoyFile, hosts: Mapping[str, Mapping[str, str]], replicas: Mapping[str, str]
 ) -> Iterator[tuple[Level, str]]:
     routers = [cluster["name"] for cluster in file.router_clusters]
-    fixed = [one["name"] for one in file.replica_clusters if not is_destination(one)]
+    fixed = [one["name"] for one in file.replica_clusters if not destination(one)]
     for name in [*routers, *fixed]:
         for host, wrong in hosts.get(name, {}).items():
             if wrong:

@@ -1,6 +1,6 @@
-"""The rules as tables: each says what has to hold, and what follows where it does not.
+"""The rules as tables: what has to hold, and what follows where it does not.
 
-Here those on ext_proc filters, and what the other tables share.
+Here those on ext_proc filters and their connection managers, and what both tables share.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,12 +9,21 @@ from datetime import timedelta
 
 from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
-from extproc.envoy.tree import MANAGER, Node
-from extproc.proxy.messages import DESTINATION, UNSEEN, expression_of
-from extproc.proxy.messages import METADATA_NAMESPACE as NAMESPACE
+from extproc.envoy.tree import BOOTSTRAP, MANAGER, Node
+from extproc.proxy.messages import (
+    DESTINATION,
+    PRIORITY,
+    RANK,
+    TOLD_NAMESPACE,
+    UNSEEN,
+    expression_of,
+)
+from extproc.proxy.messages import (
+    METADATA_NAMESPACE as NAMESPACE,
+)
 
-FROM_METADATA = f"[{{metadata: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}]"
 DEFAULT_BUFFER = 1024 * 1024  # bytes
+_FROM_METADATA = f"[{{metadata: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}]"
 _HEADERS = ("request.path", "request.headers['content-encoding']")
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LONG_MESSAGE = timedelta(seconds=1)
@@ -31,13 +40,13 @@ class Rule:
     where: Callable[[EnvoyFile], list[Node]]
     holds: str  # the condition, and why it matters
     wrong: Callable[[Node, EnvoyFile], object]  # true where a message breaks it
-    words: str  # what follows and what to write; ``{}`` is what ``wrong`` gives, ``node`` is known
+    words: str  # what follows and what to write; ``{}`` is what ``wrong`` gives
 
     def apply(self, file: EnvoyFile) -> list[Finding]:
         """A finding for each message that breaks it, one OK if none does, none without any."""
         nodes = self.where(file)
         broken = [
-            Finding(self.id, self.level, node.where, self.words.format(found, node=node))
+            Finding(self.id, self.level, node.where, self.words.format(found, node=node, file=file))
             for node in nodes
             if (found := self.wrong(node, file))
         ]
@@ -49,55 +58,32 @@ def mode(filter: Node, name: str) -> str:
     return str(filter["processing_mode"][f"{name}_mode"])
 
 
-def lacking(wanted: Iterable[str], present: list[str]) -> str:
-    """Those that are not there, in a line."""
-    return ", ".join(one for one in wanted if one not in present)
-
-
-def namespaces(filter: Node) -> list[str]:
-    """Namespaces of metadata that a filter takes from the router."""
-    found: list[str] = filter["metadata_options"]["receiving_namespaces"]["untyped"]
-    return found
-
-
 def seconds(time: timedelta | None) -> str:
-    """Such as ``1.5``; Envoy takes none for 0."""
+    """Seconds as text, such as ``1.5``; Envoy takes none for 0."""
     return f"{(time or timedelta()).total_seconds():g}"
 
 
-def filters(file: EnvoyFile) -> list[Node]:
-    """All ext_proc filters."""
-    return file.filters
-
-
-def bodies_first(file: EnvoyFile) -> list[Node]:
-    """Filters that send the body alone before a request leaves."""
-    return [filter for filter in file.filters if is_body_first(filter)]
-
-
 def is_body_first(filter: Node) -> bool:
-    """The router sees a request by its body alone."""
+    """The router sees a request by its body alone, which Envoy sends before the request leaves."""
     return mode(filter, "request_header") == "SKIP"
 
 
-def skips_responses(filter: Node) -> bool:
-    """Envoy does not tell the router of responses."""
-    return mode(filter, "response_header") == "SKIP"
+def wanted_sources(file: EnvoyFile) -> str:
+    """Sources that override_host has to read: an answer to a body sets no header."""
+    return _FROM_METADATA if _bodies_first(file) else f"[{{header: {DESTINATION}}}]"
 
 
-def _headers_first(file: EnvoyFile) -> list[Node]:
-    """Filters of which the header decides anything, or may do so in a file that is not seen."""
-    matters = file.reads_header or not file.replica_clusters
-    return [filter for filter in file.filters if matters and not is_body_first(filter)]
+def _bodies_first(file: EnvoyFile) -> list[Node]:
+    return [filter for filter in file.filters if is_body_first(filter)]
 
 
-def _marking(file: EnvoyFile) -> list[Node]:
-    """Connection managers whose router is told which responses it will not see."""
-    return [
-        manager
-        for manager in file.all(MANAGER)
-        if any(_MARK in one["request_attributes"] for one in file.all(EXT_PROC, manager))
-    ]
+def _lacking(wanted: Iterable[str], present: list[str]) -> str:
+    return ", ".join(one for one in wanted if one not in present)
+
+
+def _namespaces(filter: Node) -> list[str]:
+    """Namespaces of metadata that a filter takes from the router."""
+    return list(filter["metadata_options"]["receiving_namespaces"]["untyped"])
 
 
 def _lacks_router_cluster(filter: Node, file: EnvoyFile) -> str:
@@ -107,18 +93,9 @@ def _lacks_router_cluster(filter: Node, file: EnvoyFile) -> str:
     return f"names the cluster {name!r}, which does not exist" if name else "names no cluster"
 
 
-def _ends_unheard(filter: Node, _: EnvoyFile) -> bool:
-    """Envoy closes the stream when it has nothing more to send, unless it buffers the request."""
-    return (
-        mode(filter, "request_body") == _DUPLEX
-        and mode(filter, "response_body") == "NONE"
-        and mode(filter, "response_trailer") != "SEND"
-    )
-
-
 def _responses_unheard(filter: Node, file: EnvoyFile) -> str:
-    sent = [one for one in file.filters if not skips_responses(one)]
-    if not skips_responses(filter) or (sent and _MARK in filter["request_attributes"]):
+    sent = [one for one in file.filters if mode(one, "response_header") != "SKIP"]
+    if filter in sent or (sent and _MARK in filter["request_attributes"]):
         return ""
     if sent:
         return (
@@ -134,81 +111,96 @@ def _responses_unheard(filter: Node, file: EnvoyFile) -> str:
 # fmt: off
 FILTER_RULES = (
     Rule("router_cluster_exists", Level.ERROR,
-        lambda file: file.filters if file.has_all_clusters else [],
+        lambda file: file.filters if file.all(BOOTSTRAP) and not file.takes("cds") else [],
         "The router is asked: the cluster that ext_proc names exists.",
         _lacks_router_cluster,
         "grpc_service {}: the router is never asked. "
         "Write grpc_service: {{envoy_grpc: {{cluster_name: the router's cluster}}}}"),
-    Rule("filter_is_enabled", Level.ERROR, filters,
+    Rule("filter_is_enabled", Level.ERROR, lambda file: file.filters,
         "Requests pass the ext_proc filter: it is enabled.",
         lambda filter, file: not file.is_enabled(filter),
         "the filter is disabled, and no route enables it: the router is never asked. "
         "Remove disabled: true"),
-    Rule("requests_wait", Level.ERROR, filters,
+    Rule("requests_wait", Level.ERROR, lambda file: file.filters,
         "Requests wait for the router: their headers are sent, or a buffer filter holds them.",
         lambda filter, file: is_body_first(filter) and not file.is_buffered_after(filter),
         "request_header_mode is SKIP: the request leaves before its body was seen. Put a filter "
         "envoy.filters.http.buffer right after this one, or write request_header_mode: SEND"),
-    Rule("headers_are_told", Level.ERROR, bodies_first,
+    Rule("headers_are_told", Level.ERROR, _bodies_first,
         "The router hears with the body what it has to know of the headers.",
-        lambda filter, _: lacking(_HEADERS, filter["request_attributes"]),
+        lambda filter, _: _lacking(_HEADERS, filter["request_attributes"]),
         "request_header_mode is SKIP and request_attributes lacks {}: the router does not know "
         "which requests make a replica compute, or refuses compressed ones. "
         f"Write request_attributes: [request.id, {', '.join(_HEADERS)}]"),
-    Rule("metadata_is_followed", Level.ERROR, bodies_first,
+    Rule("metadata_is_followed", Level.ERROR, _bodies_first,
         "The router's answer to a body has an effect: the replicas' cluster reads metadata.",
-        lambda _, file: file.reads_header and FROM_METADATA,
+        lambda _, file: "header" in file.sources and _FROM_METADATA,
         "request_header_mode is SKIP: Envoy sets no header then that the router names, and a "
         f"cluster goes by the header {DESTINATION}. Let override_host read the choice "
         "from metadata: {}, or write request_header_mode: SEND"),
-    Rule("body_is_buffered", Level.ERROR, filters,
+    Rule("body_is_buffered", Level.ERROR, lambda file: file.filters,
         "The router sees the whole prompt before the request leaves.",
         lambda filter, _: (
             (body := mode(filter, "request_body")) not in ("BUFFERED", _DUPLEX) and body
         ),
         "request_body_mode is {}: the router cannot measure the prompt before the request leaves. "
         "Write request_body_mode: BUFFERED"),
-    Rule("the_end_is_heard", Level.ERROR, filters,
+    Rule("the_end_is_heard", Level.ERROR, lambda file: file.filters,
         "The stream stays open until the response has ended, for its close says that it has.",
-        _ends_unheard,
+        # Envoy closes the stream when it has nothing more to send, unless it buffers the request.
+        lambda filter, _: (
+            mode(filter, "request_body") == _DUPLEX
+            and mode(filter, "response_body") == "NONE"
+            and mode(filter, "response_trailer") != "SEND"
+        ),
         "neither the response's body nor its trailers are sent: the router takes a request for "
         "finished when its response begins. Write response_trailer_mode: SEND"),
-    Rule("response_headers_are_sent", Level.ERROR, filters,
+    Rule("response_headers_are_sent", Level.ERROR, lambda file: file.filters,
         "The router hears of every response, or of a sample of which it is told.",
         _responses_unheard,
         "response_header_mode is SKIP {}"),
-    Rule("response_attributes_are_sent", Level.WARNING, filters,
+    Rule("response_attributes_are_sent", Level.WARNING, lambda file: file.filters,
         "The router hears who answered and how: replica, status and flags come with the response.",
-        lambda filter, _: lacking(_ATTRIBUTES, filter["response_attributes"]),
+        lambda filter, _: _lacking(_ATTRIBUTES, filter["response_attributes"]),
         "response_attributes lacks {}: a retried request counts for the wrong replica, and a "
         "replica that fails fast looks fast. "
         f"Write response_attributes: [{', '.join(_ATTRIBUTES)}]"),
-    Rule("allows_sampling", Level.WARNING, filters,
+    Rule("allows_sampling", Level.WARNING, lambda file: file.filters,
         "The router may read a sample of the streamed responses, and learn from them.",
         lambda filter, _: (
             not filter["allow_mode_override"] and mode(filter, "response_body") != _DUPLEX
         ),
         "allow_mode_override is false: the router cannot learn token timing and usage from "
         "streamed responses. Write allow_mode_override: true"),
-    Rule("fails_open", Level.ERROR, filters,
+    Rule("fails_open", Level.ERROR, lambda file: file.filters,
         "A router that is down costs no request.",
         lambda filter, _: not filter["failure_mode_allow"],
         "failure_mode_allow is false: every request fails while the router is down. "
         "Write failure_mode_allow: true"),
-    Rule("waits_briefly", Level.WARNING, filters,
+    Rule("waits_briefly", Level.WARNING, lambda file: file.filters,
         "A router that hangs holds no request for long.",
         lambda filter, _: (
             (time := filter["message_timeout"]) and time > _LONG_MESSAGE and seconds(time)
         ),
         "message_timeout is {} s: a router that hangs holds every request that long. "
         "Write message_timeout: 1s"),
-    Rule("forged_header_is_removed", Level.ERROR, _headers_first,
+    Rule("forged_header_is_removed", Level.ERROR,
+        lambda file: [
+            filter
+            for filter in file.filters
+            if ("header" in file.sources or not file.replica_clusters) and not is_body_first(filter)
+        ],
         "Clients cannot choose a replica: their destination header is removed before ext_proc.",
         lambda filter, file: not file.removes_before(filter, DESTINATION),
         f"nothing removes the header {DESTINATION} that a client sends: while the router is down, "
         "clients choose the replica. Put a filter envoy.filters.http.header_mutation before this "
         f"one, with mutations: {{{{request_mutations: [{{{{remove: {DESTINATION}}}}}]}}}}"),
-    Rule("forged_mark_is_removed", Level.WARNING, _marking,
+    Rule("forged_mark_is_removed", Level.WARNING,
+        lambda file: [
+            manager
+            for manager in file.all(MANAGER)
+            if any(_MARK in one["request_attributes"] for one in file.all(EXT_PROC, manager))
+        ],
         "Clients cannot keep responses from the router: the mark that they send is removed.",
         lambda manager, file: (
             not all(file.removes_before(filter, UNSEEN) for filter in file.all(EXT_PROC, manager))
@@ -216,9 +208,9 @@ FILTER_RULES = (
         f"nothing removes the header {UNSEEN} that a client sends: the router never hears how its "
         "requests went. Put into this part what envoy/envoy.yaml has under "
         "early_header_mutation_extensions"),
-    Rule("metadata_is_received", Level.ERROR, filters,
+    Rule("metadata_is_received", Level.ERROR, lambda file: file.filters,
         "Metadata that the router sets is taken, where a cluster reads it.",
-        lambda filter, file: file.reads_metadata and NAMESPACE not in namespaces(filter),
+        lambda filter, file: "metadata" in file.sources and NAMESPACE not in _namespaces(filter),
         f"a cluster reads the metadata {NAMESPACE!r}, but this filter takes none from the router. "
         f"Write metadata_options: {{{{receiving_namespaces: {{{{untyped: [{NAMESPACE}]}}}}}}}}"),
     Rule("large_bodies_are_buffered", Level.WARNING, lambda file: file.all(BUFFER),
@@ -226,5 +218,68 @@ FILTER_RULES = (
         lambda buffer, _: (buffer["max_request_bytes"] or 0) <= DEFAULT_BUFFER,
         "max_request_bytes is 1 MiB or less: a larger body, such as one with an image, gets 413. "
         "Write max_request_bytes: 67108864"),
+    Rule("waits_for_room", Level.WARNING,
+        lambda file: [
+            filter
+            for filter in file.filters
+            if file.config.hold.longest_s and mode(filter, "request_body") != _DUPLEX
+        ],
+        "A request may wait at the router while every replica is full.",
+        lambda filter, file: (
+            (time := filter["max_message_timeout"] or timedelta()).total_seconds()
+            < file.config.hold.longest_s
+            and seconds(time)
+        ),
+        "max_message_timeout is {} s: where replicas are full, requests do not wait at the router "
+        "but in the replicas, which compute some of them twice. Write max_message_timeout: "
+        "{file.config.hold.longest_s:g}s (hold.longest_s)"),
+    Rule("decision_metadata_is_taken", Level.WARNING,
+        lambda file: file.filters if file.config.serve.decision_metadata else [],
+        "Envoy takes what the router tells of decisions, for serve.decision_metadata.",
+        lambda filter, _: TOLD_NAMESPACE not in _namespaces(filter),
+        "what the router tells of its decisions (serve.decision_metadata) is dropped. Add "
+        f"{TOLD_NAMESPACE} to metadata_options.receiving_namespaces.untyped"),
+    Rule("named_headers_arrive", Level.ERROR,
+        lambda file: [
+            manager
+            for manager in file.all(MANAGER)
+            if file.config.headers and file.all(EXT_PROC, manager)
+        ],
+        "Envoy lets the headers through that the router's settings name.",
+        lambda manager, file: (
+            manager["common_http_protocol_options"]["headers_with_underscores_action"] != "ALLOW"
+            and ", ".join(sorted(name for name in file.config.headers if "_" in name))
+        ),
+        "headers_with_underscores_action is "
+        "{node[common_http_protocol_options][headers_with_underscores_action]}, and the router's "
+        "settings name {}: what clients send by such a name never arrives. Take a name with '-'"),
+    Rule("named_headers_are_told", Level.ERROR,
+        lambda file: _bodies_first(file) if file.config.headers else [],
+        "The router hears the headers that its settings name.",
+        lambda filter, file: _lacking(
+            sorted(map(expression_of, file.config.headers)), filter["request_attributes"]
+        ),
+        "request_header_mode is SKIP and request_attributes lacks headers that the router's "
+        "settings name, so that they have no effect. Add {}"),
+    Rule("forged_priority_is_removed", Level.WARNING,
+        lambda file: _bodies_first(file) if file.config.hold.has_priorities else [],
+        "Clients cannot choose the order in which replicas take requests: their header goes.",
+        lambda filter, file: not file.removes_before(filter, PRIORITY),
+        f"nothing removes the header {PRIORITY} that a client sends, and vLLM prefers it to the "
+        "priority that the router writes into bodies. Put into the HttpConnectionManager what "
+        "envoy/envoy.yaml has under early_header_mutation_extensions"),
+    Rule("forged_rank_is_removed", Level.WARNING,
+        lambda file: [
+            manager
+            for manager in file.all(MANAGER)
+            if any(map(is_body_first, file.all(EXT_PROC, manager)))
+        ],
+        "Clients cannot choose an engine of a data-parallel replica: their header goes.",
+        lambda manager, file: (
+            not all(file.removes_before(filter, RANK) for filter in file.all(EXT_PROC, manager))
+        ),
+        f"nothing removes the header {RANK} that a client sends, and vLLM takes the engine that it "
+        "names, however busy. Put into the HttpConnectionManager what envoy/envoy.yaml has under "
+        "early_header_mutation_extensions"),
 )
 # fmt: on
