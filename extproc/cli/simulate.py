@@ -23,6 +23,8 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {  # options: type, me
     "kv-tokens": (_COUNT, "KV cache, in tokens (default: the profile's)"),
     "max-num-seqs": (_COUNT, "sequences in a step (default: the profile's)"),
     "max-model-len": (_COUNT, "context length, in tokens"),
+    "max-num-queued-reqs": (whole(0), "requests that run or wait; the next ones get 503"),
+    "max-num-queued-tokens": (whole(0), "prompt tokens that wait; with so many, requests get 503"),
     "block-size": (_COUNT, "tokens in a KV block"),
     "output-median": (_COUNT, "median output length, in tokens"),
     "seed": (int, "of output lengths and drafts"),

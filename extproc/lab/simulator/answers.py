@@ -22,14 +22,17 @@ from extproc.lab.simulator.steps import FinishReason
 from extproc.request.endpoint import Endpoint
 
 DONE = b"data: [DONE]\n\n"
+ERRORS: dict[int, str] = {
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "Service Unavailable",
+}
 STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The error body of an endpoint, in Anthropic's words or OpenAI's."""
-    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        kind = "InternalServerError"
+    server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = ERRORS.get(status, "InternalServerError" if server else "BadRequestError")
     if path == Endpoint.MESSAGES:
         return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
@@ -168,7 +171,7 @@ class MessagesReply(Reply):
         return event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        delta = {"stop_reason": STOP_REASONS[outputs[0].reason], "stop_sequence": None}
+        delta = {"stop_reason": STOP_REASONS.get(outputs[0].reason), "stop_sequence": None}
         return (
             event("content_block_stop", index=0)
             + event("message_delta", delta=delta, usage=self._usage(usage))
@@ -177,7 +180,7 @@ class MessagesReply(Reply):
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         content = [{"type": "text", "text": outputs[0].text}]
-        return self._message(content, STOP_REASONS[outputs[0].reason], self._usage(usage))
+        return self._message(content, STOP_REASONS.get(outputs[0].reason), self._usage(usage))
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, usage: dict[str, int]

@@ -75,6 +75,11 @@ class BlockPool:
         self._users.update(dict.fromkeys(new, 1))
         return new
 
+    def clear(self) -> None:
+        """Make idle blocks blank."""
+        self._blank += len(self._idle)
+        self._idle.clear()
+
     def release(self, private: int, hashes: Collection[int]) -> None:
         """Give back ``private`` blocks without a hash, and a use of each hashed one.
 

@@ -88,6 +88,8 @@ class Engine:
         self.counters = Counters()
         self.steps = 0  # steps completed, also those that vLLM does not count
         self.gauges = Gauges()
+        self.freezing_gauges = False  # up to vLLM 0.10.1: set only by steps that yield a token
+        self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
         self._slow = 1.0
         self._now = 0.0
@@ -195,8 +197,19 @@ class Engine:
             return
         sequence.reason = FinishReason.ABORT
         sequence.finished = now
-        if self._step is None:
+        if self._step is None and not self.freezing_gauges:
             self._show(self.waiting)
+
+    def sleep(self, level: int) -> None:
+        """Begin no step until :meth:`wake`; from level 1 on, forget the cached blocks."""
+        self.sleep_level = level
+        if level:
+            self.pool.clear()
+            if self.events:
+                self.events.cleared()
+
+    def wake(self) -> None:
+        self.sleep_level = None
 
     def schedule(self, now: float) -> Step | None:
         """Begin a step at ``now``, the one before being complete; None where there is nothing to
@@ -226,7 +239,8 @@ class Engine:
         first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
         outcome = Outcome(step.ends_at, step.steps, decoded, accepted, prefilled, first, finished)
         self._count(outcome)
-        self._show(min(step.waiting, self.waiting))
+        if decoded or prefilled or not self.freezing_gauges:
+            self._show(min(step.waiting, self.waiting))
         return outcome
 
     def advance(self, until: float) -> list[Outcome]:
@@ -244,6 +258,8 @@ class Engine:
 
     def _begin(self, until: float) -> Step | None:
         """Schedule one step from now on, or as many like it as end by ``until``."""
+        if self.sleep_level is not None:
+            return None
         preempted = self._make_room()
         self.pool.take(self._decode_blocks())
         chunks = self._continue_prefill()

@@ -38,6 +38,9 @@ class BlockEvents:
     def removed(self, hash_: int) -> None:
         self._add({"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM})
 
+    def cleared(self) -> None:
+        self._add({"type": "AllBlocksCleared"})
+
     async def take(self) -> list[dict[str, Any]]:
         """Wait for events, and take them."""
         await self._some.wait()

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple, NoReturn
@@ -174,8 +174,8 @@ class LiveEngine:
         self._owners: dict[int, tuple[Generation, int]] = {}
         self._next_id = 0
         self._arrival = asyncio.Event()
-        self.awake = asyncio.Event()  # while it is not set, the engine stands still
-        self.awake.set()
+        self.working = asyncio.Event()  # while it is not set, the engine hangs
+        self.working.set()
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -194,6 +194,37 @@ class LiveEngine:
             if self._owners.pop(answer.sequence.id, None):
                 self.engine.abort(answer.sequence, now)
 
+    def sleep(self, level: int) -> None:
+        """Abort every request, and begin no step until :meth:`wake`."""
+        for sequence, generation, index in self._unfinished():
+            self.engine.abort(sequence, self._now())
+            generation.add_tokens(index, 0)
+            generation.end()
+        self._owners.clear()
+        self.engine.sleep(level)
+
+    def wake(self) -> None:
+        self.engine.wake()
+        self._arrival.set()
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._owners)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the sequences that have no token yet."""
+        return sum(
+            sequence.prompt_tokens
+            for sequence, _, _ in self._unfinished()
+            if sequence.first_token is None
+        )
+
+    def _unfinished(self) -> Iterator[tuple[Sequence, Generation, int]]:
+        for generation, index in self._owners.values():
+            yield generation.answers[index].sequence, generation, index
+
     async def run(self) -> NoReturn:
         """Run steps until cancelled. Each begins when the last was due, so delays do not add up."""
         now = self._now()
@@ -205,7 +236,7 @@ class LiveEngine:
                 now = self._now()
                 continue
             await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
-            await self.awake.wait()
+            await self.working.wait()
             self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
             late = (self._now() - step.ends_at) / self.speed
             self.lateness.delivered(max(late, 0.0))

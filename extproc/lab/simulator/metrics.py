@@ -45,6 +45,7 @@ _HISTOGRAMS = {
     "request_num_preemptions": PREEMPTIONS,
     "request_prefill_kv_computed_tokens": TOKENS,
 }
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")  # of the queue of requests
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -53,7 +54,9 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
-        self._labels = f'engine="0",model_name="{_escaped(model)}"'
+        self._model = f'model_name="{_escaped(model)}"'
+        self._labels = f'engine="0",{self._model}'
+        self.rejections = dict.fromkeys(LIMITS, 0)  # requests refused, by limit
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
@@ -109,11 +112,15 @@ class Metrics:
             "local_cache_hit": totals.cached_tokens,
             "external_kv_transfer": 0,
         }
+        level = self._engine.sleep_level
+        sleep = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
         finished = {reason: totals.finished[reason] for reason in FINISHED_REASONS}
         yield from self._gauge("num_requests_running", now.running)
         yield from self._gauge("num_requests_waiting", now.waiting)
         yield from self._gauge("kv_cache_usage_perc", now.kv_usage)
         yield from self._family("gauge", "num_requests_waiting_by_reason", "reason", reasons)
+        yield from self._family("gauge", "engine_sleep_state", "sleep_state", sleep)
+        yield from self._rejections()
         yield from self._adapters()
         yield from self._counter("prefix_cache_queries", totals.prefix_queries)
         yield from self._counter("prefix_cache_hits", totals.prefix_hits)
@@ -143,6 +150,12 @@ class Metrics:
                 f'vllm:lora_requests_info{{max_lora="{engine.adapters.slots}",'
                 f'running_lora_adapters="{names}",waiting_lora_adapters="{names}"}} {wall()}'
             )
+
+    def _rejections(self) -> Iterator[str]:
+        name = "vllm:admission_rejections_total"
+        yield f"# TYPE {name} counter"
+        for reason, count in self.rejections.items():
+            yield f'{name}{{{self._model},reason="{reason}"}} {float(count)}'
 
     def _cache_config(self) -> Iterator[str]:
         pool = self._engine.pool

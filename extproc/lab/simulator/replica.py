@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from http import HTTPStatus
 from random import Random
+from typing import NoReturn
 from zlib import crc32
 
 from extproc.ground.clock import Clock, monotonic
@@ -46,6 +47,8 @@ class ReplicaSettings:
     kv_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    max_num_queued_reqs: int | None = None  # sequences that run or wait, at most
+    max_num_queued_tokens: int | None = None  # prompt tokens not computed yet, at most
     scheduling_policy: str = "fcfs"  # in which order it admits requests: `fcfs` or by `priority`
     block_size: int = 16
     output_median: int = 120  # median of the output lengths, in tokens, before any bound
@@ -114,18 +117,29 @@ class Replica:
             for prompt, bound in zip(prompts, bounds, strict=True)
             for choice in range(body.choices)
         ]
-        generation = Generation(answers, body.choices, bool(body.stream))
-        self.live.submit(generation)
-        return generation
+        return self._submit(Generation(answers, body.choices, bool(body.stream)))
 
     def pool(self, body: PoolingBody) -> Generation:
         """Queue prompts of which nothing is decoded."""
         for prompt in body.prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
         answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]
-        generation = Generation(answers, 1, streamed=False)
+        return self._submit(Generation(answers, 1, streamed=False))
+
+    def _submit(self, generation: Generation) -> Generation:
+        """Queue a request, or refuse it as vLLM's ``AsyncLLM.check_admission`` does."""
+        most, most_tokens = self.settings.max_num_queued_reqs, self.settings.max_num_queued_tokens
+        if most is not None and self.live.unfinished + len(generation.answers) > most:
+            self._refuse("max_num_queued_reqs", "is currently busy and cannot accept new requests")
+        if most_tokens is not None and self.live.queued_tokens >= most_tokens:
+            self._refuse("max_num_queued_tokens", "has reached its prefill token backlog limit")
         self.live.submit(generation)
         return generation
+
+    def _refuse(self, limit: str, why: str) -> NoReturn:
+        self.metrics.rejections[limit] += 1
+        message = f"The engine {why}. Please try again later or on a different instance."
+        raise RequestError(message, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _answer(
         self,

@@ -91,6 +91,8 @@ class Faults(BaseModel):
     """Accept, and never answer: requests, streams, /health and /metrics stand still."""
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
     """Answer inference at once with this status, /health and /metrics as ever; 0: do not."""
+    freezing_gauges: bool = False
+    """Keep the gauges when all requests are aborted, until the next one, as vLLM up to 0.10.1."""
     metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
     """Answer /metrics after a time between these two, drawn anew for each."""
 
@@ -124,6 +126,9 @@ class ReplicaServer:
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
         app.router.add_get("/simulate/requests", self._requests)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/version", _version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -140,7 +145,7 @@ class ReplicaServer:
     async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/simulate":
             return await handler(request)
-        await self.replica.live.awake.wait()
+        await self.replica.live.working.wait()
         if request.path not in _INFERENCE:
             return await handler(request)
         if self._faults.fail:
@@ -258,11 +263,26 @@ class ReplicaServer:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
         self.replica.engine.slow = faults.slow
-        awake = self.replica.live.awake
-        (awake.clear if faults.hang else awake.set)()
+        self.replica.engine.freezing_gauges = faults.freezing_gauges
+        working = self.replica.live.working
+        (working.clear if faults.hang else working.set)()
         now = faults.model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        level = request.query.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise RequestError(f"level: {level!r} is not 0, 1 or 2", "query.level")
+        self.replica.live.sleep(int(level))
+        return web.json_response({"status": "sleeping", "level": int(level)})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.replica.live.wake()
+        return web.json_response({"status": "awake", "tags": None})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.replica.engine.sleep_level is not None})
 
     async def _late(self, request: web.Request) -> web.Response:
         return web.json_response(self.replica.live.lateness.to_json())

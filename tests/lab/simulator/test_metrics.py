@@ -13,7 +13,7 @@ from extproc.ground.clock import monotonic
 from tests.lab.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
-KEYS = ("finished_reason", "le", "reason", "source")
+KEYS = ("finished_reason", "le", "reason", "sleep_state", "source")
 
 MUST_HAVE = (
     *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
@@ -22,6 +22,7 @@ MUST_HAVE = (
     *("request_success", "iteration_tokens_total", "request_prompt_tokens"),
     *("request_generation_tokens", "request_params_max_tokens", "time_to_first_token_seconds"),
     *("inter_token_latency_seconds", "e2e_request_latency_seconds", "cache_config_info"),
+    *("engine_sleep_state", "admission_rejections"),
 )
 
 

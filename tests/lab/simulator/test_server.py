@@ -309,6 +309,7 @@ async def test_a_replica_told_to_be_slow_is(client: ClientSession, replica: Repl
         "slow": 3,
         "hang": False,
         "fail": 0,
+        "freezing_gauges": False,
         "metrics_seconds": [0, 0],
     }
     assert replica.engine.slow == 3
