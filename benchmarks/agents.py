@@ -2,10 +2,9 @@
 
     python -m benchmarks.agents agents.jsonl.gz
 
-Sessions arrive as a Poisson process; each is of an application, drawn by Zipf, and begins with its
-system prompt. The prompt of a turn is everything before it, the last answer and new text. Between
-two turns a tool or a person takes its time, log-normally distributed. As in the Mooncake traces, a
-hash id stands for 512 prompt tokens, and tokens that fill none have no id.
+Sessions arrive as a Poisson process, each of an application drawn by Zipf, with its system prompt.
+The prompt of a turn is everything before it, the last answer and new text. Log-normal pauses lie
+between turns. As in the Mooncake traces, a hash id stands for 512 full prompt tokens.
 """
 
 import gzip
@@ -90,7 +89,7 @@ def _turns(
 
 
 def _bound(random: Random, answer: int) -> int | None:
-    """As loose as real callers': none, a power of two well above the answer, or up to 20% above."""
+    """Bound as of real callers: none, a power of two well above the answer, or up to 20% above."""
     drawn = random.random()
     if drawn < 0.3:
         return None

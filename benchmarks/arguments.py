@@ -1,4 +1,4 @@
-"""What command lines have in common: shared options, and values that make sense."""
+"""Options that command lines share, and checks of their values."""
 
 import argparse
 import json
@@ -14,14 +14,14 @@ count = whole(1)
 
 
 def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParser:
-    """The parser of ``python -m benchmarks.MODULE``; its help is the module's docstring."""
+    """Parser of ``python -m benchmarks.MODULE``; its help is the module's docstring."""
     shown = argparse.RawDescriptionHelpFormatter
     prog = f"python -m benchmarks.{module}"
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shown, **more)
 
 
 def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True) -> None:
-    """Which part of a trace; ``start`` is the option that leaves out its beginning."""
+    """Adds options for a part of a trace; ``start`` names the one that skips its beginning."""
     add = parser.add_argument
     add("--speed", type=above_zero, default=1.0, metavar="X", help="times as fast as the trace")
     out = "leave out what arrives in the first S seconds; time counts from there"
@@ -43,7 +43,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
+    """Raises OSError or ValueError before minutes of measuring if no result can be written."""
     if args.json:
         args.json.open("a").close()
     if args.report:
@@ -66,7 +66,7 @@ def counts(text: str) -> list[int]:
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that is names with commas between, all of them known."""
+    """Type of an argument that lists known names, separated by commas."""
     names = list(known)
 
     def parse(text: str) -> list[str]:

@@ -1,12 +1,11 @@
-"""How long one routing decision takes, by the size of the fleet, and what it takes before.
+"""Times a routing decision by the size of the fleet, and the reading of a request before it.
 
     python -m benchmarks.decision --json decision.json
 
-A decision is a request's profile in and a ``Decision`` out: the fleet is brought up to date, each
-replica predicted, one of them chosen. Beside it stands what the ledger takes for the same request,
-when it is sent and when it ends, and what a poll's news of a replica takes. What is learned of
-answers is not timed. Below stands what it takes to make a profile of a chat's body, and the part of
-it that the keys of its prefix take.
+A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts each
+replica and chooses. Further columns: the ledger's entry and release of the request, and a poll of a
+replica. Learning from answers is not timed. A second table has the time from a chat's body to its
+profile, and the part of it for the keys of its prefix.
 """
 
 import gc
@@ -41,14 +40,12 @@ _RATE = 300.0  # requests per second, whatever the size of the fleet
 _POLL_INTERVAL = 0.2  # seconds between two polls of a replica
 _MODEL = "model"
 _PROMPT_TOKENS = 300.0  # median; log-normal, as the lengths of answers are
-_SHARED_PROMPTS = 8
-"""With one of these each prompt begins: system prompts, that replicas have in their caches."""
+_SHARED_PROMPTS = 8  # system prompts, one of which begins each prompt
 _SHARED_TOKENS = 200
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS = 200.0
 _BOUNDS = (256, 512, 1024, 2048, None)
-_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-"""vLLM's histogram of output lengths."""
+_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # vLLM's output lengths
 _HARDWARE = "llama-8b-h100"
 _STEP = 0.01  # seconds of one step of every replica
 _KV_USAGE = 0.02
@@ -66,12 +63,12 @@ class Timing:
     median_us: float
     p99_us: float
     ledger_us: float  # median, for the entry of a request and its release together
-    poll_us: float  # median, for one poll's news of one replica
+    poll_us: float  # median, for one poll of one replica
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Microseconds to read a chat of some length; the least of several, as ``timeit`` advises."""
+    """Microseconds to read a chat: the least of several repeats, as ``timeit`` advises."""
 
     text_bytes: int
     profile_us: float  # from its body to its profile
@@ -111,7 +108,7 @@ def _line(run: Timing) -> str:
 
 
 def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> Timing:
-    """Times that many decisions, after a tenth as many to warm up."""
+    """Times decisions, after a tenth as many to warm up."""
     load = _Load(policy, replicas, _FULL if full else _KV_USAGE)
     for _ in range(decisions // 10):
         load.step()
@@ -134,7 +131,7 @@ def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> T
 
 
 def measure_chat(text_bytes: int, times: int) -> Reading:
-    """Reads a chat of a few messages, several times as often as ``times``."""
+    """Times the reading of a chat of a few messages."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     fields: dict[str, object] = {
@@ -150,13 +147,12 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
 
 
 class _Load:
-    """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
+    """Router under a virtual clock; with each request that comes another ends."""
 
     def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
-        self.decisions: list[float] = []  # seconds that each took
-        self.ledger: list[float] = []
-        """Seconds for the entry of a request and the release of another."""
-        self.polls: list[float] = []  # seconds for one poll's news of one replica
+        self.decisions: list[float] = []  # seconds of each
+        self.ledger: list[float] = []  # seconds, each for the entry and the release of a request
+        self.polls: list[float] = []  # seconds of each
         self._kv_usage = kv_usage
         self._random = Random(0)
         self._clock = VirtualClock()
@@ -196,7 +192,7 @@ class _Load:
         return self._fleet.dispatch(name, self._request())
 
     def _wait(self) -> None:
-        """Half the time until the next request; what replicas are polled meanwhile is put."""
+        """Advances half the time until the next request, with the polls that are due."""
         until = self._clock.time + self._random.expovariate(2 * _RATE)
         while self._polled_at + self._pause <= until:
             self._polled_at = self._clock.time = self._polled_at + self._pause

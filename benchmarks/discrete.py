@@ -1,4 +1,4 @@
-"""A trace on a fleet that a file describes, under one policy or the oracle."""
+"""Simulation of a trace on the fleet of a file, under a policy or the oracle."""
 
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field, replace
@@ -36,15 +36,14 @@ STREAMED = 0.5  # share of requests that are streamed
 MODEL = "model"
 _MAX_MODEL_LEN = 131_072  # tokens, where the KV cache holds as many
 _INTERVAL = 0.2  # seconds between two scrapes, as configured by default
-_PICKERS_INTERVAL = 0.05
-"""The default of the gateways that decide on what they polled, llm-d's picker and AIBrix's."""
+_PICKERS_INTERVAL = 0.05  # default of llm-d's picker and of AIBrix
 _HOLD = HoldSettings(longest_s=3600.0)  # nothing is refused: all must be answered to be compared
 _AFTER = 30.0  # seconds after a change of speed by which it should be learned
 _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
-    """Seconds between two scrapes of a replica, as whoever runs this policy has them by default."""
+    """Seconds between two scrapes of a replica, as usual where this policy runs."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 
@@ -61,15 +60,14 @@ class Speeds:
 
     def __init__(self) -> None:
         self.learned: list[LearnedSpeed] = []
+        # Time, machine, slowness since, and its work until then, in order of time.
         self._changes: list[tuple[float, Machine, float, Floats]] = []
-        """Time, machine, slowness since, and its work until then."""
 
     @property
     def due(self) -> float:
         return self._changes[0][0] + _AFTER if self._changes else inf
 
     def changed(self, machine: Machine, slow: float, now: float) -> None:
-        """Changes come in order of time."""
         self._changes.append((now, machine, slow, _work(machine)))
 
     def compare(self, now: float, view: FleetView) -> None:
@@ -99,28 +97,21 @@ def _work(machine: Machine) -> Floats:
 
 @dataclass
 class Simulation(simulation.Simulation):
-    """One policy, or the oracle, on one fleet and one trace."""
-
     fleet_file: FleetFile
     policy: str  # name of a policy, or `oracle`
-    poll_interval: float | None = None
-    """Seconds between two scrapes of a replica; None: as usual with the policy."""
+    poll_interval: float | None = None  # seconds between two scrapes; None: by the policy
     seed: int = 0
-    know: frozenset[str] = frozenset()
-    """Which of ``KNOWN`` the router is told, though production would not know it."""
-    profile_error: float = 1.0
-    """How many times as long as in truth a step takes by the profile the router starts from."""
+    know: frozenset[str] = frozenset()  # of `KNOWN`, which production would not tell the router
+    profile_error: float = 1.0  # step times of the router's first profile ÷ the true ones
     routers: int = 1
-    share_lag: float | None = None
-    """Seconds that a router's digest takes to the others; None: it never arrives."""
+    share_lag: float | None = None  # seconds of a digest to other routers; None: never arrives
     weight: float = 1.0  # the oracle's, of the cost to others
-    hold: bool = False  # whether requests wait at the router while no replica can carry them
-    urgent: float = 0.0  # share of the requests that go before others where they wait
-    target: Objective = NO_OBJECTIVE  # what others aim for
-    target_share: float = 1.0  # of these requests, so many do, drawn
-    ignore_targets: bool = False  # whether the router is told of none
-    tenants: PySequence[float] = ()
-    """Of how many of the requests each tenant has one; none: all are one's."""
+    hold: bool = False  # requests wait at the router while no replica can carry them
+    urgent: float = 0.0  # share of the requests that overtake others that wait
+    target: Objective = NO_OBJECTIVE  # of the others
+    target_share: float = 1.0  # of the others, those that have the target
+    ignore_targets: bool = False  # the router is told of no target
+    tenants: PySequence[float] = ()  # shares of the requests; none: one tenant
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:

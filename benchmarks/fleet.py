@@ -1,4 +1,4 @@
-"""Fleet files: the replicas and what happens to them; and how unevenly requests lay on them."""
+"""Fleet files, with replicas and events, and the imbalance of the requests on a fleet."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,11 +22,9 @@ from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 Happening = Literal["down", "up", "hang"]
 
-_BATCH, _CONTEXT_TOKENS = 16, 1200
-"""Sequences of the decode step that measures a replica's speed, and tokens of each."""
+_BATCH, _CONTEXT_TOKENS = 16, 1200  # of the decode step that measures a replica's speed
 
-Stay = tuple[str, float, float]
-"""Replica, start and end of a request, in seconds."""
+Stay = tuple[str, float, float]  # replica, and start and end of a request in seconds
 
 
 class _Part(BaseModel):
@@ -34,19 +32,16 @@ class _Part(BaseModel):
 
 
 class ReplicaGroup(_Part):
-    """``count`` replicas alike, called ``name-0``, ``name-1``, …"""
+    """Replicas alike, called ``name-0``, ``name-1``, …"""
 
     name: str
     profile: str
     count: int = Field(default=1, ge=1)
-    believed: str | None = None
-    """The profile that the configuration says they have; by default the true one."""
+    believed: str | None = None  # profile in the router's configuration; None: the true one
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """The order in which they admit requests."""
-    draft_tokens: int = Field(default=0, ge=0)
-    """They decode speculatively: tokens drafted for a sequence in each step."""
+    draft_tokens: int = Field(default=0, ge=0)  # drafted for a sequence in each step
     acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)
-    """Probability that a drafted token is accepted where those before it are."""
+    """Probability that a drafted token is accepted if those before it are."""
 
     @field_validator("profile", "believed")
     @classmethod
@@ -64,17 +59,15 @@ class ReplicaGroup(_Part):
 
 
 class FleetEvent(_Part):
-    """Something that happens to one replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``,
-    ``up`` or ``hang`` in place of ``slow: 3``."""
+    """Event of a replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``, ``up`` or ``hang`` in
+    place of ``slow: 3``."""
 
     at: float = Field(ge=0)  # seconds from the start
     replica: str
-    slow: float | None = Field(default=None, gt=0)
-    """From now on every step takes this many times as long as the profile says; 1 ends it."""
+    slow: float | None = Field(default=None, gt=0)  # factor of every step's time; 1 ends it
     do: Happening | None = None
-    """``down``: its process dies, and what it was doing is lost. ``hang``: it steps no more and
-    answers nobody. ``up``: it is back, from ``down`` with an empty engine, from ``hang`` where it
-    was."""
+    """``down`` ends the process and loses its work. ``hang`` stops its steps and answers. ``up``
+    ends both: after ``down`` the engine is empty, after ``hang`` it goes on."""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,7 +115,7 @@ class FleetFile(_Part):
 
     @property
     def believed(self) -> dict[str, HardwareProfile]:
-        """The profile each is taken to have, by name."""
+        """Configured profiles by name."""
         groups = {name: self.group(name) for name in self.members}
         return {name: hardware_profile(of.believed or of.profile) for name, of in groups.items()}
 
@@ -139,17 +132,12 @@ class FleetFile(_Part):
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Decode steps a second of every replica, by name."""
+        """Decode steps a second by name."""
         return {name: speed(profile.step) for name, profile in self.members.items()}
 
 
 def read(path: Path) -> FleetFile:
-    """The fleet in a YAML file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it does not describe a fleet; the message is one line that names the file.
-    """
+    """Fleet of a YAML file; raises OSError or a ValueError of one line that names the file."""
     try:
         return FleetFile.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -167,10 +155,10 @@ def speed(step: StepModel) -> float:
 
 
 def imbalance(stays: Iterable[Stay], speeds: Mapping[str, float]) -> float | None:
-    """Requests on the replica that has the most for its share ÷ its share of all there are.
+    """Requests on the replica with the most for its speed ÷ its share of all by speed.
 
-    A replica's share is its speed of the speeds of all. The mean over time, the more requests there
-    are the more a moment counts: 1 where they always lie as the speeds do; None without requests.
+    Mean over time, weighted by the requests at each moment: 1 if requests are always spread as the
+    speeds are; None without requests.
     """
     rows = {name: row for row, name in enumerate(speeds)}
     changes = sorted(

@@ -1,4 +1,4 @@
-"""The oracle: decides with what nobody can know in production, by the production formula."""
+"""Oracle that decides by the production formula, with knowledge that production cannot have."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -22,15 +22,15 @@ from extproc.route.router import Decision
 
 WEIGHTS = (0.5, 1.0, 2.0)
 """Weights of the cost to others to try. Of these, 0, ¼ and the policy's own rule, 1 had the lowest
-mean completion or one within 0.2% of it in three cells of four, and 2 in the fourth."""
+mean completion, within 0.2%, in three cells of four, and 2 in the fourth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """Lowest ``completion + weight·cost to others + avoidable prefill``.
 
-    To count what a prompt evicts besides gained nothing where it was tried (``agents`` and
-    ``mooncake-synthetic`` on eight A100), even with what will be asked for again being known.
+    Counting evictions, even with later prompts known, gained nothing in ``agents`` and
+    ``mooncake-synthetic`` on eight A100.
     """
 
     weight: float
@@ -47,8 +47,7 @@ class Weighed:
 
 
 class Oracle(Routers):
-    """In place of routers: sees every engine as it is at the moment of the decision, and every
-    length."""
+    """Stands in for routers: sees every engine as it is when it decides, and every length."""
 
     def __init__(
         self, machines: Mapping[str, Machine], weight: float, clock: VirtualClock, seed: int
@@ -62,7 +61,7 @@ class Oracle(Routers):
         self._stretch = np.ones(len(machines))
 
     def decide(self, arrival: Arrival) -> Decision | None:
-        """Where the request goes; its bound must be what it will generate."""
+        """Decision on a request, whose bound must be the tokens that it will generate."""
         profile = arrival.profile
         output = profile.output_bound or 0
         tokens = profile.prompt_tokens + output - 1
@@ -94,10 +93,10 @@ class Oracle(Routers):
         )
 
     def tell(self, served: Served, news: News) -> None:
-        """Nothing that it does not see."""
+        """Ignores events, which it sees in the engines."""
 
     def ended(self, served: Served) -> None:
-        """How much longer requests decode for those that come after them."""
+        """Learns how much longer requests decode because of later ones."""
         decision = served.decision
         if served.finished is not None and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token
@@ -106,7 +105,7 @@ class Oracle(Routers):
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
-        """The prediction with the true rest of each step in progress."""
+        """Corrects the prediction by the true rest of each step in progress."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
         longer = rest - prediction.step_rest
@@ -156,20 +155,24 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     engines = [machine.engine for machine in machines]
     models = [machine.step_model for machine in machines]
     names = [machine.name for machine in machines]
-    running = _floats(engine.running for engine in engines)
-    waiting = _floats(engine.waiting for engine in engines)
-    kv_usage = _floats(engine.kv_usage for engine in engines)
-    capacity = _floats(engine.capacity for engine in engines)
+
+    def of_engines(name: str) -> Floats:
+        return _floats(getattr(engine, name) for engine in engines)
+
+    def of_steps(name: str) -> Floats:
+        return _floats(getattr(model, name) for model in models)
+
+    running, waiting, kv_usage, capacity = map(
+        of_engines, ("running", "waiting", "kv_usage", "capacity")
+    )
     speculations = [engine.speculation for engine in engines]
     backlog = _floats(one.backlog for one in exact)
     drafts = _floats(one.tokens if one else 0 for one in speculations)
     kv_used = kv_usage * capacity
-    c_prefill = _floats(model.c_prefill for model in models)
-    c_att = _floats(model.c_att for model in models)
-    c0 = _floats(model.c0 for model in models)
-    # To verify a draft takes what to prefill as many tokens would.
-    c_batch = _floats(model.c_batch for model in models) + drafts * c_prefill
-    c_kv = _floats(model.c_kv for model in models) + drafts * c_att
+    c0, c_prefill = of_steps("c0"), of_steps("c_prefill")
+    # Verifying a draft costs as much as the prefill of as many tokens.
+    c_batch = of_steps("c_batch") + drafts * c_prefill
+    c_kv = of_steps("c_kv") + drafts * of_steps("c_att")
     columns = {
         "requests": running + waiting,
         "waiting": waiting,
@@ -180,14 +183,14 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "batch": running,
         "kv_used": kv_used,
         "kv_capacity": capacity,
-        "token_budget": _floats(engine.token_budget for engine in engines),
-        "max_num_seqs": _floats(engine.max_num_seqs for engine in engines),
+        "token_budget": of_engines("token_budget"),
+        "max_num_seqs": of_engines("max_num_seqs"),
         "longest_prompt": capacity,
         "c0": c0,
         "c_prefill": c_prefill,
         "c_batch": c_batch,
         "c_kv": c_kv,
-        "frontend": _floats(model.frontend for model in models),
+        "frontend": of_steps("frontend"),
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
         "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
         "stretch": stretch,

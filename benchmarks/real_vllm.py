@@ -1,4 +1,4 @@
-"""Predicted against actual on real vLLM servers, through a real Envoy.
+"""Compares predicted with actual times on real vLLM servers, through a real Envoy.
 
 Servers that run already:
 
@@ -9,8 +9,8 @@ Or servers it starts itself, one core each (needs `vllm`, with its CPU backend, 
     python -m benchmarks.real_vllm --serve DIR,DIR --max-num-seqs 16,8 \\
         --options '' --options '--speculative-config {"method":"ngram","num_speculative_tokens":4}'
 
-Redis, poller, router and Envoy are started beside them, and stopped at the end. The router starts
-from a hardware profile that is not theirs; what it knows of them it learns from their /metrics.
+It runs Redis, poller, router and Envoy beside them. The router starts from a hardware profile that
+is not theirs, and learns from their /metrics.
 """
 
 import argparse
@@ -59,10 +59,9 @@ def requests(
     output_median: int = _OUTPUT_MEDIAN,
     known_share: float = _KNOWN_SHARE,
 ) -> Iterator[Sample]:
-    """Short prompts without end, `rate` a second on average, arriving independently.
+    """Endless short prompts, ``rate`` a second: a Poisson process.
 
-    Those of the kind `known` generate exactly their bound; `unknown` ones end when the model ends
-    them.
+    Those of the kind ``known`` generate exactly their bound, ``unknown`` ones end by the model.
     """
     shortest, longest = max(round(0.1 * output_median), 1), 5 * output_median
     output, loose = Lengths(output_median, 0.7, shortest, longest), [_LOOSE_BOUND * output_median]
@@ -74,7 +73,7 @@ def requests(
 def join(
     sent: Iterable[Sample], answered: Iterable[Answer], records: Iterable[Row]
 ) -> list[dict[str, Any]]:
-    """A row for every request that was routed and answered whole."""
+    """Rows of the requests that were routed and answered whole."""
     decided = {record["request_id"]: record for record in records}
     told = ("prompt_tokens", "expected_output_tokens", "predicted_ttft_s", "predicted_completion_s")
     return [
@@ -92,7 +91,7 @@ def join(
 
 
 def accuracy(predicted: Sequence[float], actual: Sequence[float]) -> Accuracy | None:
-    """None of fewer than two predictions. A bias above zero: predicted longer than it took."""
+    """Relative errors of at least two predictions, else None; positive bias: predicted too long."""
     if len(actual) < 2:
         return None
     signed = np.array(predicted) / np.array(actual) - 1.0
@@ -124,7 +123,7 @@ def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
 
 
 def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
-    """All of them, those of known and of unknown length, and each of these by replica."""
+    """Groups: all requests, those of known and of unknown length, and each of these by replica."""
     found: dict[str, list[Row]] = {"all": list(served)}
     for one in served:
         length = "known length" if one["known"] else "unknown length"
@@ -134,7 +133,7 @@ def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 async def measure(stack: Stack, policy: str, name: str, sent: Sequence[Sample]) -> dict[str, Any]:
-    """Sends the requests under a policy; the figures, and every request."""
+    """Sends the requests under a policy; returns figures and every request."""
     before = os.getloadavg()[0]
     newest = await get_json(f"{stack.router_admin}/decisions")
     answered = await send_all(stack.url, sent, name, policy)
@@ -154,7 +153,7 @@ async def measure(stack: Stack, policy: str, name: str, sent: Sequence[Sample]) 
 async def _compare(
     args: argparse.Namespace, servers: Mapping[str, str], logs: Path
 ) -> list[dict[str, Any]]:
-    """A warm-up, then the same requests under each policy."""
+    """Runs a warm-up, then the same requests under each policy."""
 
     def mixed(seed: int, count: int) -> list[Sample]:
         random = Random(seed)
@@ -213,13 +212,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="models")
     add("--max-num-seqs", type=arguments.counts, default=[16, 8], metavar="N,N")
     further = "further ones of `vllm serve`, given once for each model"
-    split = shlex.split
-    add("--options", type=split, action="append", default=[], metavar="TEXT", help=further)
+    add("--options", type=shlex.split, action="append", default=[], metavar="TEXT", help=further)
     add("--requests", type=arguments.count, default=300, metavar="N")
     before = "requests sent before, not counted"
     add("--warm-up", type=whole(0), default=60, metavar="N", help=before)
-    each_s = "requests a second [1]"
-    add("--rate", type=above_zero, default=1.0, metavar="X", help=each_s)
+    add("--rate", type=above_zero, default=1.0, metavar="X", help="requests a second [1]")
     tokens = f"tokens of an answer [{_OUTPUT_MEDIAN}]"
     add("--output-median", type=arguments.count, default=_OUTPUT_MEDIAN, metavar="N", help=tokens)
     known = f"of requests that generate exactly their bound [{_KNOWN_SHARE}]"

@@ -3,8 +3,8 @@
     python -m benchmarks.simulate --trace benchmarks/traces/azure-2023-conv.jsonl.gz \\
         --fleet benchmarks/fleets/mixed.yaml --policy completion,lmetric --speed 4
 
-First comes an oracle, which sees the exact state of every engine and every length, so that each
-policy can be read beside it.
+An oracle comes first, which sees the exact state of every engine and every length: policies are
+compared with it.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _compare(
 def _best_oracle(
     fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: Phase
 ) -> _Played:
-    """Of several weights of the cost to others, the one with the lowest mean completion."""
+    """Oracle with the weight of the cost to others that has the lowest mean completion."""
     tried = []
     for weight in WEIGHTS:
         simulation = Simulation(fleet_file, "oracle", seed=seed, weight=weight)

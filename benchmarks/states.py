@@ -1,7 +1,4 @@
-"""Stands for the pollers: writes the states of many replicas, each as often as it would be scraped.
-
-A process of its own; every state is new, as those of busy replicas are.
-"""
+"""Process in place of the pollers: writes new states of many busy replicas at their pace."""
 
 import asyncio
 import sys
@@ -19,8 +16,7 @@ _TTL_S = 10.0
 _TICK_S = 0.02  # pollers write what came in meanwhile in one go; so does this
 _STEPS_A_SECOND = 100.0
 _ANSWERS_A_SECOND = 2.0
-_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
-"""Of vLLM's histogram of output lengths, those with an answer in between."""
+_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # of vLLM's output lengths
 
 
 def addresses(replicas: int, port: int) -> list[str]:
@@ -29,7 +25,7 @@ def addresses(replicas: int, port: int) -> list[str]:
 
 
 def state(address: str, at: float, random: Random) -> ReplicaState:
-    """What a scrape of a busy replica would see; ``at``: seconds since it started."""
+    """State by a scrape of a busy replica ``at`` seconds after its start."""
     running = random.randint(4, 20)
     steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
     return ReplicaState(
@@ -54,7 +50,7 @@ def state(address: str, at: float, random: Random) -> ReplicaState:
 
 
 async def write(url: str, pool: str, replicas: int, port: int, interval_s: float) -> None:
-    """Write until cancelled: each replica once an interval, evenly spread."""
+    """Writes until cancelled: each replica once an interval, evenly spread."""
     random, names = Random(1), addresses(replicas, port)
     started = time.monotonic()
     written = 0

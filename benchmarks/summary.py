@@ -1,4 +1,4 @@
-"""What a simulation says in figures: as JSON, and as a table for people."""
+"""Figures of a simulation, as JSON and as a table."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ _PARTS = ("ttft_s", "e2e_s")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a run: the requests that arrived from ``start`` on and before ``end``."""
+    """Part of a run: requests that arrived from ``start`` on and before ``end``."""
 
     start: float = 0.0
     end: float = inf
@@ -33,11 +33,7 @@ class Phase:
 
 
 def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | None = None) -> Run:
-    """One run in figures.
-
-    Raises:
-        ValueError: no request of the phase was answered.
-    """
+    """Figures of a run; raises ValueError if no request of the phase was answered."""
     phase = phase or Phase()
     served = [one for one in served if phase.has(one.traced)]
     failed = [one for one in simulation.failed if phase.has(one.traced)]
@@ -68,8 +64,8 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
         "learned_speed": [asdict(one) for one in simulation.speeds.learned],
         "per_replica": {
             name: _work(
-                [request for request in served if request.replica == name],
-                [request for request in failed if request.replica == name],
+                [one for one in served if one.replica == name],
+                [one for one in failed if one.replica == name],
             )
             for name in simulation.machines
         },
@@ -79,7 +75,7 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
 def requests_of(
     simulation: Simulation, served: Iterable[Served], phase: Phase
 ) -> list[dict[str, Any]]:
-    """Every request for the JSON; those outside the phase are there as load, and not counted."""
+    """Requests for the JSON; those outside the phase are load, and not counted."""
     return [
         _served(one, simulation.policy) | {"counted": phase.has(one.traced)} for one in served
     ] + [_failed(one) | {"counted": phase.has(one.traced)} for one in simulation.failed]
@@ -101,7 +97,7 @@ def header() -> str:
 
 
 def row(run: Run, took: float) -> str:
-    """One run's line of the table, and a line for each change of speed it had to learn."""
+    """Line of a run, and lines for its groups and the changes of speed it had to learn."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
     figures = "   ".join("".join(f"{run[part][one]:8.3f}" for one in FIGURES) for part in _PARTS)
     gap = run.get("to_oracle")
@@ -126,10 +122,7 @@ def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
         group or "others": {
             "requests": len(pairs),
             "in_time": met[group] / len(pairs),
-            **{
-                part: distribution(np.array(one))
-                for part, one in zip(_PARTS, zip(*pairs, strict=True), strict=True)
-            },
+            **dict(zip(_PARTS, map(distribution, np.transpose(pairs)), strict=True)),
         }
         for group, pairs in sorted(times.items())
     }
@@ -141,7 +134,7 @@ def _group(name: str, figures: dict[str, Any]) -> str:
 
 
 def _served(one: Served, policy: str) -> dict[str, Any]:
-    """The oracle predicts nothing that a router could."""
+    """Record of a request; predictions of the oracle are none that a router could make."""
     predicted = None if policy == "oracle" else one.decision
     return {
         "at_s": one.traced.at,

@@ -20,8 +20,7 @@ class TracedRequest:
     prompt_tokens: int
     output_tokens: int  # what it will generate; no policy may see it
     max_tokens: int | None
-    hash_ids: tuple[int, ...] = ()
-    """One id per 512 prompt tokens: equal leading ids are a shared prefix."""
+    hash_ids: tuple[int, ...] = ()  # per 512 prompt tokens: equal leading ids share a prefix
 
 
 def read(
@@ -31,10 +30,9 @@ def read(
     start: float = 0.0,
     duration: float = inf,
 ) -> list[TracedRequest]:
-    """The traces merged by time, ``speed`` times as fast, and of these the first ``most``.
+    """Merges traces by time, ``speed`` times as fast; returns the first ``most`` requests.
 
-    ``start``: leave out what arrives in so many seconds (at that speed), and count time from there;
-    ``duration``: leave out what arrives later than that from there.
+    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``.
 
     Raises:
         OSError: a file cannot be read.

@@ -30,12 +30,10 @@ async def vllm_servers(
     directory: Path,
     options: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[dict[str, Server]]:
-    """Runs a server for each model, each on a core of its own; yields them by name.
-
-    ``options``: further ones of each server, where there are any.
+    """Runs a server for each model on a core of its own; yields them by name.
 
     Raises:
-        ProcessError: one could not be started, or did not get ready.
+        ProcessError: a server could not be started, or did not get ready.
     """
     names = [f"vllm-{number}" for number in range(1, len(models) + 1)]
     ports = pick_ports(dict.fromkeys(names, 0))
@@ -57,7 +55,7 @@ async def vllm_servers(
 def vllm_command(
     model: Path, port: int, core: int, max_num_seqs: int
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of one server, and what it needs in its environment."""
+    """Command and environment of a server."""
     options = {
         "served-model-name": MODEL,
         "host": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""The simulator against a real vLLM server, request by request.
+"""Compares the simulator with a real vLLM server, request by request.
 
 Compares a recording, the one that comes with this repository or another:
 
@@ -8,8 +8,8 @@ Or makes one first, on two CPU cores (needs `vllm`, with its CPU backend, on PAT
 
     python -m benchmarks.fit --serve MODEL_DIR --recording FILE
 
-How fast the server is was measured on requests that are not compared, or is learned from the
-counters polled during a run, as the product learns it.
+The server's speed is measured on requests that are not compared, or learned from the counters
+polled during a run, as a router learns it.
 """
 
 import argparse
@@ -71,14 +71,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
     speeds, runs = [0.325, 0.4, 0.526], "of the trace, a run each [0.325 0.4 0.526]"
     add("--speed", type=above_zero, nargs="+", default=speeds, metavar="X", help=runs)
-    add(
-        "--shrink",
-        type=arguments.count,
-        nargs=2,
-        default=[6, 3],
-        metavar=("P", "A"),
-        help="divide the trace's prompts and answers [6 3]",
-    )
+    by, names = "divide the trace's prompts and answers [6 3]", ("P", "A")
+    add("--shrink", type=arguments.count, nargs=2, default=[6, 3], metavar=names, help=by)
     args = parser.parse_args(argv)
     if args.serve and args.recording == RECORDED:
         parser.error("--serve needs --recording: where to keep what is recorded")

@@ -22,8 +22,7 @@ from extproc.poll.scrape import open_session, scrape
 from extproc.predict.windows import EngineCounts
 
 _TOKEN_BUDGET = 2048
-_LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000
-"""Tokens: together less than the context of the server."""
+_LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context
 _SPECIAL_TOKENS = 16  # ids below are left out of prompts: beginnings, ends, padding
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
@@ -35,8 +34,7 @@ _CORE = 0  # the server's
 class Plan:
     trace: Path
     requests: int  # of each run
-    speeds: Sequence[float]
-    """Of the trace, a run each; each run goes on in the trace where the last one ended."""
+    speeds: Sequence[float]  # of consecutive slices of the trace, a run each
     shrink_prompts: int  # what the prompts of the trace are divided by
     shrink_answers: int  # the same for what is generated
 
@@ -45,12 +43,7 @@ class Plan:
         return f"{self.trace.name}, prompts ÷ {prompts}, answers ÷ {answers}"
 
     def runs(self) -> list[list[TracedRequest]]:
-        """What each run sends; times are from its first request on.
-
-        Raises:
-            OSError: the trace cannot be read.
-            ValueError: it is none, or too short.
-        """
+        """Requests of each run, timed from its first; OSError or ValueError for a bad trace."""
         slices = [
             trace.read([self.trace], speed, (number + 1) * self.requests)[number * self.requests :]
             for number, speed in enumerate(self.speeds)
@@ -62,21 +55,15 @@ class Plan:
         return [[self._shrunk(one, part[0].at) for one in part] for part in slices]
 
     def _shrunk(self, one: TracedRequest, start: float) -> TracedRequest:
-        prompt, output = (
-            min(max(tokens // shrink, 1), longest)
-            for tokens, shrink, longest in (
-                (one.prompt_tokens, self.shrink_prompts, _LONGEST_PROMPT),
-                (one.output_tokens, self.shrink_answers, _LONGEST_OUTPUT),
-            )
-        )
+        prompt = min(max(one.prompt_tokens // self.shrink_prompts, 1), _LONGEST_PROMPT)
+        output = min(max(one.output_tokens // self.shrink_answers, 1), _LONGEST_OUTPUT)
         return TracedRequest(one.at - start, prompt, output, max_tokens=None)
 
 
 async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Recording:
-    """Run vLLM with the model in a folder, and record what it does with the requests.
+    """Runs vLLM with the model in a folder, and records its answers to the requests.
 
-    The model has a core to itself, as it would have a GPU. vLLM's other processes, and this one,
-    share the other cores.
+    The model has a core to itself, as it would have a GPU; all other processes share the others.
 
     Raises:
         ProcessError: vLLM could not be started; its output is in ``logs``.
@@ -115,10 +102,9 @@ async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Reco
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Sends requests to one server.
+    """Sends requests to one server; ``ignore_eos`` and ``max_tokens`` fix the answers' lengths.
 
-    Prompts are random token ids, so that no two share a prefix and none has to be tokenized;
-    ``ignore_eos`` and ``max_tokens`` make each answer as long as it is said to be.
+    Prompts are random token ids: no two share a prefix, and none has to be tokenized.
     """
 
     server: str  # `ip:port`
@@ -127,13 +113,9 @@ class Player:
     random: Random  # draws the prompts
 
     async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> Run:
-        """Send the requests of each part at their times, each part when the last has ended.
+        """Sends the requests of each part at their times, each part when the last has ended.
 
-        The server must be idle, and is polled meanwhile.
-
-        Raises:
-            ScrapeError: the server has no counters.
-            RuntimeError: a request failed, or was not served as it was asked.
+        The server must be idle, and is polled meanwhile. RuntimeError if a request fails.
         """
         served: list[Request] = []
         prepared = [[self._request(*numbered) for numbered in enumerate(part)] for part in parts]
@@ -193,7 +175,7 @@ async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
 
 
 def _leave_core(server: int) -> None:
-    """Move everything but the process that runs the model to the other cores."""
+    """Moves everything but the process that runs the model to the other cores."""
     others = os.sched_getaffinity(0) - {_CORE}
     os.sched_setaffinity(0, others)
     for pid in _family(server):

@@ -1,4 +1,4 @@
-"""What was recorded of a real vLLM server: its limits, the requests it served, and its counters."""
+"""Recordings of a real vLLM server: its limits, the requests it served, and its counters."""
 
 import gzip
 import zlib
@@ -12,8 +12,6 @@ from extproc.predict.windows import EngineCounts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server's scheduler goes by."""
-
     max_num_seqs: int
     token_budget: int  # `max_num_batched_tokens`
     block_size: int  # tokens in a KV block
@@ -31,8 +29,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Requests that were sent to an idle server, and its counters meanwhile."""
-
     name: str
     requests: list[Request]  # in the order they were sent
     polls: list[EngineCounts]  # times are in seconds from the first request
@@ -50,18 +46,13 @@ _FILE = TypeAdapter(Recording)
 
 
 def write(recording: Recording, path: Path) -> None:
-    """Keep a recording as JSON, compressed where the name ends in ``.gz``."""
+    """Writes a recording as JSON, compressed if the name ends in ``.gz``."""
     text = _FILE.dump_json(recording)
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def read(path: Path) -> Recording:
-    """The recording in a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it holds no recording; the message names it.
-    """
+    """Recording in a file; raises OSError or a ValueError that names the file."""
     text = path.read_bytes()
     try:
         return _FILE.validate_json(gzip.decompress(text) if path.suffix == ".gz" else text)

@@ -1,9 +1,9 @@
-"""What the simulator makes of a recording, beside what the clients of the real server saw.
+"""Compares a recording with its simulation.
 
-No latency of a run is used to simulate it. Step times come from the requests of
-:func:`bursts`, which were sent for nothing else: lone prompts tell what a prompt token, attention
-and the way to the engine take; answers that are generated together tell what a step, a sequence in
-it and its KV cache take. Or they are learned from the counters of the run, as the product learns.
+No latency of a run is used to simulate it. Step times are measured on the requests of
+:func:`bursts`: lone prompts tell the cost of a prompt token, of attention and of the front end,
+answers generated together that of a step, a sequence in it and its KV cache. Or they are learned
+from the counters of the run, as a router learns them.
 """
 
 from collections.abc import Iterable
@@ -29,12 +29,10 @@ MEASURED, LEARNED = "measured", "learned"  # where step times come from
 TIMES = ("ttft", "completion")
 
 _LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2  # tokens of the prompts
-_TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))
-"""Sequences, and tokens of the prompt of each."""
+_TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))  # sequences, prompts
+# Sequences, and tokens of the prompt and of the answer of each.
 _BURSTS = (*((1, prompt, 16) for prompt in _LONE), *((*burst, 64) for burst in _TOGETHER))
-"""Sequences, and tokens of the prompt and of the answer of each."""
-_START = PROFILES["llama-8b-a10"].step
-"""What the server is thought to be before anything was seen of it; it is not."""
+_START = PROFILES["llama-8b-a10"].step  # assumed, wrongly, before anything was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Simulated:
     step: StepModel
     requests: list[Request]
     comparisons: dict[str, dict[str, Any]]
-    """By kind of time: the figures ``real`` and ``simulated``, the ``errors`` of these (0.1 is 10%
-    too long), and ``request_error``, the median over the requests of the error without its sign."""
+    """Figures ``real`` and ``simulated`` by kind of time, their ``errors`` (0.1: 10% too long), and
+    ``request_error``, the median over the requests of the error without its sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +70,12 @@ def fit(recorded: Recording) -> list[Fitted]:
 
 
 def bursts() -> list[list[TracedRequest]]:
-    """What to send to an idle server; each burst at once, when the last one has ended."""
+    """Bursts for an idle server, each to be sent at once when the last one has ended."""
     return [[TracedRequest(0.0, prompt, output, None)] * batch for batch, prompt, output in _BURSTS]
 
 
 def measured(requests: Items[Request]) -> StepModel:
-    """What those of :func:`bursts`, in that order, say: least squares on relative errors."""
+    """Step times that fit the requests of :func:`bursts` best, by relative errors."""
     rest = iter(requests)
     rows: list[tuple[tuple[float, ...], float]] = []
     for batch, prompt, output in _BURSTS:
@@ -96,7 +94,7 @@ def measured(requests: Items[Request]) -> StepModel:
 
 
 def learned(polls: Iterable[EngineCounts]) -> StepModel:
-    """From nothing but polled counters, and the profile of another card."""
+    """Step times learned from polled counters, beginning with the profile of another card."""
     calibration = Calibration(_START)
     for poll in polls:
         calibration.poll(poll)
@@ -104,10 +102,7 @@ def learned(polls: Iterable[EngineCounts]) -> StepModel:
 
 
 def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Request]:
-    """The same requests, as the simulator would have served them.
-
-    A step that begins before a request has passed the front end begins without it.
-    """
+    """Simulates the requests; a step that begins before one has passed the front end omits it."""
     budget = limits.token_budget, limits.max_num_seqs
     profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)
@@ -148,7 +143,7 @@ def _compare(run: Run, simulated: Items[Request], kind: str) -> dict[str, Any]:
 
 
 def _non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """Least squares without the terms that would come out below zero."""
+    """Least squares without the terms that would be negative."""
     solution: Floats = np.zeros(terms.shape[1])
     used = np.arange(terms.shape[1])
     while True:

@@ -1,4 +1,4 @@
-"""Sends the requests of a trace to a server, each at its time, and says what came of them.
+"""Sends the requests of a trace to a server, each at its time, and measures the answers.
 
     python -m benchmarks.load --url http://127.0.0.1:8080 \\
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 60
@@ -99,7 +99,7 @@ async def _run(
 
 
 async def _watch(client: Client, work: asyncio.Future[Any], planned: int) -> Effort:
-    """What the client itself uses of its core until the work is done, and shows how far it is."""
+    """CPU time of the client until the work is done; shows the progress meanwhile."""
     show = progress("load")
     begun = since_cpu = process_time()
     since, busiest = monotonic(), 0.0

@@ -1,4 +1,4 @@
-"""What will be sent, and when."""
+"""Requests to send, and when."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,8 +12,7 @@ from benchmarks.trace import TracedRequest
 from extproc.lab.harness.traffic import Request
 from extproc.lab.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
 
-OBJECTIVE_HEADER = "x-gateway-inference-objective"
-"""As in the Gateway API Inference Extension; the router's ``hold.objective_header`` may name it."""
+OBJECTIVE_HEADER = "x-gateway-inference-objective"  # of the Gateway API Inference Extension
 URGENT = "urgent"
 _ROOM_TOKENS = 64  # left free of the context, since a prompt's tokens are known only roughly
 
@@ -34,14 +33,14 @@ class Planned:
 
     @property
     def conversation(self) -> tuple[int, ...]:
-        """Equal for requests whose prompts begin alike, unlike any other's without hash ids."""
+        """Key that is equal for requests whose prompts begin alike."""
         return self.traced.hash_ids[:1] or (-self.number,)
 
     def request(self, target: Target, salt: str, run: str, headers: Mapping[str, str]) -> Request:
-        """As the client sends it.
+        """Request for the client.
 
-        What a simulated replica shall generate, and what the request is called, is told where
-        peers of the router let it pass; nothing else reads it.
+        ``tracestate``, which other routers let pass, tells a simulated replica how much to generate
+        and the name of the request.
         """
         name, tokens = f"{run}-{self.number:05}", self.traced.output_tokens
         state = f"{OUTPUT_TOKENS_STATE}={tokens},{REQUEST_STATE}={name}"
@@ -70,15 +69,10 @@ def plan(
     known_lengths: bool,
     random: Random,
 ) -> list[Planned]:
-    """The requests that the target's context has room for.
+    """Requests that fit into the target's context; a share of 0…1 of them is streamed.
 
-    Args:
-        requests: of a trace, in order.
-        target: where to.
-        stream_share: share of the requests that are streamed, 0…1.
-        known_lengths: bound each answer to exactly what the trace says it generates; otherwise
-            bounds are the trace's, and the target decides.
-        random: draws which are streamed, and which conversations are completions.
+    With ``known_lengths`` each answer is bound to the trace's length; otherwise bounds are the
+    trace's, and the target decides.
     """
     planned = []
     endpoints = list(target.counting)
@@ -92,22 +86,21 @@ def plan(
 
 
 def with_urgent(planned: Iterable[Planned], share: float, random: Random) -> list[Planned]:
-    """The same; so many of them, drawn, have the objective ``urgent``."""
+    """Plan in which a share of the requests, drawn, has the objective ``urgent``."""
     return [replace(one, objective=URGENT if random.random() < share else "") for one in planned]
 
 
 def _bound(one: TracedRequest, context: int | None) -> int | None:
-    """As the trace says, and no more than the context leaves: more is refused by some servers."""
+    """Bound of the trace, within the context: some servers refuse more."""
     if one.max_tokens is None or context is None:
         return one.max_tokens
     return min(one.max_tokens, context - _ROOM_TOKENS - one.prompt_tokens)
 
 
 def _together(planned: Sequence[Planned], endpoints: Collection[Endpoint]) -> list[Planned]:
-    """With every conversation on one endpoint, the one drawn for its first turn: a chat and a
-    completion share nothing in a prefix cache.
+    """Plan with every conversation on the endpoint of its first turn, to share a prefix cache.
 
-    Where a turn has no bound, all are chats: completions would end after 16 tokens.
+    Conversations with an unbounded turn are chats: completions would end after 16 tokens.
     """
     taken: dict[tuple[int, ...], Endpoint] = {}
     for one in planned:

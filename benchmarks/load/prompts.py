@@ -1,7 +1,6 @@
-"""Prompts of as many tokens as a trace says, sharing the prefixes that it says are shared.
+"""Prompts with the lengths and shared prefixes of a trace, made of short common words.
 
-The text is of short common words. Each is one token to the simulated replica and to most real
-vocabularies; what a target counts beside them is asked of it before the first request.
+A word is one token to the simulated replica and in most real vocabularies.
 """
 
 from collections.abc import Iterator
@@ -20,18 +19,14 @@ DECK = len(_WORDS)
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """How a target counts: a prompt of so many words is ``overhead + per_word·words`` tokens."""
+    """Tokens that a target counts in a prompt: ``overhead + per_word·words``."""
 
     overhead: float = 0.0  # tokens of the chat template, or that begin every text
     per_word: float = 1.0
 
     @classmethod
     def of(cls, fewer: tuple[int, int], more: tuple[int, int]) -> "Counting":
-        """From the words and tokens of two prompts.
-
-        Raises:
-            ValueError: the one with more words does not have more tokens.
-        """
+        """Solves for the words and tokens of two prompts; ValueError if more words are no more."""
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
@@ -39,25 +34,24 @@ class Counting:
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:
-        """Words of a prompt of so many tokens; at least one."""
+        """Number of words, at least one, that make so many tokens."""
         return max(round((tokens - self.overhead) / self.per_word), 1)
 
 
 def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -> str:
-    """The text for the request ``number`` of a trace.
+    """Text of the request ``number`` of a trace: equal leading hash ids begin with equal text.
 
-    Equal leading hash ids begin with equal text, other text is the request's own. With another
-    ``salt`` all of it differs, so that no prefix cache knows it.
+    With another ``salt`` all of it differs, so that no prefix cache knows it.
     """
     words = counting.words(request.prompt_tokens)
     return "".join(_pieces(request, number, words, counting, salt)).rstrip()
 
 
 def some_words(key: str, count: int) -> str:
-    """So many words, and a space after each; fewer with the same key are their beginning.
+    """Words drawn by the key, each followed by a space; fewer with the same key are a prefix.
 
-    Every :data:`DECK` words in a row are all there are, shuffled: texts of one length count nearly
-    alike in a vocabulary that has some of the words in pieces.
+    Every :data:`DECK` words in a row are all words, shuffled: texts of equal length count nearly
+    alike even in a vocabulary that splits some of the words.
     """
     decks = -(-count // DECK)
     drawn = np.frombuffer(shake_128(key.encode()).digest(decks * DECK), np.uint8)

@@ -1,4 +1,4 @@
-"""What a run came to: every request, figures, the table of them, and whether to trust them."""
+"""Results of a run: every request, figures, their table, and warnings about them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +17,9 @@ from extproc.lab.replay.figures import FIGURES, distribution
 Figures = dict[str, Any]  # in the form of the JSON report; times in seconds
 Record = Mapping[str, Any]  # of a request, as :func:`record` makes it
 
-LATE_S = 0.02
-"""Lateness at p99 from which on the arrivals are no longer the trace's: some engine steps."""
-BUSY = 0.9  # share of a core in a second from which on the client, not the target, sets the times
-_OFF = 0.05  # by how much token counts may differ from the trace's
+LATE_S = 0.02  # lateness at p99, some engine steps: above it arrivals are not the trace's
+BUSY = 0.9  # share of a core in a second: above it times are the client's
+_OFF = 0.05  # relative difference of token counts from the trace's
 
 _ROWS = (
     ("time to first token", "ttft_s"),
@@ -32,14 +31,12 @@ _ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """CPU time of the client: one that is busy measures itself."""
-
     cpu_s: float
     busiest_second: float  # the largest share of a core in any second
 
 
 def record(planned: Planned, answer: Answer) -> Figures:
-    """A request as ``--json`` has it: what was asked, and what came of it."""
+    """Request and answer as ``--json`` has them."""
     return {
         "at_s": planned.at_s,
         "late_s": answer.late_s,
@@ -65,10 +62,7 @@ def record(planned: Planned, answer: Answer) -> Figures:
 def summary(
     records: Sequence[Record], client: Client, effort: Effort, took_s: float, left_out: int = 0
 ) -> Figures:
-    """A run in figures; a distribution of nothing is None.
-
-    ``left_out`` requests of the trace were not sent, for the context has no room for them.
-    """
+    """Figures of a run; ``left_out`` requests of the trace did not fit into the context."""
     answered = [one for one in records if one["error"] is None]
     gaps = chain.from_iterable(one.gaps_s for one in client.answers.values() if one.ok)
     figures: Figures = {
@@ -134,14 +128,13 @@ def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
 
 
 def _by(key: str, records: Sequence[Record]) -> Figures:
-    names = sorted({one[key] for one in records})
-    return {name: _counts([one for one in records if one[key] == name]) for name in names}
-
-
-def _counts(records: Sequence[Record]) -> Figures:
-    answered = [one for one in records if one["error"] is None]
-    failed = len(records) - len(answered)
-    return {"requests": len(records), "failed": failed, **_latencies(answered)}
+    found: Figures = {}
+    for name in sorted({one[key] for one in records}):
+        here = [one for one in records if one[key] == name]
+        answered = [one for one in here if one["error"] is None]
+        failed = len(here) - len(answered)
+        found[name] = {"requests": len(here), "failed": failed, **_latencies(answered)}
+    return found
 
 
 def _latencies(answered: Sequence[Record]) -> Figures:
@@ -159,10 +152,10 @@ def _gaps(seconds: Sequence[float]) -> Figures | None:
 
 
 def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
-    """By the trace and by the server, of the answers that the server counted."""
+    """Sums by the trace and by the server, of the answers that the server counted."""
     known = [one for one in answered if one[counted] is not None]
-    sums = (sum(one[key] for one in known) for key in (planned, counted))
-    return dict(zip(("planned", "counted"), sums, strict=True))
+    keys = {"planned": planned, "counted": counted}
+    return {name: sum(one[key] for one in known) for name, key in keys.items()}
 
 
 def _warnings(figures: Figures) -> Iterable[str]:

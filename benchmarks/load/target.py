@@ -1,4 +1,4 @@
-"""What is asked of a server before the first request: model, context, how it counts tokens."""
+"""Questions to a server before the first request: model, context, how it counts tokens."""
 
 import json
 from collections.abc import Sequence
@@ -18,23 +18,18 @@ _PROBES = (DECK, 6 * DECK)  # words of the prompts whose tokens are asked for
 
 
 class TargetError(Exception):
-    """The server cannot be put under load; the message says why and what to do."""
+    """Server cannot be put under load; the message gives reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     model: str
-    context: int | None
-    """Most tokens of a prompt and its answer; None where the server does not say."""
+    context: int | None  # most tokens of a prompt and its answer; None: unknown
     counting: dict[Endpoint, Counting]  # for each endpoint that requests may go to
 
 
 async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str) -> Target:
-    """Asks the server, which answers two short prompts for each endpoint.
-
-    Raises:
-        TargetError: it cannot be reached, or does not take such requests.
-    """
+    """Asks the server, with two short prompts for each endpoint; raises TargetError."""
     served = await _served(url)
     if model is None and len(served) != 1:
         names = ", ".join(served) or "nothing"
@@ -52,7 +47,7 @@ def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, An
 
 
 async def _served(url: str) -> dict[str, int | None]:
-    """The context length of each model, where the server tells it."""
+    """Models of the server with their context lengths, as far as it lists them."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
             page = await response.json(content_type=None)

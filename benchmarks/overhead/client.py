@@ -1,12 +1,11 @@
-"""Sends requests to Envoy over HTTP/1.1, as a process of its own; prints one line of JSON.
+"""Sends requests to Envoy over HTTP/1.1, as a process of its own; prints a line of JSON.
 
     python -m benchmarks.overhead.client 8080 --rate 300 --requests 3000
     python -m benchmarks.overhead.client 8080 --at-once 64 --seconds 10
 
-With ``--rate`` requests are sent at random moments, whether or not those before were answered; with
-``--at-once`` each connection sends its next request when the one before was answered. It does as
-little as can be done in Python: all requests are the same bytes, and of an answer only its status
-and its end are looked for.
+With ``--rate`` requests are sent at random moments, answered or not; with ``--at-once`` each
+connection sends its next request after an answer. To be fast, all requests are the same bytes, and
+of an answer only its status and its end are parsed.
 """
 
 import argparse
@@ -42,7 +41,7 @@ class Report:
 
 
 def request(hold: bool = False) -> bytes:
-    """A streamed chat request of about a thousand tokens; ``hold``: the answer takes its time."""
+    """Streamed chat of about a thousand tokens; ``hold`` asks for a late answer."""
     messages = [{"role": "user", "content": ("tell me " * _PROMPT_BYTES)[:_PROMPT_BYTES]}]
     body = {"model": "model", "messages": messages, "max_tokens": 200, "stream": True}
     encoded = json.dumps(body).encode()
@@ -55,16 +54,15 @@ def request(hold: bool = False) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which carries one request at a time."""
+    """Connection that carries a request at a time."""
 
     def __init__(self, load: "Load") -> None:
         self._load = load
         self._transport: asyncio.Transport | None = None
         self._sent_at: float | None = None
         self._received = b""
-        self._end = 0
-        """Bytes of the whole answer, or up to its next chunk; 0: its head is not here yet."""
-        self._chunked = False  # whether a chunk is to come
+        self._end = 0  # of the answer, or of its next chunk; 0: the head is incomplete
+        self._chunked = False  # a chunk is to come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -120,8 +118,7 @@ class Load:
         self._in_flight = 0
         self._most_at_once = 0
         self._all_over = asyncio.Event()
-        self._more: Callable[[], bool] = lambda: False
-        """Whether the end of one request is the time for the next."""
+        self._more: Callable[[], bool] = lambda: False  # says if the next request is due
         self._connecting: set[asyncio.Task[None]] = set()
 
     async def at_once(self, count: int, seconds: float) -> Report:
@@ -162,10 +159,8 @@ class Load:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self), "127.0.0.1", self._port
-        )
-        return connection
+        made = await loop.create_connection(lambda: Connection(self), "127.0.0.1", self._port)
+        return made[1]
 
     def _begin(self) -> None:
         if self._idle:

@@ -1,4 +1,4 @@
-"""An ext_proc server that changes nothing, as a process of its own: what any such server costs."""
+"""Process with an ext_proc server that changes nothing: the cost of any such server."""
 
 import asyncio
 import os
@@ -17,8 +17,7 @@ from extproc.proxy.service import SERVICE
 
 
 async def process(_: object, context: grpc.aio.ServicerContext) -> None:
-    """Answers each message with a continue. It is shielded for the reason that
-    :meth:`~extproc.proxy.service.ExternalProcessor.process` has."""
+    """Answers each message with a continue; shielded as ``ExternalProcessor.process`` is."""
     await asyncio.shield(_answer(context))
 
 

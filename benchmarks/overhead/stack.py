@@ -1,4 +1,4 @@
-"""The processes of one measurement, and the cores they run on."""
+"""Processes of one measurement, and the cores they run on."""
 
 import json
 import os
@@ -36,40 +36,29 @@ class Setup:
     router: str  # `none`: Envoy alone; `proceed`: an ext_proc server that does nothing; `extproc`
     replicas: int
     envoy: Path = TEMPLATE  # the file that Envoy runs with
-    tokens: int = 0
-    """Of an answer, each of them a chunk; 0: an Envoy answers in place of all replicas, in one."""
+    tokens: int = 0  # of an answer, each a chunk; 0: an Envoy answers at once, in one
 
     @property
     def name(self) -> str:
-        return self._router if self.envoy == TEMPLATE else f"{self._router}, {self.envoy.stem}"
-
-    @property
-    def _router(self) -> str:
-        match self.router:
-            case "none":
-                return "Envoy alone"
-            case "proceed":
-                return "+ do-nothing ext_proc"
-        return f"+ router, {self.replicas} replica{'s' * (self.replicas != 1)}"
+        sized = f"+ router, {self.replicas} replica{'s' * (self.replicas != 1)}"
+        names = {"none": "Envoy alone", "proceed": "+ do-nothing ext_proc", "extproc": sized}
+        router = names[self.router]
+        return router if self.envoy == TEMPLATE else f"{router}, {self.envoy.stem}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The router has a core to itself; all else runs on the others."""
-
-    router: frozenset[int]
+    router: frozenset[int]  # for the router alone
     others: frozenset[int]
 
     @classmethod
     def of_this_machine(cls) -> "Cores":
-        """The router's is the last; where there is only one core, all share it."""
+        """Gives the router the last core; with a single one all processes share it."""
         usable = sorted(os.sched_getaffinity(0))
         return cls(frozenset(usable[-1:]), frozenset(usable[:-1] or usable))
 
     def __str__(self) -> str:
-        router, others = (
-            ", ".join(map(str, sorted(cores))) for cores in (self.router, self.others)
-        )
+        router, others = (", ".join(map(str, sorted(of))) for of in (self.router, self.others))
         return f"router on core {router}; Envoy, upstream, client and Redis on {others}"
 
 
@@ -91,6 +80,10 @@ class Stack:
                 raise RuntimeError(f"the client failed:\n{client.last_lines()}")
         return Report(**json.loads(client.last_lines(1)))
 
+    async def load_at(self, rate: int, seconds: float) -> Report:
+        count = max(round(rate * seconds), 2)
+        return await self.load("--rate", str(rate), "--requests", str(count))
+
     def cpu_s(self) -> float:
         return cpu_s(self._router.pid) if self._router else 0.0
 
@@ -102,16 +95,11 @@ class Stack:
 async def running(
     setup: Setup, directory: Path, cores: Cores, hold_s: float
 ) -> AsyncIterator[Stack]:
-    """Start the processes of a setup; they are ready, and end with the block.
-
-    Args:
-        setup: what to run.
-        directory: for configurations and logs.
-        cores: what runs where.
-        hold_s: seconds that the upstream holds requests which ask for it.
+    """Runs the processes of a setup until the block ends; configurations and logs go to
+    ``directory``, and the upstream holds requests that ask for it for ``hold_s`` seconds.
 
     Raises:
-        ProcessError: one could not be started or did not get ready.
+        ProcessError: a process could not be started or did not get ready.
     """
     ports = pick_ports(dict.fromkeys(_PORTS, 0))
     replicas = addresses(setup.replicas, ports["upstream"])
@@ -157,7 +145,7 @@ async def running(
 
 @contextmanager
 def _on(cores: Collection[int]) -> Iterator[None]:
-    """What is started inside the block runs on these cores."""
+    """Processes that are started inside the block run on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -166,7 +154,7 @@ def _on(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-# -- what they run with ---------------------------------------------------------------------
+# -- configurations -------------------------------------------------------------------------
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -183,7 +171,7 @@ def _upstream(port: int, hold_s: float) -> str:
 
 
 def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
-    """The project's own Envoy file; without its ext_proc filter where Envoy is alone."""
+    """Envoy file of the setup, without its ext_proc filter if Envoy is alone."""
     bootstrap = addressed(
         listen=f"127.0.0.1:{ports['envoy']}",
         admin=f"127.0.0.1:{ports['envoy-admin']}",
@@ -197,10 +185,8 @@ def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
 
 
 def _configuration(redis_url: str, ports: dict[str, int]) -> str:
-    serve = {
-        "listen": f"127.0.0.1:{ports['router']}",
-        "admin": f"127.0.0.1:{ports['router-admin']}",
-    }
+    keys = {"listen": "router", "admin": "router-admin"}
+    serve = {key: f"127.0.0.1:{ports[name]}" for key, name in keys.items()}
     return yaml.safe_dump({"pool": _POOL, "redis": {"url": redis_url}, "serve": serve})
 
 

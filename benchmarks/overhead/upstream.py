@@ -32,7 +32,7 @@ _TOKEN = _chunk(
 
 
 class Connection(asyncio.Protocol):
-    """One connection of Envoy's: a request, its answer, the next request."""
+    """Connection of Envoy's, with one request at a time."""
 
     def __init__(self, answering: set["Connection"], tokens: int) -> None:
         self._answering = answering
@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._answering.discard(self)
 
     def step(self) -> None:
-        """Sends the next token; with the last one, how many there were."""
+        """Sends the next token, and the usage with the last one."""
         self._left -= 1
         self._transport.write(_TOKEN if self._left else _TOKEN + self._last)
         if not self._left:

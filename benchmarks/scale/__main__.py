@@ -1,10 +1,9 @@
-"""What sharing costs as the fleet grows: CPU of routers and Redis, operations, bytes, memory.
+"""Measures the cost of sharing as the fleet grows: CPU, operations, bytes and memory.
 
     python -m benchmarks.scale --replicas 10,100,1000 --routers 1,8
 
-A real Redis, one process for the pollers (it writes as they do, and scrapes nothing) and one a
-router, which has everything but Envoy. All of it on one machine: a line on which the cores were not
-enough says so by the age of what routers know, half an interval where nothing is late.
+It runs Redis, a process that writes in place of the pollers, and routers without Envoy on one
+machine. The age of the routers' knowledge is half an interval as long as the cores are enough.
 """
 
 import asyncio
@@ -35,14 +34,14 @@ _HEADINGS = (
     "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
 )
 Run = dict[str, Any]
-"""One line of the table: ``each`` has the figures of every router, ``redis`` what Redis did each
-second, its ``cpu`` in cores, and the bytes of ``memory`` that it holds beyond an empty one's."""
+"""Line of the table: ``each`` has the figures of every router, ``redis`` operations a second, its
+``cpu`` in cores, and the bytes of ``memory`` beyond those of an empty Redis."""
 
 
 async def measure(
     replicas: int, routers: int, interval_s: float, rate: float, seconds: float, directory: Path
 ) -> Run:
-    """Run the parts for a while, and return what they took; ``rate``: of all routers together."""
+    """Runs the parts for some seconds; ``rate`` is that of all routers together."""
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     common = [url, _POOL, str(replicas)]
@@ -63,28 +62,20 @@ async def measure(
         began = time.monotonic()
         await asyncio.sleep(seconds)
         after, took = await redis.info("stats"), time.monotonic() - began
-        counted = {
-            name: round((after[f"total_{key}"] - before[f"total_{key}"]) / took)
-            for name, key in (
-                ("commands", "commands_processed"),
-                ("bytes_in", "net_input_bytes"),
-                ("bytes_out", "net_output_bytes"),
-            )
+        totals = {
+            "commands": "total_commands_processed",
+            "bytes_in": "total_net_input_bytes",
+            "bytes_out": "total_net_output_bytes",
         }
+        counted = {name: round((after[key] - before[key]) / took) for name, key in totals.items()}
         memory = (await redis.info("memory"))["used_memory"] - empty
         used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
         writer_cpu = (cpu_s(writer.pid) - cpu[1]) / took
         for router in following:
             await router.wait()
-    return {
-        "replicas": replicas,
-        "routers": routers,
-        "interval_s": interval_s,
-        "rate": rate,
-        "writer_cpu": writer_cpu,
-        "redis": counted | used,
-        "each": [json.loads(router.last_lines(1)) for router in following],
-    }
+    settings = {"replicas": replicas, "routers": routers, "interval_s": interval_s, "rate": rate}
+    each = [json.loads(router.last_lines(1)) for router in following]
+    return settings | {"writer_cpu": writer_cpu, "redis": counted | used, "each": each}
 
 
 async def _start(module: str, words: Sequence[str], directory: Path, number: int = 0) -> Process:
@@ -95,7 +86,7 @@ async def _start(module: str, words: Sequence[str], directory: Path, number: int
 
 
 async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -> None:
-    """Return when every router hears of changes, and has had a moment to get going."""
+    """Returns when every router has subscribed to changes, and some polls later."""
     channel = f"{{{_POOL}}}:changes"
     while dict(await redis.pubsub_numsub(channel)).get(channel.encode(), 0) < routers:
         if ended := [router for router in following if not router.running]:

@@ -1,7 +1,4 @@
-"""A router without Envoy: its fleet, shared as in production, under a load it makes itself.
-
-Run by :mod:`benchmarks.scale`; prints its figures as JSON at the end.
-"""
+"""Process of a router without Envoy that loads itself; prints its figures as JSON at the end."""
 
 import asyncio
 import json
@@ -31,11 +28,10 @@ _ANSWER_S = 2.0
 async def route(
     url: str, pool: str, replicas: int, rate: float, seconds: float
 ) -> dict[str, float]:
-    """Follow the pool's state and decide ``rate`` requests a second; figures of ``seconds``.
+    """Follows the pool's state and decides ``rate`` requests a second.
 
-    ``cpu`` in cores; ``age``: of what it knows of a replica, half an interval, were nothing late;
-    ``late``: how long a timer waits for whatever is running; ``digests`` of other routers heard
-    each second, and their mean age when they arrive.
+    Figures: ``cpu`` in cores, ``age`` of the state of a replica, ``late`` by which timers are,
+    ``digests`` of other routers a second and their mean age on arrival.
     """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()
@@ -98,7 +94,7 @@ async def _decide(services: Services, rate: float, made: list[float]) -> None:
 
 
 def _heard(registry: CollectorRegistry) -> NDArray[np.float64]:
-    """Digests that came from others so far, and the sum of their ages in seconds."""
+    """Number of digests that came from others so far, and the sum of their ages in seconds."""
     names = [f"extproc_digest_age_seconds_{part}" for part in ("count", "sum")]
     return np.array([registry.get_sample_value(name) for name in names])
 

@@ -8,7 +8,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.overhead import __main__ as overhead
-from benchmarks.overhead import streams
 from benchmarks.overhead.client import Load, request
 from benchmarks.report.markdown import escaped
 from extproc.lab.harness.processes import free_port
@@ -102,7 +101,7 @@ def test_streams_have_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_it_measures_streamed_answers_beside_those_of_one_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(streams, "WARM_UP_S", 0.1)
+    monkeypatch.setattr(overhead, "STREAM_WARM_UP_S", 0.1)
     report = tmp_path / "streams.json"
     arguments = ["--replicas", "2", "--seconds", "0.2", "--stream", "5", "--json", str(report)]
     assert overhead.main(arguments) == 0
