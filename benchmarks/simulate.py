@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments, fleet, trace
-from benchmarks.about import about
+from benchmarks.arguments import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary

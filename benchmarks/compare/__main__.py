@@ -24,17 +24,16 @@ from typing import Any
 import aiohttp
 
 from benchmarks import arguments, fleet
-from benchmarks.about import about
+from benchmarks.arguments import about
 from benchmarks.compare import pickers, terminal
 from benchmarks.compare.aibrix import AIBrix
 from benchmarks.compare.contenders import Contender, Fleet
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
 from benchmarks.compare.envoy import EnvoyAlone, Router
-from benchmarks.compare.faults import FAULTS, Fault
 from benchmarks.compare.llm_d import LlmD
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.pickers import Picker
-from benchmarks.compare.play import play
+from benchmarks.compare.play import FAULTS, Fault, play
 from benchmarks.report import figures
 from extproc.cli.arguments import number, probability
 from extproc.lab.harness.processes import ProcessError

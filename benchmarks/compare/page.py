@@ -6,27 +6,31 @@ With ``--measure DIR`` it measures everything before, with the contenders that a
 50 minutes on two idle cores. It goes on after an interruption: files in DIR are not made again.
 """
 
+import json
+import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments
-from benchmarks.compare.measured import COST, ELSEWHERE, HARM, OUTCOME, measure
+from benchmarks.compare.__main__ import contender
+from benchmarks.compare.play import FAULTS
 from benchmarks.compare.terminal import median_and_range
-from benchmarks.report.figures import HEADLINES, Spread
+from benchmarks.report.faults import harm
+from benchmarks.report.figures import HEADLINES, Spread, contenders
 from benchmarks.report.markdown import table_of
+from benchmarks.report.results import Overhead, read
 
-_DOCS = Path(__file__).parents[2] / "docs"
-PAGE, PICTURE = _DOCS / "compare.md", _DOCS / "compare.png"
+_ROOT = Path(__file__).parents[2]
+KEPT = _ROOT / "benchmarks" / "results"
+PAGE, PICTURE = _ROOT / "docs" / "compare.md", _ROOT / "docs" / "compare.png"
 BEGIN, END = (f"<!-- {what}: python -m benchmarks.compare.page -->" for what in ("made by", "end"))
 _OURS, _THIS = "router:completion", "this router"
-_PANELS = {  # of the picture: part and figure
-    "Unequal GPUs: completion, p99": (OUTCOME["cold-mixed"], "Completion, p99"),
-    "Equal GPUs: completion, p99": (OUTCOME["cold-equal"], "Completion, p99"),
-    "Overload: completion, p99": (OUTCOME["overload"], "Completion, p99"),
-}
+_LIBRARIES = ("extproc", "grpcio", "numpy")
 _COSTS = {
     "p50_ms": "p50, ms",
     "p95_ms": "p95",
@@ -35,6 +39,65 @@ _COSTS = {
     "cpu_us": "CPU of a request, µs",
     "stream_kb": "memory, kB",
     "failed": "failed",
+}
+_BY_LOAD = (
+    *("router", "envoy", "vllm-router", "smg", "sglang-router"),
+    *("llm-d:scorers", "aibrix:least-request"),
+)
+_BY_PREFIX = (
+    *("router", "envoy", "vllm-router:cache_aware", "smg:cache_aware", "sglang-router"),
+    *("llm-d:scorers", "aibrix:prefix-cache"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    options: str = ""
+    heading: str = ""
+    contenders: Sequence[str] = _BY_LOAD  # of these, those that are installed
+    module: str = "compare"
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((KEPT / f"{self.name}.json").read_bytes())
+        return found
+
+
+_MIXED, _EQUAL, _A10 = (
+    f"--fleet benchmarks/fleets/live-{name}.yaml" for name in ("mixed", "equal", "a10")
+)
+_AGENTS = "--trace benchmarks/traces/agents.jsonl.gz --speed 1.2 --from 150 --duration 60"
+_MIDWAY = "--speed 3.5 --duration 10 --at 4 --repeats 1"
+OUTCOME = (
+    Part(
+        "cold-mixed",
+        f"{_MIXED} --speed 4 --duration 10",
+        "Conversations, two H100 and two A10; only Envoy's weights know which are fast",
+        (*_BY_LOAD, "envoy:least_request_weighted"),
+    ),
+    Part("cold-equal", f"{_EQUAL} --speed 3.5 --duration 10", "Conversations, four A100"),
+    Part(
+        "warm-mixed",
+        f"{_MIXED} {_AGENTS} --repeats 1",
+        "Agents, whose prompts are largely cached, two H100 and two A10",
+        _BY_PREFIX,
+    ),
+    Part("warm-equal", f"{_EQUAL} {_AGENTS} --repeats 1", "Agents, four A100", _BY_PREFIX),
+    Part(
+        "overload",
+        f"{_A10} --speed 2.5 --duration 20 --repeats 1",
+        "Overload: conversations, four A10, more than they can carry",
+    ),
+)
+HARM = tuple(Part(fault, f"{_EQUAL} {_MIDWAY} --fault {fault}") for fault in FAULTS)
+COST = Part("overhead", "--replicas 8,100 --seconds 5 --rounds 4", contenders=(), module="overhead")
+MEASURED = (*OUTCOME, *HARM, COST)
+_ELSEWHERE = Part("elsewhere")  # measured by hand, once: its file says where and how
+_PANELS = {  # of the picture
+    "Unequal GPUs: completion, p99": Part("cold-mixed"),
+    "Equal GPUs: completion, p99": Part("cold-equal"),
+    "Overload: completion, p99": Part("overload"),
 }
 
 
@@ -53,6 +116,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+# -- measuring ------------------------------------------------------------------------------
+
+
+def measure(folder: Path, programs: Path | None) -> bool:
+    """Measures parts without a file in the folder, and keeps the figures of every part.
+
+    Returns False if a part could not be measured; the parts before it are kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    where = ["--programs", str(programs)] if programs else []
+    for part in MEASURED:
+        file, unfinished = folder / f"{part.name}.json", folder / f"{part.name}.unfinished"
+        if not file.exists():
+            print(f"\n== {part.name}", flush=True)
+            command = [sys.executable, "-m", f"benchmarks.{part.module}", *part.options.split()]
+            if part.contenders:
+                command += ["--contenders", ",".join(_installed(part, programs)), *where]
+            command += ["--json", str(unfinished.absolute())]
+            if subprocess.call(command, cwd=_ROOT) not in (0, 1):
+                return False  # 1: something went wrong in it, which its figures tell
+            unfinished.rename(file)
+        kept = json.dumps(figures(json.loads(file.read_bytes())), indent=1)
+        (KEPT / file.name).write_text(kept + "\n")
+    return True
+
+
+def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures to keep of a ``--json`` file: all but its requests."""
+    results = read(measured)
+    about = {key: results.about[key] for key in ("date", "commit")}
+    about["machine"] = results.about["machine"].rpartition(", ")[0]  # without its kernel
+    versions = results.about["versions"]
+    about["versions"] = {name: one for name, one in versions.items() if name not in _LIBRARIES}
+    about["command"] = re.sub(r" --(json|report|programs) \S+", "", results.about["command"])
+    if isinstance(results, Overhead):
+        setups = [one.model_dump() | {"failed": one.failed} for one in results.setups]
+        return {"about": about, "setups": setups}
+    every = {
+        one.name: {
+            "requests": one.counted,
+            "failed": one.failed,
+            "harm": [
+                {"hit": of.hit, "failed": of.failed, "slowest_s": of.slowest_s}
+                for of in (harm(run) for run in one.runs if run.fault)
+            ],
+        }
+        for one in contenders(results)
+    }
+    return {"about": about, "contenders": every, "figures": measured["figures"]}
+
+
+def _installed(part: Part, programs: Path | None) -> Iterator[str]:
+    for name in part.contenders:
+        try:
+            yield contender(name, programs).name
+        except ValueError as error:
+            print(f"left out: {error}")
+
+
+# -- the page -------------------------------------------------------------------------------
+
+
 def parts(text: str) -> tuple[str, str, str]:
     """Page before, in and after the generated lines."""
     before, _, rest = text.partition(BEGIN + "\n")
@@ -69,18 +194,18 @@ def picture() -> bytes:
     from benchmarks.report.pictures import glance  # needs matplotlib
 
     panels: dict[str, dict[str, tuple[Spread, str]]] = {}
-    for title, (part, metric) in _PANELS.items():
+    for title, part in _PANELS.items():
         of, best = part.kept, panels.setdefault(title, {})
         for name, one in of["figures"]["contenders"].items():
-            if one[metric]:
+            if its := one["Completion, p99"]:
                 product = _THIS if name == _OURS else name.partition(":")[0]
-                bar = Spread(**one[metric]), _doubt(name, of)
+                bar = Spread(**its), _doubt(name, of)
                 best[product] = min(bar, best.get(product, bar), key=lambda bar: bar[0].median)
     return glance(panels, _THIS)
 
 
 def _outcome() -> Iterator[str]:
-    for part in OUTCOME.values():
+    for part in OUTCOME:
         of = part.kept
         measured = of["figures"]["contenders"]
         rows = [
@@ -105,7 +230,7 @@ def _headlines(of: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults() -> Iterator[str]:
-    measured = {fault.replace("-", " "): part.kept for fault, part in HARM.items()}
+    measured = {part.name.replace("-", " "): part.kept for part in HARM}
     names = dict.fromkeys(name for of in measured.values() for name in of["contenders"])
     rows = [[_name(name), *(_harm(name, of) for of in measured.values())] for name in names]
     yield "### One part fails: four A100, conversations\n"
@@ -141,7 +266,7 @@ def _cost() -> Iterator[str]:
 
 def _elsewhere() -> Iterator[str]:
     """Figures that need programs built from source, measured elsewhere."""
-    of = ELSEWHERE.kept
+    of = _ELSEWHERE.kept
     yield f"### {of['heading']}\n\n{of['about']}\n"
     for table in of["tables"]:
         yield from table_of(["", *table["head"]], table["rows"])

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments
-from benchmarks.fit import recording
 from benchmarks.fit.record import Plan, record
-from benchmarks.fit.recording import Recording
-from benchmarks.fit.replay import Fitted, fit
+from benchmarks.fit.replay import Fitted, Recording, fit, read_recording, write_recording
 from benchmarks.vllm import described
 from extproc.cli.arguments import above_zero
 from extproc.ground.text import Column, table
@@ -83,7 +81,7 @@ def _record(args: argparse.Namespace) -> None:
     plan = Plan(args.trace, args.requests, args.speed, *args.shrink)
     with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
         made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
-    recording.write(made, args.recording)
+    write_recording(made, args.recording)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.serve:
             args.recording.open("a").close()
             _record(args)
-        recorded = recording.read(args.recording)
+        recorded = read_recording(args.recording)
     except (ProcessError, ScrapeError, RuntimeError, OSError, ValueError) as error:
         print(f"fit: {error}", file=sys.stderr)
         return 1

@@ -10,9 +10,8 @@ from pathlib import Path
 from random import Random
 
 from benchmarks import trace
-from benchmarks.about import about
-from benchmarks.fit.recording import Limits, Recording, Request, Run
-from benchmarks.fit.replay import bursts
+from benchmarks.arguments import about
+from benchmarks.fit.replay import Limits, Recording, Request, Run, bursts
 from benchmarks.processes import get_json
 from benchmarks.trace import TracedRequest
 from benchmarks.vllm import MODEL, vllm_servers

@@ -6,16 +6,19 @@ answers generated together that of a step, a sequence in it and its KV cache. Or
 from the counters of the run, as a router learns them.
 """
 
+import gzip
+import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.figures import distribution
 from extproc.lab.simulator.engine import Engine
@@ -24,6 +27,57 @@ from extproc.predict.calibration import Calibration
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES, HardwareProfile, StepModel
 from extproc.predict.windows import EngineCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    token_budget: int  # `max_num_batched_tokens`
+    block_size: int  # tokens in a KV block
+    kv_tokens: int  # tokens the KV cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_s: float  # when it was sent, in seconds from the first of its run
+    prompt_tokens: int
+    output_tokens: int  # generated; the request asked for exactly so many
+    ttft_s: float
+    completion_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str
+    requests: list[Request]  # in the order they were sent
+    polls: list[EngineCounts]  # times are in seconds from the first request
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    about: dict[str, str]  # where it comes from: server, model, machine, date
+    limits: Limits
+    calibration: Run  # of :func:`benchmarks.fit.replay.bursts`
+    runs: list[Run]
+
+
+_FILE = TypeAdapter(Recording)
+
+
+def write_recording(recording: Recording, path: Path) -> None:
+    """Writes a recording as JSON, compressed if the name ends in ``.gz``."""
+    text = _FILE.dump_json(recording)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def read_recording(path: Path) -> Recording:
+    """Recording in a file; raises OSError or a ValueError that names the file."""
+    text = path.read_bytes()
+    try:
+        return _FILE.validate_json(gzip.decompress(text) if path.suffix == ".gz" else text)
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValidationError) as error:
+        raise ValueError(f"{path} is no recording: {error}") from None
+
 
 MEASURED, LEARNED = "measured", "learned"  # where step times come from
 TIMES = ("ttft", "completion")

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks import arguments, trace
-from benchmarks.about import about
+from benchmarks.arguments import about
 from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from benchmarks.load.prompts import prompt
-from benchmarks.load.target import PATHS, Endpoint, Target, body
+from benchmarks.load.target import PATHS, Endpoint, Target, body, prompt
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.traffic import Request
 from extproc.lab.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE

@@ -4,7 +4,7 @@ from subprocess import check_call
 
 import pytest
 
-from benchmarks.about import about
+from benchmarks.arguments import about
 
 
 def test_a_result_says_what_it_was_made_with() -> None:
@@ -14,7 +14,7 @@ def test_a_result_says_what_it_was_made_with() -> None:
 
 
 def test_the_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.about._ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.arguments._ROOT", tmp_path)
     assert about("benchmarks.load", [])["commit"] is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("as committed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import measured, page
+from benchmarks.compare import page
 from tests.benchmarks.test_report import compared, request
 
 
@@ -25,13 +25,13 @@ def test_every_source_that_a_claim_names_is_listed() -> None:
 
 
 def test_a_figure_in_doubt_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = shutil.copytree(measured.KEPT, tmp_path / "results")
+    kept = shutil.copytree(page.KEPT, tmp_path / "results")
     of = json.loads((kept / "overload.json").read_text())
     for one in of["figures"]["contenders"].values():
         one["in_doubt"] = 0
     of["figures"]["contenders"]["router:completion"]["in_doubt"] = 1
     (kept / "overload.json").write_text(json.dumps(of))
-    monkeypatch.setattr(measured, "KEPT", kept)
+    monkeypatch.setattr(page, "KEPT", kept)
     table = page.tables().partition("### Overload")[2].partition("###")[0]
     marked = [row for row in table.splitlines() if " ! |" in row]
     assert [row[:22] for row in marked] == ["| **this router** ! | "]
@@ -43,7 +43,7 @@ def test_the_picture_has_a_row_for_each_product() -> None:
 
 
 def test_of_a_measurement_its_figures_are_kept_and_no_path() -> None:
-    of = measured.figures(_fault())
+    of = page.figures(_fault())
     assert of["about"]["command"] == "python -m benchmarks.compare --fault replica-killed"
     assert of["contenders"]["router:completion"] == {
         "requests": 3,
@@ -64,12 +64,12 @@ def test_a_measurement_that_was_interrupted_goes_on(
         asked.append(written.stem)
         return -15 if len(asked) == 3 else 1  # 1: measured, and something was wrong in it
 
-    monkeypatch.setattr(measured, "KEPT", tmp_path)
+    monkeypatch.setattr(page, "KEPT", tmp_path)
     monkeypatch.setattr(subprocess, "call", call)
-    names = [*measured.OUTCOME, *measured.HARM, measured.COST.name]
-    assert not measured.measure(tmp_path / "measured", None)
+    names = [part.name for part in page.MEASURED]
+    assert not page.measure(tmp_path / "measured", None)
     assert {path.stem for path in tmp_path.glob("*.json")} == set(names[:2])
-    assert measured.measure(tmp_path / "measured", None)
+    assert page.measure(tmp_path / "measured", None)
     assert asked == names[:3] + names[2:]
     assert {path.stem for path in tmp_path.glob("*.json")} == set(names)
 

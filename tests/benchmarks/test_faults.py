@@ -13,8 +13,7 @@ from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare import terminal
 from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
-from benchmarks.compare.faults import FAULTS, Fault
-from benchmarks.compare.play import play
+from benchmarks.compare.play import FAULTS, Fault, play
 from benchmarks.report.faults import Harm, harm
 from benchmarks.report.markdown import markdown
 from benchmarks.report.results import Results, Run, read
@@ -221,7 +220,7 @@ async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: 
 async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("benchmarks.compare.play.TIMEOUT_S", TIMEOUT_S)
     turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
     assert turn.failed == turn.ids(error="timeout")
     # Half of what came later went there, for Envoy alone does not see that it hangs.

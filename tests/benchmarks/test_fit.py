@@ -6,11 +6,23 @@ from random import Random
 
 import pytest
 
-from benchmarks.fit import recording
 from benchmarks.fit.__main__ import RECORDED, main
 from benchmarks.fit.record import Plan, Player
-from benchmarks.fit.recording import Limits, Recording, Request, Run
-from benchmarks.fit.replay import LEARNED, MEASURED, Fitted, bursts, fit, measured, replay
+from benchmarks.fit.replay import (
+    LEARNED,
+    MEASURED,
+    Fitted,
+    Limits,
+    Recording,
+    Request,
+    Run,
+    bursts,
+    fit,
+    measured,
+    read_recording,
+    replay,
+    write_recording,
+)
 from benchmarks.trace import TracedRequest
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
@@ -28,7 +40,7 @@ def served(traced: Sequence[TracedRequest], step: StepModel = TRUE) -> list[Requ
 
 @pytest.fixture(scope="module")
 def fitted() -> list[Fitted]:
-    return fit(recording.read(RECORDED))
+    return fit(read_recording(RECORDED))
 
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
@@ -121,8 +133,8 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = Run("a run", served([TracedRequest(0.0, 10, 10, None)]), [])
     made = Recording({"server": "none"}, LIMITS, run, [run])
     for name in ("a.json", "a.json.gz"):
-        recording.write(made, tmp_path / name)
-        assert recording.read(tmp_path / name) == made
+        write_recording(made, tmp_path / name)
+        assert read_recording(tmp_path / name) == made
 
 
 def test_a_file_that_is_no_recording_is_named(

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks import trace
 from benchmarks.load.plan import Planned, plan
-from benchmarks.load.prompts import Counting, prompt
-from benchmarks.load.target import PATHS, Target, ask
+from benchmarks.load.target import PATHS, Counting, Target, ask, prompt
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
