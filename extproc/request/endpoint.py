@@ -1,10 +1,13 @@
-"""The endpoints of vLLM that a router decides on, and the paths they are served under.
+"""Endpoints of vLLM that a router decides on, and the paths they are served under.
 
-Prefixes before vLLM's own paths, which Envoy's route may take off later on, do not matter.
+Prefixes before vLLM's own paths, which Envoy's route may take off later on, do not matter. Paths
+are decoded as vLLM's server decodes them: ``/v1/chat%2Fcompletions`` is a chat, too.
 """
 
 import re
+from collections.abc import Container
 from enum import StrEnum
+from urllib.parse import unquote
 
 
 class Endpoint(StrEnum):
@@ -14,6 +17,8 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    GENERATE = "/inference/v1/generate"
+    INVOCATIONS = "/invocations"
     TRANSCRIPTIONS = "/v1/audio/transcriptions"
     TRANSLATIONS = "/v1/audio/translations"
     EMBEDDINGS = "/v1/embeddings"
@@ -22,21 +27,21 @@ class Endpoint(StrEnum):
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
 
-    __hash__ = str.__hash__  # Enum's is slow, and requests are told apart by it several times
+    __hash__ = str.__hash__  # Enum's is slow, and every request looks endpoints up several times
 
     @property
     def decodes(self) -> bool:
-        """Whether it generates tokens; the others only prefill."""
+        """Tokens are generated; other endpoints only prefill."""
         return self not in _PREFILL_ALONE
 
     @property
     def takes_priority(self) -> bool:
-        """Whether vLLM reads ``priority`` in its body."""
+        """vLLM reads ``priority`` in the body."""
         return self not in _WITHOUT_PRIORITY
 
     @property
     def takes_audio(self) -> bool:
-        """Whether its body is a form with an audio file instead of JSON."""
+        """The body is a form with an audio file instead of JSON."""
         return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 
 
@@ -45,33 +50,60 @@ _PREFILL_ALONE = frozenset(
 )
 _WITHOUT_PRIORITY = frozenset({Endpoint.MESSAGES, Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS})
 
-
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint} | {
+PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | {
+    "/v1/chat/completions/batch": Endpoint.CHAT,
+    "/cohere/v2/chat": Endpoint.CHAT,
     "/v2/embed": Endpoint.EMBEDDINGS,
     "/score": Endpoint.SCORE,
+    "/generative_scoring": Endpoint.SCORE,
     "/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
+    "/v1/systemone": Endpoint.POOLING,  # a token for each question
 }  # by every path that vLLM 0.32 serves them under
-_MOST_PARTS = max(path.count("/") for path in _ENDPOINTS)
+_MOST_PARTS = max(path.count("/") for path in PATHS)
+
+_INVOKED = {
+    "messages": Endpoint.CHAT,
+    "prompt": Endpoint.COMPLETIONS,
+    "prompt_embeds": Endpoint.COMPLETIONS,
+    "input": Endpoint.EMBEDDINGS,
+    "query": Endpoint.RERANK,
+    "text_1": Endpoint.SCORE,
+    "queries": Endpoint.SCORE,
+    "data_1": Endpoint.SCORE,
+    "data": Endpoint.POOLING,
+}  # by a field that only bodies of that endpoint have, in the order in which vLLM tries them
 
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
     """The endpoint that a path ends with, query string or not; None: no inference."""
-    parts = path.partition("?")[0].rsplit("/", _MOST_PARTS)
+    parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
-        if endpoint := _ENDPOINTS.get("/" + "/".join(parts[first:])):
+        if endpoint := PATHS.get("/" + "/".join(parts[first:])):
             return endpoint
     return None
 
 
+def invoked(fields: Container[str]) -> Endpoint:
+    """The endpoint as which vLLM serves a body at ``/invocations``, the path of SageMaker.
+
+    A body whose fields are not known counts as a chat.
+    """
+    return next((_INVOKED[field] for field in _INVOKED if field in fields), Endpoint.CHAT)
+
+
 def stored_response_of(path: str) -> str:
     """The id of the stored response that a path asks for or cancels; empty: none."""
-    found = _STORED.search(path.partition("?")[0])
+    found = _STORED.search(_decoded(path))
     return found[1] if found else ""
 
 
 def lists_models(path: str) -> bool:
     """Tells whether a path is that of the list of models."""
-    return path.partition("?")[0].endswith("/v1/models")
+    return _decoded(path).endswith("/v1/models")
+
+
+def _decoded(path: str) -> str:
+    return unquote(path.partition("?")[0])

@@ -15,7 +15,9 @@ _BOUND_FIELDS = {
     Endpoint.COMPLETIONS: ("max_tokens",),
     Endpoint.RESPONSES: ("max_output_tokens",),
     Endpoint.MESSAGES: ("max_tokens",),
+    Endpoint.GENERATE: ("max_tokens",),
 }
+_HAVE_N = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.GENERATE})
 
 _INTEGER = SchemaValidator(core_schema.int_schema())
 _BOOLEAN = SchemaValidator(core_schema.bool_schema())
@@ -47,28 +49,38 @@ def flag(value: object) -> bool:
         return False
 
 
-def output_bound(endpoint: Endpoint, body: dict[str, object]) -> int | None:
+def sampling_of(endpoint: Endpoint, body: dict[str, object]) -> dict[str, object]:
+    """The fields that bound the output: beside token ids they stand in an object of their own."""
+    fields = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
+    return fields if isinstance(fields, dict) else {}
+
+
+def output_bound(endpoint: Endpoint, sampling: dict[str, object]) -> int | None:
     """Most tokens one sequence may generate; None: as many as the model's context leaves."""
     if not endpoint.decodes:
         return 0
     for field in _BOUND_FIELDS[endpoint]:
-        if (bound := positive_int(body.get(field))) is not None:
+        if (bound := positive_int(sampling.get(field))) is not None:
             return min(bound, MAX_TOKENS)
-    return _COMPLETIONS_DEFAULT if endpoint is Endpoint.COMPLETIONS else None
+    if endpoint is not Endpoint.COMPLETIONS:
+        return None
+    only_echoes = flag(sampling.get("echo")) and sampling.get("max_tokens") == 0
+    return 0 if only_echoes else _COMPLETIONS_DEFAULT
 
 
-def least_output(body: dict[str, object], bound: int | None) -> int:
-    """Fewest tokens one sequence generates; with ``ignore_eos`` it goes on to its bound."""
-    if bound is not None and flag(body.get("ignore_eos")):
-        return bound
-    least = positive_int(body.get("min_tokens")) or 0
-    return min(least, MAX_TOKENS if bound is None else bound)
+def least_output(sampling: dict[str, object], bound: int | None) -> int:
+    """Fewest tokens one sequence generates; with ``ignore_eos`` as many as it may."""
+    most = MAX_TOKENS if bound is None else bound
+    if flag(sampling.get("ignore_eos")):
+        return most
+    return min(positive_int(sampling.get("min_tokens")) or 0, most)
 
 
-def sequences(endpoint: Endpoint, body: dict[str, object], prompts: int) -> int:
+def sequences(
+    endpoint: Endpoint, sampling: dict[str, object], bound: int | None, prompts: int
+) -> int:
     """Sequences decoded side by side: ``n`` (with beam search its width) for every prompt."""
-    if not endpoint.decodes:
+    if bound == 0:
         return 0
-    has_n = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
-    n = positive_int(body.get("n")) if has_n else None
+    n = positive_int(sampling.get("n")) if endpoint in _HAVE_N else None
     return min((n or 1) * prompts, MAX_SEQUENCES)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
-from extproc.request.endpoint import Endpoint
+from extproc.request.endpoint import Endpoint, invoked
 from extproc.request.errors import BadRequest
 from extproc.request.fields import (
     MAX_SEQUENCES,
@@ -14,9 +14,10 @@ from extproc.request.fields import (
     least_output,
     output_bound,
     positive_int,
+    sampling_of,
     sequences,
 )
-from extproc.request.media import of_form
+from extproc.request.media import media_tokens, of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import Reading, read
@@ -67,18 +68,21 @@ def inspect(
     fields = _beginning(part) if cut else decode(part)
     if cut and not partial:
         fields |= ending(body)
+    if endpoint is Endpoint.INVOCATIONS:
+        endpoint = invoked(fields)
     asked, previous = _model(fields), _previous_response(endpoint, fields)
     model = model_of(asked, previous)
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
     exactly = exact and _Size(exact.tokens, 0, 1.0, 0, 0)
-    size = exactly or _measure(reading, limit, model, tokens)
+    size = exactly or _measure(reading, part, limit, model, tokens)
     if cut:
         density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
         missing = round((whole - len(part)) * density)
         size = size._replace(tokens=size.tokens + missing, bytes=0, images=0)
-    bound = output_bound(endpoint, fields)
+    sampling = sampling_of(endpoint, fields)
+    bound = output_bound(endpoint, sampling)
     prompt_tokens = min(size.tokens, MAX_TOKENS)
     prefix = NO_PREFIX
     if endpoint.decodes and not (cut or previous or (limit and size.tokens >= limit)):
@@ -94,10 +98,10 @@ def inspect(
         prompt_tokens=prompt_tokens,
         prompt_bytes=0 if previous else size.bytes,  # of those before, nothing is here
         output_bound=bound,
-        sequences=sequences(endpoint, fields, reading.prompts),
+        sequences=sequences(endpoint, sampling, bound, reading.prompts),
         prompts=min(reading.prompts, MAX_SEQUENCES),
         stream=stream,
-        least_output=least_output(fields, bound),
+        least_output=least_output(sampling, bound),
         longest_share=size.longest_share,
         images=0 if previous else size.images,
         image_tokens=size.image_tokens,
@@ -148,6 +152,12 @@ def _prefix(
     return replace(prefix, salt=salt) if salt else prefix
 
 
+def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
+    """Estimated tokens of a body without a prompt that is known here, by what its middle is."""
+    density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
+    return round(len(body) * density) or media_tokens(len(body), model, counter)
+
+
 class _Size(NamedTuple):
     """A prompt's tokens, and what a report of their number teaches: see the profile."""
 
@@ -158,8 +168,12 @@ class _Size(NamedTuple):
     image_tokens: int
 
 
-def _measure(reading: Reading, limit: int | None, model: str, counter: TokenCounter) -> _Size:
+def _measure(
+    reading: Reading, body: bytes, limit: int | None, model: str, counter: TokenCounter
+) -> _Size:
     share, tokens, images, media, of_text = reading.longest_share, 0, 0, 0, True
+    if reading.empty:
+        tokens, of_text = _by_length(body, model, counter), False
     for prompt, times in reading.pieces:
         tokens += prompt.count(counter, model) * times
         images += prompt.images * times

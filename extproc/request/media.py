@@ -39,7 +39,7 @@ def of_length(
         prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
         prompt_tokens = audio_tokens(length)
     else:
-        prompts, prompt_tokens = 1, tokens.image_tokens(model) * -(-length // _MEDIUM)
+        prompts, prompt_tokens = 1, media_tokens(length, model, tokens)
     return RequestProfile(
         endpoint=endpoint,
         model=model,
@@ -51,6 +51,11 @@ def of_length(
         longest_share=1 / prompts,
         stored=endpoint is Endpoint.RESPONSES,
     )
+
+
+def media_tokens(length: int, model: str, tokens: TokenCounter) -> int:
+    """Tokens of images, or other data in base64, of so many bytes."""
+    return tokens.image_tokens(model) * ceil(length / _MEDIUM)
 
 
 def of_form(

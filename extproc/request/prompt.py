@@ -59,6 +59,7 @@ _SCORED = (
     ("queries", "documents"),
     ("queries", "items"),
     ("data_1", "data_2"),
+    ("query", "items"),
 )  # names under which vLLM takes the two sides of what it scores
 
 _ONE = (1,)  # of an only prompt there is nothing to compare
@@ -223,6 +224,11 @@ class Reading(NamedTuple):
         return sum(prompt.size for prompt, _ in self.pieces)
 
     @property
+    def empty(self) -> bool:
+        """Nothing of a prompt was found."""
+        return not any(prompt.size or prompt.tokens for prompt, _ in self.pieces)
+
+    @property
     def longest_share(self) -> float:
         """Share of the longest prompt in all of them."""
         total = sum(self.lengths)
@@ -237,15 +243,20 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
         return _read_pairs(fields, _RERANKED)
     prompt = Prompt()
     lengths: Sequence[int] = _ONE
+    messages = fields.get("messages")
     if endpoint is Endpoint.COMPLETIONS:
         lengths = prompt.add_inputs(fields.get("prompt"))
+    elif endpoint is Endpoint.GENERATE:
+        lengths = prompt.add_inputs(fields.get("token_ids"))
+    elif isinstance(messages, list) and messages and isinstance(messages[0], list):  # a batch
+        lengths = prompt.add_inputs(messages)
     elif not endpoint.decodes:
         lengths = prompt.add_inputs(fields.get("input", fields.get("texts")))
-        prompt.add_chat(fields.get("messages"))
+        prompt.add_chat(messages)
     elif endpoint is Endpoint.RESPONSES:
         prompt.add_chat(fields.get("input"), fields.get("instructions"), fields.get("tools"))
     else:
-        prompt.add_chat(fields.get("messages"), fields.get("system"), fields.get("tools"))
+        prompt.add_chat(messages, fields.get("system"), fields.get("tools"))
     return Reading([(prompt, 1)], lengths)
 
 

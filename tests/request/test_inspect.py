@@ -130,7 +130,6 @@ class TestOtherPrompts:
             ([101, 102, 103], 3, 1),
             ([[1, 2, 3], [4]], 4, 2),
             ("", 0, 1),
-            ([], 0, 1),
         ],
     )
     def test_completions_and_embeddings(self, prompt: Any, tokens: int, prompts: int) -> None:
@@ -138,6 +137,23 @@ class TestOtherPrompts:
         assert (completion.prompt_tokens, completion.sequences) == (tokens, 3 * prompts)
         embedding = profile(Endpoint.EMBEDDINGS, input=prompt, n=3)
         assert (embedding.prompt_tokens, embedding.sequences) == (tokens, 0)
+
+    @pytest.mark.parametrize(
+        ("fields", "density"),
+        [
+            ({"prompt": []}, 1),
+            ({"other": "text " * 500}, 1),
+            ({"other": [[12, 34, 56]] * 900}, 0.3),
+        ],
+    )
+    @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.POOLING, Endpoint.SCORE])
+    def test_fields_unknown_here_count_by_the_length_of_the_body(
+        self, endpoint: Endpoint, fields: dict[str, Any], density: float
+    ) -> None:
+        got = profile(endpoint, **fields)
+        size = len(json.dumps({"model": "m", **fields}))
+        assert got.prompt_tokens == pytest.approx(size * density, rel=0.3)
+        assert got.prompt_bytes == 0
 
     def test_embeddings_of_conversations(self) -> None:
         messages = [{"role": "user", "content": "abc"}]
@@ -387,7 +403,8 @@ class TestLongestPrompt:
         assert bounded.most_output(70) == 10
         assert bounded.most_output(50) == 1
         assert profile(Endpoint.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
-        assert profile(Endpoint.CHAT).most_output(100) == 100
+        unbounded = profile(Endpoint.CHAT, messages=[])
+        assert unbounded.most_output(100) == 100 - TOKENS_TO_REPLY
 
 
 class TestAudioForm:
