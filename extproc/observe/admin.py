@@ -1,6 +1,6 @@
-"""The HTTP server that people and Prometheus look at."""
+"""HTTP server for people and Prometheus: metrics, health, and what a process adds."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hmac import compare_digest
@@ -24,10 +24,6 @@ MAY_LOOK: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("may_look")
 Check = Callable[[], str]  # returns a problem in a few words, or nothing
 
 
-def _well() -> str:
-    return ""
-
-
 @asynccontextmanager
 async def serve_admin(
     address: str,
@@ -35,8 +31,8 @@ async def serve_admin(
     routes: Sequence[web.RouteDef] = (),
     public: Sequence[web.RouteDef] = (),
     access: AdminSettings = _OPEN,
-    live: Check = _well,
-    ready: Check = _well,
+    live: Check = str,  # no problem: "" is what str() returns
+    ready: Check = str,
 ) -> AsyncIterator[str]:
     """Serve metrics, health and ``routes``; yields the address, which matters for port 0.
 
@@ -53,19 +49,23 @@ async def serve_admin(
         OSError: the address is taken, or is not one of this machine.
         ValueError: not ``host:port``, or a file of ``access`` cannot be used.
     """
+    health = {"/livez": live, "/healthz": live, "/readyz": ready}
 
     async def metrics(_: web.Request) -> web.Response:
         page = generate_latest(registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def answer(request: web.Request) -> web.Response:
+        why = health[request.path]()
+        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+
     host, port = split_address(address)
-    health = [web.get(path, _answering(live)) for path in ("/livez", "/healthz")]
-    health.append(web.get("/readyz", _answering(ready)))
     context = server_context(access, "admin")
     app = web.Application()
-    app[MAY_LOOK] = _showing_token(access)
-    app.middlewares.append(_asking({route.path for route in (*health, *public)}))
-    app.add_routes([web.get("/metrics", metrics), *health, *public, *routes])
+    app[MAY_LOOK] = _token_check(access)
+    app.middlewares.append(_asking({*health, *(route.path for route in public)}))
+    app.add_routes([web.get(path, answer) for path in health])
+    app.add_routes([web.get("/metrics", metrics), *public, *routes])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
     try:
@@ -100,7 +100,7 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _showing_token(access: AdminSettings) -> Callable[[web.Request], bool]:
+def _token_check(access: AdminSettings) -> Callable[[web.Request], bool]:
     if access.token_file is None:
         return lambda _: True
     file = Watched("admin token", partial(read_token, access.token_file), access.token_file)
@@ -127,11 +127,3 @@ def _asking(open_to_all: Container[str]) -> Middleware:
         )
 
     return asking
-
-
-def _answering(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(_: web.Request) -> web.Response:
-        why = check()
-        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
-
-    return answer

@@ -1,4 +1,4 @@
-"""A decision as JSON: a router writes it, ``explain``, the dashboard and the demo read it."""
+"""Decisions as JSON: routers write them; ``explain``, the dashboard and the demo read them."""
 
 from msgspec import Struct, ValidationError, convert
 
@@ -6,7 +6,7 @@ Figure = float | None  # null where a value is unknown or infinite
 
 
 class Terms(Struct):
-    """The parts of a prediction, in seconds."""
+    """Parts of a prediction, in seconds."""
 
     step_rest: Figure
     admission: Figure
@@ -18,7 +18,7 @@ class Terms(Struct):
 
 
 class Candidate(Struct):
-    """A replica that the policy compared."""
+    """Replica that the policy compared."""
 
     replica: str  # ip:port
     name: str
@@ -37,7 +37,7 @@ class Candidate(Struct):
 
 
 class ExcludedCandidate(Struct):
-    """A replica that could not be chosen."""
+    """Replica that could not be chosen."""
 
     replica: str
     name: str
@@ -45,7 +45,7 @@ class ExcludedCandidate(Struct):
 
 
 class Outcome(Struct):
-    """The end of a routed request; None for what the router did not see."""
+    """End of a routed request; None for what the router did not see."""
 
     waited_s: float = 0.0  # at the router, before it was sent
     waited_for: str = ""
@@ -59,7 +59,7 @@ class Outcome(Struct):
 
 
 class DecisionRecord(Struct):
-    """A routed request: the prediction, the choice with its reason, and the outcome."""
+    """Routed request: the prediction, the choice with its reason, and the outcome."""
 
     number: int  # grows by one a decision, from 1
     request_id: str
@@ -91,12 +91,12 @@ class DecisionRecord(Struct):
     outcome: Outcome
 
     def name_of(self, replica: str) -> str:
-        """The replica's name, or its address where it was no candidate."""
+        """Return the replica's name, or its address where it was no candidate."""
         return next((one.name for one in self.candidates if one.replica == replica), replica)
 
 
 def read_decisions(answer: object) -> list[DecisionRecord]:
-    """Decision records from decoded JSON; unknown fields are ignored.
+    """Convert decoded JSON; ignores unknown fields.
 
     Raises:
         ValueError: a field is missing or has another type.

@@ -1,10 +1,9 @@
-"""The last decisions and the last predictions that came true or not, in memory."""
+"""Last decisions, and last predictions beside what came of them, in memory."""
 
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from math import isfinite
 from typing import Any
 
@@ -13,33 +12,27 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.decision import (
-    Candidate,
-    DecisionRecord,
-    ExcludedCandidate,
-    Outcome,
-    Terms,
-)
+from extproc.observe.decision import Candidate, DecisionRecord, ExcludedCandidate, Outcome, Terms
 from extproc.predict.inputs import Floats
 from extproc.route.queue import Queue
 from extproc.route.router import Decision, Router
 
 TERMS = Terms.__struct_fields__
+_OUTCOME = Outcome.__struct_fields__
 _DIGITS = 5
-_MOST_CANDIDATES = 100_000
-"""Candidates of all records kept: some 20 MB, however many replicas there are."""
+_MOST_CANDIDATES = 100_000  # of all records kept: some 20 MB, however many replicas there are
 _MOST_ENDED = 5000
 
 
 class LiveOutcome(Outcome):
-    """An outcome that is still filled in."""
+    """Outcome that is still filled in."""
 
     overloaded: bool = False  # Envoy answered itself, as a circuit breaker was full
 
 
 @dataclass(slots=True)
 class KeptDecision:
-    """A decision with all that was compared; :meth:`record` makes JSON of it when asked."""
+    """Decision with all that was compared."""
 
     number: int  # grows by one a decision, from 1
     request_id: str
@@ -49,12 +42,12 @@ class KeptDecision:
     outcome: LiveOutcome = field(default_factory=LiveOutcome)
 
     @property
-    def candidates(self) -> int:
+    def compared(self) -> int:
         """Number of replicas compared."""
         return len(self.decision.situation.view)
 
     def record(self, most: int | None = None) -> DecisionRecord:
-        """The decision for JSON.
+        """Make the decision's JSON.
 
         Args:
             most: limits the candidates to this many with the best scores, those chosen and served
@@ -87,14 +80,14 @@ class KeptDecision:
             expected_cached_tokens=_short(decision.cached),
             predicted_ttft_s=_short(decision.predicted_ttft),
             predicted_completion_s=_short(decision.predicted_completion),
-            compared=self.candidates,
-            candidates=self._compared(most),
+            compared=self.compared,
+            candidates=self._candidates(most),
             excluded=[ExcludedCandidate(one.id, one.name, one.why) for one in view.excluded[:most]],
-            outcome=Outcome(*(_seen(getattr(self.outcome, name)) for name in _OUTCOME)),
+            outcome=Outcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
         )
 
-    def _compared(self, most: int | None) -> list[Candidate]:
-        """Column by column: value by value, a thousand candidates take 20 ms instead of 2."""
+    def _candidates(self, most: int | None) -> list[Candidate]:
+        """Convert column by column: value by value, a thousand take 20 ms instead of 2."""
         choice, view = self.decision.choice, self.decision.situation.view
         prediction = self.decision.prediction
         shown = np.arange(len(view))
@@ -123,25 +116,19 @@ class KeptDecision:
         return [Candidate(*row) for row in zip(*columns, strict=True)]
 
 
-_OUTCOME = Outcome.__struct_fields__
-
-
 def _figures(values: Floats) -> list[float | None]:
-    """As :func:`_short`."""
     return [value if isfinite(value) else None for value in values.round(_DIGITS).tolist()]
 
 
-def _short(value: float | None) -> float | None:
-    """Rounded for people; what JSON cannot say (infinity) becomes null."""
-    return None if value is None or not isfinite(value) else round(value, _DIGITS)
-
-
-def _seen(value: Any) -> Any:
-    return _short(value) if isinstance(value, float) else value
+def _short(value: Any) -> Any:
+    """Round a float for people; infinity, which JSON cannot say, becomes null."""
+    if not isinstance(value, float):
+        return value
+    return round(value, _DIGITS) if isfinite(value) else None
 
 
 def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
-    """The decision for Envoy's dynamic metadata and for spans, without unknown figures.
+    """Make Envoy's dynamic metadata and attributes of spans, without unknown figures.
 
     ``waited``: seconds at the router before the decision.
     """
@@ -162,46 +149,46 @@ def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
 
 
 class DecisionLog:
-    """The last decisions, in memory."""
+    """Last decisions of a router, in memory."""
 
     def __init__(self, kept: int) -> None:
         self._records: deque[KeptDecision] = deque(maxlen=kept)
         self._candidates = 0
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
 
     def add(
         self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
     ) -> KeptDecision:
         """Keep a decision; its outcome is filled in later."""
         record = KeptDecision(next(self._numbers), request_id, decided_at, decision, pool)
-        self._candidates += record.candidates
+        self._candidates += record.compared
         while self._records and (
             self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen
         ):
-            self._candidates -= self._records.popleft().candidates
+            self._candidates -= self._records.popleft().compared
         self._records.append(record)
         return record
 
     def after(self, number: int, most: int | None = None) -> list[KeptDecision]:
-        """Records with a higher number, oldest first; the first ``most`` of them."""
+        """Return records with a higher number, oldest first; the first ``most`` of them."""
         return list(islice((one for one in self._records if one.number > number), most))
 
     def last(self, most: int) -> list[KeptDecision]:
-        """The newest ``most`` records, oldest first."""
+        """Return the newest ``most`` records, oldest first."""
         return list(islice(reversed(self._records), most))[::-1]
 
     def since(self, at: float) -> list[KeptDecision]:
-        """Decisions made at ``at`` (seconds since the epoch) or later, the newest first."""
+        """Return decisions made at ``at`` (seconds since the epoch) or later, newest first."""
         return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
 
     def of_request(self, request_id: str) -> list[KeptDecision]:
-        """Decisions about one request, oldest first."""
+        """Return decisions about one request, oldest first."""
         return [record for record in self._records if record.request_id == request_id]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionResult:
-    """A prediction beside what came of it, for a request that the replica chosen served."""
+    """Prediction beside what came of it, for a request that the replica chosen served."""
 
     at: float  # by the router's clock
     replica: str  # ip:port
@@ -212,7 +199,7 @@ class PredictionResult:
 
 
 class Accuracy:
-    """The last prediction results, in memory."""
+    """Last prediction results, in memory."""
 
     def __init__(self) -> None:
         self._results: deque[PredictionResult] = deque(maxlen=_MOST_ENDED)
@@ -223,13 +210,13 @@ class Accuracy:
         self.added += 1
 
     def since(self, at: float) -> Iterator[PredictionResult]:
-        """Requests that ended at ``at`` or later, the newest first."""
+        """Yield requests that ended at ``at`` or later, newest first."""
         return takewhile(lambda one: one.at >= at, reversed(self._results))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPool:
-    """The parts of a pool that the dashboard shows."""
+    """Parts of a pool that the dashboard shows."""
 
     config: Config
     router: Router
@@ -241,5 +228,4 @@ class ObservedPool:
 
     @property
     def fleet(self) -> Fleet:
-        """The replicas of the pool."""
         return self.router.fleet

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from math import inf
 
 from extproc.ground.address import with_name
@@ -59,31 +60,26 @@ _LEGEND = (
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
 _COMPLETION_SCORE = "  score = finish + weight * others."
-_OPTIONAL: tuple[tuple[Callable[[Candidate], object], set[str], tuple[str, ...]], ...] = (
+_OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
+    # Columns that are shown where the figure is not zero for a candidate, and their legend.
     (
-        lambda one: abs((one.stretch or 1.0) - 1.0) >= 0.005,
         {"×"},
-        ("×: actual ÷ predicted decode time of its last requests, by which decode is multiplied.",),
+        lambda one: abs((one.stretch or 1.0) - 1.0) >= 0.005,
+        "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied.",
     ),
     (
-        lambda one: one.terms_s.adapter,
         {"adapter", "wasted"},
-        (
-            "adapter: wait for a place of its LoRA adapter in the batch, and to load it; "
-            "TTFT has it in.",
-            "wasted: what others lose by that; the score has it in.",
-        ),
+        lambda one: one.terms_s.adapter,
+        "adapter: wait for a place of its LoRA adapter in the batch, and to load it; "
+        "TTFT has it in.\nwasted: what others lose by that; the score has it in.",
     ),
     (
-        lambda one: one.cached_tokens,
         {"cached", "wasted"},
-        (
-            "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has "
-            "cached; the score has it in.",
-        ),
+        lambda one: one.cached_tokens,
+        "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has "
+        "cached; the score has it in.",
     ),
 )
-"""Columns that are shown where a candidate has something to show in them, and their legend."""
 _LABEL = 10
 
 
@@ -91,16 +87,15 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
     """Format decisions as a table, two lines each: figures, then the model and why."""
     if not records:
         return "no decisions yet"
-    header, *rows = table_of(_DECISIONS, records)
-    lines = [header, *paragraph("model: why", _LABEL)]
-    for row, record in zip(rows, records, strict=True):
-        lines += [row, *paragraph(reason_of(record), _LABEL)]
-    return "\n".join(lines)
+    lines = table_of(_DECISIONS, records)
+    notes = ["model: why", *map(reason_of, records)]
+    pairs = ((line, *paragraph(note, _LABEL)) for line, note in zip(lines, notes, strict=True))
+    return "\n".join(chain.from_iterable(pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A decision in words and as a table of its candidates."""
+    """Decision in words and as a table of its candidates."""
 
     facts: dict[str, str]
     columns: list[Column]
@@ -111,35 +106,37 @@ class Comparison:
 
 def compare(record: DecisionRecord) -> Comparison:
     """Describe one decision in full."""
+    chosen = _named(record, record.replica)
+    if record.second:
+        chosen += f"; for a retry {_named(record, record.second)}"
     facts = {
         "request": record.request_id,
         "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
         "asks for": _asks(record),
         "policy": record.policy,
-        "chosen": _chosen(record),
+        "chosen": chosen,
         "why": record.why,
         "happened": _happened(record),
     }
-    legend, hidden, shown = list(_LEGEND), set[str](), set[str]()
+    legend, hidden = list(_LEGEND), set[str]().union(*(columns for columns, _, _ in _OPTIONAL))
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
-    for matters, columns, explained in _OPTIONAL:
-        if any(map(matters, record.candidates)):
-            legend += explained
-            shown |= columns
-        hidden |= columns
-    cells = [one for one in _CANDIDATES if one[0].header not in hidden - shown]
+    for columns, figure_of, explained in _OPTIONAL:
+        if any(map(figure_of, record.candidates)):
+            legend += explained.split("\n")
+            hidden -= columns
+    cells: Cells[Candidate] = (
+        (Column("", left=True), lambda one: ">" if one.replica == record.replica else ""),
+        *(cell for cell in _CANDIDATES if cell[0].header not in hidden),
+    )
     candidates = sorted(
         record.candidates,
         key=lambda one: (one.replica != record.replica, inf if one.score is None else one.score),
     )
     return Comparison(
         facts={name: printable(text) or "-" for name, text in facts.items()},
-        columns=[Column("", left=True), *(column for column, _ in cells)],
-        rows=[
-            [">" if one.replica == record.replica else "", *row_of(cells, one)]
-            for one in candidates
-        ],
+        columns=[column for column, _ in cells],
+        rows=[row_of(cells, one) for one in candidates],
         legend=legend,
         left_out=[(printable(one.name), printable(one.why)) for one in record.excluded],
     )
@@ -161,7 +158,14 @@ def comparison(record: DecisionRecord) -> str:
 
 def reason_of(record: DecisionRecord) -> str:
     """Model, reason of the choice, and how the outcome differs from the intention."""
-    return printable(f"{record.model}: {record.why}{_remark(record)}")
+    outcome = record.outcome
+    odd = _waited(outcome)
+    if outcome.served_by not in (None, record.replica):
+        odd.append(f"served by {record.name_of(str(outcome.served_by))}")
+    if outcome.status is not None and outcome.status >= 400:
+        odd.append(f"answered with status {outcome.status}")
+    remark = f" [{', '.join(odd)}]" if odd else ""
+    return printable(f"{record.model}: {record.why}{remark}")
 
 
 def figures_of(record: DecisionRecord) -> list[str]:
@@ -187,24 +191,8 @@ def _asks(record: DecisionRecord) -> str:
     return f"{asked}, {expected} output tokens expected{bound}{each}"
 
 
-def _chosen(record: DecisionRecord) -> str:
-    chosen = _named(record, record.replica)
-    return f"{chosen}; for a retry {_named(record, record.second)}" if record.second else chosen
-
-
 def _named(record: DecisionRecord, replica: str) -> str:
     return with_name(replica, record.name_of(replica))
-
-
-def _remark(record: DecisionRecord) -> str:
-    """How the outcome differs from the intention."""
-    outcome = record.outcome
-    odd = _waited(outcome)
-    if outcome.served_by not in (None, record.replica):
-        odd.append(f"served by {record.name_of(str(outcome.served_by))}")
-    if outcome.status is not None and outcome.status >= 400:
-        odd.append(f"answered with status {outcome.status}")
-    return f" [{', '.join(odd)}]" if odd else ""
 
 
 def _happened(record: DecisionRecord) -> str:

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics."""
+"""Prometheus metrics of a router."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
@@ -17,14 +17,12 @@ from extproc.route.waiting import Waiting
 _TENANTS = 5  # those with the most; there may be as many as users, and each is a series
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
-_DEMAND_FADES_S = 60.0
-"""Work that arrived loses two thirds of its weight in this time; work that waits should be done in
-it."""
+_DEMAND_FADES_S = 60.0  # work that arrived fades to 1/e; work that waits should be done by then
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
 class Predicted:
-    """A duration of requests, and predicted ÷ actual duration, by model and objective."""
+    """Duration of requests, and predicted ÷ actual duration, by model and objective."""
 
     def __init__(
         self, name: str, what: str, bounds: Sequence[float], registry: CollectorRegistry
@@ -42,7 +40,7 @@ class Predicted:
 
 
 class RouterMetrics:
-    """The metrics of a router process."""
+    """Metrics of a router process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = partial(Counts, registry=registry)
@@ -51,20 +49,18 @@ class RouterMetrics:
         predicted = partial(Predicted, registry=registry)
         self.requests = counts(
             "extproc_requests_total",
-            "Requests by what became of them: routed, refused (400, 404, 429, 503), passed (no "
-            "inference; where the body comes first, what has none is not asked about), unrouted "
-            "(no healthy replica known: Envoy's fallback served), gave_up (the client hung up, or "
-            "Envoy went on, while the request waited at the router), overload (more than "
-            "serve.max_streams in flight: Envoy goes on without the router); and of those routed, "
-            "unanswered (no response was seen that should have been: the client hung up, or Envoy "
-            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy), "
-            "lost (its replica hung, and it was ended).",
+            "Requests by result: routed, refused (400, 404, 429, 503), passed (no inference), "
+            "unrouted (no healthy replica known: Envoy's fallback served), gave_up (while the "
+            "request waited at the router, the client hung up, or Envoy went on), overload (more "
+            "than serve.max_streams in flight: Envoy goes on without the router). Of those routed "
+            "also unanswered (the client hung up, or Envoy stopped waiting for the router, which "
+            "ext_proc.message_timeouts counts in Envoy), lost (its replica hung, and the router "
+            "ended the request).",
             ["result"],
         )
         self.refused = counts(
             "extproc_refused_total",
-            "Refused requests by the reason that their answer gives: its code, or its type where "
-            "it has none.",
+            "Refused requests by the code of the error, or by its type where it has no code.",
             ["reason"],
         )
         self.decisions = counts(
@@ -74,25 +70,25 @@ class RouterMetrics:
         )
         self.failures = counts(
             "extproc_failures_total",
-            "Requests that a replica answered with 500 to 599, or that Envoy sent to another after "
-            "it: what it is left out for.",
+            "Requests that a replica answered with 500 to 599, or that Envoy retried on another; "
+            "several in a row eject the replica.",
             ["replica"],
         )
         self.left_out = gauge(
             "extproc_replica_left_out",
-            "1 for each replica that gets no requests, whatever their model, and the first reason: "
+            "1 for each replica that gets no requests of any model, by the first reason: "
             "unhealthy, stalled (silent, too), failing, draining.",
             ["replica", "reason"],
         )
         self.hits_expected = counts(
             "extproc_prefix_cache_expected_tokens_total",
-            "Prompt tokens that a replica should have had in its prefix cache, of the requests "
-            "whose answer told how many it had.",
+            "Prompt tokens expected in the prefix cache of a replica, of requests whose response "
+            "reports how many it had.",
             ["replica"],
         )
         self.hits_reported = counts(
             "extproc_prefix_cache_reported_tokens_total",
-            "Prompt tokens that it had there, by the same answers.",
+            "Prompt tokens found in the prefix cache of a replica, by the same responses.",
             ["replica"],
         )
         self.decision_seconds = spread(
@@ -102,8 +98,8 @@ class RouterMetrics:
         )
         self.responses = counts(
             "extproc_responses_total",
-            "Responses that the router was told of, by status class: at more than a hundred a "
-            "second of an Envoy, a hundred a second of it, shared by its routers.",
+            "Responses that the router saw, by status class: at more than a hundred a second of "
+            "an Envoy, a hundred a second of it, shared by its routers.",
             ["status"],
         )
         self.ttft = predicted(
@@ -123,18 +119,18 @@ class RouterMetrics:
         self.waiting = gauge(
             "extproc_requests_waiting",
             "Requests that wait at the router until a replica can carry them, by objective and "
-            "tenant: of tenants those with the most, and all that are left as other.",
+            "tenant: the tenants with the most, and the rest as other.",
             ["objective", "tenant"],
         )
         self.share = gauge(
             "extproc_tenant_share",
-            "Share of what replicas did, as of late, for requests that had waited at the router, "
-            "0 to 1, by tenant: those with the most, and all that are left as other.",
+            "Recent share of replica time, 0 to 1, of requests that had waited at the router, by "
+            "tenant: the tenants with the most, and the rest as other.",
             ["tenant"],
         )
         self.waited_seconds = spread(
             "extproc_waited_seconds",
-            "Time for which requests waited at the router that had to and were sent then.",
+            "Time at the router of requests that had to wait and were sent then.",
             _SECONDS,
         )
         self.in_flight = gauge(
@@ -142,46 +138,45 @@ class RouterMetrics:
         )
         self.replicas_needed = gauge(
             "extproc_replicas_needed",
-            "Replicas that would be busy all the time with what came to this router in the last "
-            "minute or so, in batches as full as memory and targets per token allow, and with what "
-            "waits at the router, done within a minute. Add up over routers.",
+            "Replicas that the traffic of about the last minute would keep busy, in batches as "
+            "full as memory and targets per token allow, and those that would do within a minute "
+            "what waits at the router. Add up over routers.",
             ["pool"],
         )
         self.replicas = gauge("extproc_replicas", "Replicas known, by health.", ["health"])
         self.state_age = gauge(
             "extproc_state_age_seconds",
-            "Seconds since the last news of any replica, from pollers or Redis.",
+            "Seconds since the last update of any replica, from pollers or Redis.",
         )
         self.known_blocks = gauge(
             "extproc_replicas_known_blocks",
-            "Replicas of which the KV blocks are known by their own word; what others hold is "
-            "estimated.",
+            "Replicas that report their KV blocks; those of other replicas are estimated.",
         )
         self.other_routers = gauge(
-            "extproc_other_routers", "Other routers of the pool that are heard of."
+            "extproc_other_routers", "Other routers of the pool that this one hears."
         )
         self.digest_age = spread(
             "extproc_digest_age_seconds",
-            "Age of other routers' digests when they arrive: this machine's time less the sender's "
-            "when it was sent. A difference between two machines' clocks is in it, and nothing is "
-            "below zero; decisions do not depend on it.",
+            "Age of other routers' digests when they arrive, at least 0: this machine's clock less "
+            "the sender's. A difference between the clocks is part of it; decisions do not depend "
+            "on it.",
             (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
         )
         self.redis_seconds = spread(
             "extproc_redis_seconds",
-            "Round trip to Redis of a digest: half a second apart at the most, 20 ms at the least.",
+            "Round trip to Redis of a digest, measured every 20 to 500 ms.",
             (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
         )
         self._skipped = counts(
             "extproc_redis_skipped_total",
-            "What the router could not read in Redis, by reason: garbage, or what a later version "
-            "writes: messages (unknown_tag) and fields (unknown_field).",
+            "Entries in Redis that the router could not read, by reason: garbage, or the messages "
+            "(unknown_tag) and fields (unknown_field) of a later version.",
             ["reason"],
         )
         self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
 
     def skipped(self, reason: str, number: int) -> None:
-        """Counts what could not be read in Redis."""
+        """Count what could not be read in Redis."""
         self._skipped.add(reason, by=number)
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
@@ -198,26 +193,28 @@ class RouterMetrics:
         self, held: Sequence[tuple[str, str, int]], got: Sequence[tuple[str, float]]
     ) -> None:
         """Set waiting requests by objective and tenant, and the replica seconds a tenant got."""
-        named = _most((tenant, count) for _, tenant, count in held)
+        label = _tenant_labels((tenant, count) for _, tenant, count in held)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
         for objective, tenant, count in held:
-            self.waiting.labels(objective, tenant if tenant in named else OTHER).inc(count)
-        named, total = _most(got), sum(seconds for _, seconds in got)
+            self.waiting.labels(objective, label[tenant]).inc(count)
+        label, total = _tenant_labels(got), sum(seconds for _, seconds in got)
         self.share.clear()
         for tenant, seconds in got:
-            self.share.labels(tenant if tenant in named else OTHER).inc(seconds / total)
+            self.share.labels(label[tenant]).inc(seconds / total)
 
 
-def _most(pairs: Iterable[tuple[str, float]]) -> list[str]:
+def _tenant_labels(pairs: Iterable[tuple[str, float]]) -> dict[str, str]:
+    """Map the tenants with the highest sums to their names, and the rest to other."""
     totals: defaultdict[str, float] = defaultdict(float)
     for tenant, value in pairs:
         totals[tenant] += value
-    return nlargest(_TENANTS, totals, key=totals.__getitem__)
+    most = nlargest(_TENANTS, totals, key=totals.__getitem__)
+    return dict.fromkeys(totals, OTHER) | dict(zip(most, most, strict=True))
 
 
 class Demand:
-    """Replicas needed for the recent requests of one pool, refused ones included."""
+    """Number of replicas that the recent requests of a pool need, refused ones included."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The lines of a record of traffic, without the text of prompts or answers."""
+"""Lines of a record of traffic, without the text of prompts or answers."""
 
 from base64 import b64decode, b64encode
 from math import inf
@@ -19,8 +19,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class Start(_Line, frozen=True, tag="start"):
-    """The beginning of a file. All later requests are in this file or the next ones, but for
-    those that :class:`Lost` counts."""
+    """Beginning of a file: all later requests are in this file or the next ones, but for those
+    that :class:`Lost` counts."""
 
     format: int
     pool: str
@@ -28,19 +28,18 @@ class Start(_Line, frozen=True, tag="start"):
 
 
 class Replica(_Line, frozen=True, tag="replica"):
-    """The state of a replica from now on."""
+    """State of a replica from now on: its fields that differ from the default, with the step times
+    of predictions as ``learned``; None: the replica left."""
 
     id: str
     state: dict[str, Any] | None = None
-    """Fields of :class:`~extproc.replica_state.ReplicaState` that differ from the default, with the
-    step times of predictions as ``learned``; None: the replica left."""
     token_budget: float = 0.0
     max_num_seqs: float = 0.0
     tokens_per_step: float = 1.0
 
 
 class Request(_Line, frozen=True, tag="request"):
-    """A request that was sent to a replica, and has ended; ``at``: its arrival."""
+    """Request that was sent to a replica, and has ended; ``at``: its arrival."""
 
     endpoint: str
     model: str
@@ -67,9 +66,7 @@ class Request(_Line, frozen=True, tag="request"):
     ttft_target_s: float = inf
     tpot_target_s: float = inf
     completion_target_s: float = inf
-    keys: str = ""
-    """Of the prompt's beginnings, by :func:`text_of`; this and the next fields as in
-    :class:`~extproc.request.prefix.Prefix`, with the :func:`upper` halves of keys."""
+    keys: str = ""  # from here on the fields of Prefix, with the upper halves of keys
     unit: float = 0.0
     whole: int = 0
     asked: int = 0
@@ -77,7 +74,7 @@ class Request(_Line, frozen=True, tag="request"):
 
 
 class Refused(_Line, frozen=True, tag="refused"):
-    """A request that was not sent anywhere."""
+    """Request that was not sent anywhere."""
 
     why: str
 
@@ -92,13 +89,12 @@ Line = Start | Replica | Request | Refused | Lost
 
 
 def upper(key: int) -> int:
-    """Half of a key, which stands for four thousand million others: the fast hash of a whole key
-    could be inverted."""
+    """Keep half of a key, as 4e9 others have it, too: the hash of a whole key can be inverted."""
     return key >> _HALF
 
 
 def text_of(keys: Keys) -> str:
-    """The upper halves of a prompt's keys, 4 bytes each."""
+    """Encode the upper halves of a prompt's keys, 4 bytes each."""
     return b64encode((keys >> np.uint64(_HALF)).astype("<u4").tobytes()).decode()
 
 

@@ -48,36 +48,30 @@ _EVERY_S = 1.0
 _LAST_S = 5.0  # seconds that the last lines may take at the end of a router
 _REPLICAS_S = 10.0  # seconds between two lines of a replica of which nothing changed but its speed
 _MOST_KEPT = 64_000_000  # bytes of lines that wait for a slow disk; further lines are lost
-_DECIDES = {
+_DECIDES = {  # settings that a replay needs
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
     "serve": {"chunks_per_s"},
     "poll": {"interval_s"},
 }
-"""Settings that a replay needs."""
-_REQUEST = b'{"kind":"request"'  # what a line of one begins with
+_REQUEST = b'{"kind":"request"'  # beginning of a request's line
 _NOT_WRITTEN = (
     "the record is not written: make room, or set record.path to a folder that the router may "
     "write to"
 )
 _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
-_USUAL = {
+_USUAL = {  # fields of a replica's state in a record, each with the value that is left out
     one.name: one.default for one in structs.fields(ReplicaState) if one.name not in _LEFT_OUT
 }
-"""Fields of a state that a record has, each with the value that is left out."""
 
 
 class Recorder:
-    """The record of one pool; adding a line takes microseconds and never waits for the disk."""
+    """Record of one pool; adding a line takes microseconds and never waits for the disk."""
 
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
     ) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Make the folder; raises OSError."""
         self._config = config
         self._fleet = fleet
         self._clock = clock
@@ -122,7 +116,7 @@ class Recorder:
         """
         prefix, aim, reported = profile.prefix, profile.objective, outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)
-        line = Request(
+        request = Request(
             at=round(self._wall() - seconds - outcome.waited_s, 6),
             endpoint=str(profile.endpoint),
             model=profile.model,
@@ -155,7 +149,7 @@ class Recorder:
             asked=upper(prefix.asked),
             answered=prefix.answered,
         )
-        self._add(line)
+        self._add(request)
 
     def refused(self, why: str) -> None:
         self._add(Refused(at=self._wall(), why=why))
@@ -211,18 +205,18 @@ class Recorder:
         """Append to the newest file, or begin one that can be read without those before."""
         with self._lock:
             self._missing += lost
-            text = b"".join(lines)
             if self._missing:
-                text = self._encode(Lost(at=since, requests=self._missing)) + b"\n" + text
+                lines = [self._encode(Lost(at=since, requests=self._missing)) + b"\n", *lines]
+            text, newest = b"".join(lines), self._file(0)
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
                     known = [line for line, *_ in self._replicas.copy().values()]
                     text = b"".join([b"\n", self._start(since), *known, text])
-                self._file(0).touch(0o600)
-                with self._file(0).open("ab") as file:
+                newest.touch(0o600)
+                with newest.open("ab") as file:
                     file.write(text)
-                self._size = self._file(0).stat().st_size
+                self._size = newest.stat().st_size
                 self._missing = 0
                 self._trouble.works()
             except OSError as error:

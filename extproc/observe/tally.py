@@ -18,7 +18,7 @@ _MOST = 20  # series; a page takes 10 ms, in which no request is looked at
 
 
 class Counts(Collector):
-    """A counter for each combination of labels."""
+    """Counter for each combination of labels."""
 
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry
@@ -46,7 +46,7 @@ class Counts(Collector):
 
 
 class Spread(Collector):
-    """A histogram for each of the first combinations of labels, and one for all others.
+    """Histogram for each of the first combinations of labels, and one for all others.
 
     Clients name models, and each histogram is a dozen series.
     """
@@ -59,7 +59,7 @@ class Spread(Collector):
         registry: CollectorRegistry,
         labels: Sequence[str] = (),
     ) -> None:
-        """``bounds``: upper ends of all buckets but the last, rising."""
+        """``bounds``: rising upper ends of all buckets but the last."""
         self._name = name
         self._documentation = documentation
         self._bounds = bounds

@@ -25,14 +25,11 @@ _PATH = "/v1/traces"  # of OTLP over HTTP
 _NOT_SAMPLED = "-00"  # flags at the end of a `traceparent`
 _FLUSH_S = 2.0  # for the last spans at the stop: a collector may be gone
 _FAILURE_EVERY_S = 60.0
-_OPERATIONS = {
-    Endpoint.CHAT: "chat",
-    Endpoint.MESSAGES: "chat",
-    Endpoint.RESPONSES: "chat",
+_OPERATIONS = {  # `gen_ai.operation.name` by the semantic conventions of OpenTelemetry
+    **dict.fromkeys((Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES), "chat"),
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.EMBEDDINGS: "embeddings",
 }
-"""``gen_ai.operation.name`` by the semantic conventions of OpenTelemetry."""
 
 
 class _Sparse(logging.Filter):
@@ -42,10 +39,10 @@ class _Sparse(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = monotonic()
-        passes = record.levelno >= logging.ERROR and now >= self._next_at
-        if passes:
-            self._next_at = now + _FAILURE_EVERY_S
-        return passes
+        if record.levelno < logging.ERROR or now < self._next_at:
+            return False
+        self._next_at = now + _FAILURE_EVERY_S
+        return True
 
 
 _SPARSE = _Sparse()
@@ -56,14 +53,15 @@ class Traces:
 
     The caller decides what is sampled, as in the SDK by default. Its environment variables count
     (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like).
+
+    Args:
+        endpoint: base URL of a collector (OTLP over HTTP).
+
+    Raises:
+        ValueError: OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str) -> None:
-        """``endpoint``: base URL of a collector (OTLP over HTTP).
-
-        Raises:
-            ValueError: OpenTelemetry is not installed.
-        """
         try:
             from opentelemetry.exporter.otlp.proto.http import trace_exporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -108,7 +106,7 @@ class Traces:
 
 
 class Trace:
-    """The two spans of a request, one after the other.
+    """Two spans of a request, one after the other.
 
     ``route`` lasts until the request is sent or refused, the second until its response has ended.
     Requests that are no inference have none: the SDK sends no span that does not end.
@@ -126,8 +124,9 @@ class Trace:
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
         """End ``route``, ``waited`` seconds after the request came; begin the second span."""
         profile = decision.profile
+        operation = _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/"))
         asked: Attributes = {
-            "gen_ai.operation.name": _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/")),
+            "gen_ai.operation.name": operation,
             "gen_ai.request.model": profile.asked or profile.model,
             "gen_ai.request.max_tokens": profile.output_bound,
         }
@@ -135,8 +134,8 @@ class Trace:
         own: Attributes = {"extproc.request_id": request_id, "extproc.pool": pool}
         _set(self._route, asked | own | _address(decision.replica) | _compared(decision))
         self.ended("routed")
-        name = f"{asked['gen_ai.operation.name']} {profile.model}"
-        self._request = self._tracer.start_span(name.strip(), self._parent)
+        name = f"{operation} {profile.model}".strip()
+        self._request = self._tracer.start_span(name, self._parent)
         _set(self._request, asked)
 
     def ended(self, result: str, error: str = "") -> None:
@@ -151,25 +150,22 @@ class Trace:
         """End the second span: the response has ended, or was given up."""
         if (span := self._request) is None:
             return
-        _set(
-            span,
-            _address(outcome.served_by)
-            | {
-                "http.response.status_code": outcome.status,
-                "gen_ai.usage.input_tokens": outcome.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": outcome.cached_tokens,
-                "gen_ai.usage.output_tokens": outcome.output_tokens,
-                "gen_ai.response.time_to_first_chunk": outcome.ttft_s,
-                "extproc.completion_s": outcome.completion_s,
-            },
-        )
+        answer: Attributes = {
+            "http.response.status_code": outcome.status,
+            "gen_ai.usage.input_tokens": outcome.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": outcome.cached_tokens,
+            "gen_ai.usage.output_tokens": outcome.output_tokens,
+            "gen_ai.response.time_to_first_chunk": outcome.ttft_s,
+            "extproc.completion_s": outcome.completion_s,
+        }
+        _set(span, _address(outcome.served_by) | answer)
         if outcome.status is not None and outcome.status >= 500:
             _fail(span, str(outcome.status))
         span.end()
 
 
 def _compared(decision: Decision) -> Attributes:
-    """The terms of the replica chosen and of the runner-up."""
+    """Describe the replica chosen and the runner-up by the terms of their predictions."""
     choice, view = decision.choice, decision.situation.view
     second = {} if choice.second is None else {"second": choice.second}
     return {
@@ -191,7 +187,6 @@ def _address(replica: str | None) -> Attributes:
 
 
 def _set(span: "Span", attributes: Attributes) -> None:
-    """Set the known attributes."""
     span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
 

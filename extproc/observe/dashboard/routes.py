@@ -1,4 +1,4 @@
-"""The page over HTTP: its files, its snapshots as server-sent events, and one decision."""
+"""Page over HTTP: its files, its snapshots as server-sent events, and one decision."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,7 +15,7 @@ from extproc.observe.explain import compare
 
 _FILES = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_HEADERS = {
+_HEADERS = {  # no content of other sites, none for them, and none written into scripts
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,7 +24,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""Nothing comes from elsewhere, nothing goes there, and nothing is written into scripts."""
 _PATIENCE_S = 5.0  # with a viewer that stopped reading
 _MOST_VIEWERS = 100
 EVERY_S = 1.0  # seconds between two snapshots
@@ -53,36 +52,33 @@ class Live:
 
 
 def page_routes() -> list[web.RouteDef]:
-    """The page itself, which holds nothing secret."""
+    """Serve the page itself, which holds nothing secret."""
     files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
     beside = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
     return [web.get("/", _file(_FILES / "index.html")), *beside]
 
 
 def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
-    """The content of the page, for the pools of one router."""
+    """Serve the content of the page, for the pools of one router."""
     live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:
         if places.locked():
             raise web.HTTPServiceUnavailable(text=f"{_MOST_VIEWERS} look already\n")
-        async with places:
-            return await follow(request)
-
-    async def follow(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            async for frame in live.frames():
-                if not request.app[MAY_LOOK](request):
-                    break
-                async with asyncio.timeout(_PATIENCE_S):
-                    await response.write(b"data: %s\n\n" % frame)
-        except ConnectionError:
-            pass  # the viewer is gone
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
+        async with places:
+            await response.prepare(request)
+            try:
+                async for frame in live.frames():
+                    if not request.app[MAY_LOOK](request):
+                        break
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await response.write(b"data: %s\n\n" % frame)
+            except ConnectionError:
+                pass  # the viewer is gone
+            except TimeoutError:
+                if request.transport is not None:
+                    request.transport.abort()
         return response
 
     async def decision(request: web.Request) -> web.Response:
@@ -112,11 +108,6 @@ def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
 def _compared(record: DecisionRecord) -> bytes:
     one = compare(record)
     units, keys = {"": "mark", "replica": "name"}, list(range(len(one.rows)))
-    return encode(
-        {
-            "facts": [*one.facts.items()],
-            "candidates": text_table("Candidates", keys, one.columns, one.rows, units),
-            "legend": one.legend,
-            "left_out": one.left_out,
-        }
-    )
+    candidates = text_table("Candidates", keys, one.columns, one.rows, units)
+    shown = {"facts": [*one.facts.items()], "candidates": candidates}
+    return encode(shown | {"legend": one.legend, "left_out": one.left_out})

@@ -1,10 +1,10 @@
-"""The dashboard's content at one moment: tables with title, unit and values of each column."""
+"""Content of the dashboard: tables with title, unit and values of each column."""
 
 import asyncio
 import platform
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -25,11 +25,9 @@ _DECISIONS_LISTED = 12
 _POINTS = 500
 _GROUPS = 50  # groups of waiting requests listed at most: tenants may be as many as users
 
-Facts = list[tuple[str, str]]
-
 
 class PageColumn(Struct, omit_defaults=True):
-    """A column for browser and terminal, which lay the values out by their unit."""
+    """Column for browser and terminal, which lay the values out by their unit."""
 
     title: str
     unit: str  # a key of UNITS in page/table.js
@@ -39,7 +37,7 @@ class PageColumn(Struct, omit_defaults=True):
 
 
 class PageTable(Struct):
-    """A table; a row keeps its place on the page for as long as its key is listed."""
+    """Table whose rows keep their place on the page for as long as their key is listed."""
 
     caption: str
     keys: list[Any]
@@ -56,9 +54,8 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     sent, seconds = _sent(first)
     shown, warnings, usable, replicas = [], [*router_warnings(pools)], 0, 0
     for pool in pools:
-        view = pool.fleet.overview()
+        view, name = pool.fleet.overview(), pool.config.pool
         ended = [*pool.accuracy.since(pool.clock() - _COMPARED_S)]
-        name = pool.config.pool
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
         warnings += [prefix + warning for warning in pool_warnings(pool, view, ended)]
         usable += len(view) - len({one.id for one in view.excluded} & {*view.ids})
@@ -112,46 +109,40 @@ def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]
     ids = [view.ids[row] for row in order]
     states = [fleet.members.by_row[view.rows[row]] for row in order]
     reasons = [why_not.get(replica, "") for replica in ids]
-    health = [
-        reason if reason in ("", "draining") else "left out" if state.healthy else "down"
-        for reason, state in zip(reasons, states, strict=True)
-    ]
     addresses = [
-        " ".join(([] if state.name == state.id else [state.id]) + [", ".join(state.models)])
+        f"{'' if state.name == state.id else f'{state.id} '}{', '.join(state.models)}"
         for state in states
     ]
+    health = [
+        (reason or "ok") if reason in ("", "draining") else "left out" if state.healthy else "down"
+        for reason, state in zip(reasons, states, strict=True)
+    ]
+    problems = ["" if reason == "draining" else reason for reason in reasons]
     by_profile = [not state.measured for state in states]
+    estimated = [fleet.blocks.count(one) is None for one in ids]
+    ages = [round(now - fleet.eligibility.heard_at(one), 1) for one in ids]
+    shares = [round(sent[name, one] / max(sent.total(), 1), 3) for one in ids]
+    warm = [round(fleet.warm_tokens(one)) for one in ids]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
     decode = view.tokens_per_step / view.decode_step / view.stretch
-    total = max(sent.total(), 1)
 
     def figures(values: Floats) -> list[float]:
         return [*values[order].round(3).tolist()]
 
     columns = [
         PageColumn("Replica", "name", [view.names[row] for row in order], notes=addresses),
-        PageColumn(
-            "Health",
-            "health",
-            [one or "ok" for one in health],
-            notes=["" if reason == "draining" else reason for reason in reasons],
-        ),
+        PageColumn("Health", "health", health, notes=problems),
         PageColumn("Running", "load", figures(np.maximum(view.requests - view.waiting, 0.0))),
         PageColumn("Waiting", "load", figures(view.waiting)),
         PageColumn("KV", "share", figures(view.kv_usage)),
         PageColumn("Backlog", "seconds", figures(backlog_s(view))),
         PageColumn("×", "ratio", figures(view.stretch)),
-        PageColumn("Share", "share", [round(sent[name, one] / total, 3) for one in ids]),
-        PageColumn("News", "age", [round(now - fleet.eligibility.heard_at(one), 1) for one in ids]),
+        PageColumn("Share", "share", shares),
+        PageColumn("News", "age", ages),
         PageColumn("Prompt/s", "tokens", figures(prefill), estimated=by_profile),
         PageColumn("Output/s", "tokens", figures(decode), estimated=by_profile),
-        PageColumn(
-            "Warm",
-            "tokens",
-            [round(fleet.warm_tokens(one)) for one in ids],
-            estimated=[fleet.blocks.count(one) is None for one in ids],
-        ),
+        PageColumn("Warm", "tokens", warm, estimated=estimated),
     ]
     return PageTable(f"Replicas of pool {name}", ids, columns)
 
@@ -163,7 +154,7 @@ def _natural(name: str) -> list[int | str]:
 
 
 def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
-    """Recent requests by pool and replica, and the seconds in which they were decided."""
+    """Count recent requests by pool and replica, and the seconds in which they were decided."""
     now = pool.wall()
     records = pool.log.since(now - _RECENT_S)
     sent = Counter((one.pool, one.decision.replica) for one in records)
@@ -174,7 +165,7 @@ def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
 
 
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
-    """Requests that wait at the router by tenant, model and priority, the highest first."""
+    """List requests that wait at the router by tenant, model and priority, the highest first."""
     names = dict(zip(view.ids, view.names, strict=True))
     groups = defaultdict[tuple[int, str, str], list[Waiting]](list)
     for one in pool.queue:  # the oldest first
@@ -182,17 +173,14 @@ def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
     listed = dict(sorted(groups.items())[:_GROUPS])
     keys, held, now = list(listed), list(listed.values()), pool.clock()
     replicas = [Counter(names.get(one.replica, one.replica) for one in group) for group in held]
+    awaited = [", ".join(f"{name} ({many})" for name, many in one.items()) for one in replicas]
     columns = [
         PageColumn("Tenant", "name", [tenant or "–" for _, tenant, _ in keys]),
         PageColumn("Priority", "count", [-less for less, _, _ in keys]),
         PageColumn("Model", "text", [model for _, _, model in keys]),
         PageColumn("Requests", "count", [len(group) for group in held]),
         PageColumn("Longest", "seconds", [round(now - group[0].since, 1) for group in held]),
-        PageColumn(
-            "For replica",
-            "words",
-            [", ".join(f"{name} ({many})" for name, many in one.items()) for one in replicas],
-        ),
+        PageColumn("For replica", "words", awaited),
     ]
     what = f"for replicas of pool {pool.config.pool}"
     note = "" if held else f"Nothing waits {what}: every request goes to a replica at once."
@@ -211,44 +199,41 @@ def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
     if not ratios:
         words = f"No request ended in the last {_COMPARED_S / 60:.0f} minutes whose end was seen."
         return {"words": words, "quantiles": [], "points": []}
-    low, middle, high = np.percentile(ratios, (10, 50, 90)).tolist()
+    low, middle, high = quantiles = np.percentile(ratios, (10, 50, 90)).tolist()
+    words = (
+        f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} times as "
+        f"long as predicted, and eight of ten between {low:.2f} and {high:.2f} times."
+    )
     # Always the same requests, so that a point stays where it is.
     one_in = 1 << (len(ended) // _POINTS).bit_length()
-    return {
-        "words": (
-            f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} "
-            f"times as long as predicted, and eight of ten between {low:.2f} and {high:.2f} times."
-        ),
-        "quantiles": [low, middle, high],
-        "points": [
-            [round(one.predicted_s, 3), round(one.actual_s, 3)]
-            for place, one in enumerate(ended)
-            if (added - place) % one_in == 0
-        ],
-    }
+    points = [
+        (round(one.predicted_s, 3), round(one.actual_s, 3))
+        for place, one in enumerate(ended)
+        if (added - place) % one_in == 0
+    ]
+    return {"words": words, "quantiles": quantiles, "points": points}
 
 
-def _facts(pools: Sequence[ObservedPool]) -> Facts:
-    facts: Facts = []
+def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
     for pool in pools:
-        of, peers = f" of {pool.config.pool}" if len(pools) > 1 else "", pool.fleet.peers
+        fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
         routers = "this one alone"
-        if others := len(peers):
+        if others := len(fleet.peers):
             routers = f"this one and {others} more"
-            if peers.news_age is not None:
-                routers += f", newest digest {peers.news_age:.2f} s old"
-        pollers = "this router polls the replicas itself"
-        if pool.config.state == "redis":
-            alive = pool.fleet.pollers
-            pollers = (
-                "unknown: Redis does not answer" if alive is None else ", ".join(alive) or "none"
-            )
-        facts += [(f"Routers{of}", routers), (f"Pollers{of}", pollers)]
-    return facts
+            if fleet.peers.news_age is not None:
+                routers += f", newest digest {fleet.peers.news_age:.2f} s old"
+        yield f"Routers{of}", routers
+        if pool.config.state != "redis":
+            pollers = "this router polls the replicas itself"
+        elif fleet.pollers is None:
+            pollers = "unknown: Redis does not answer"
+        else:
+            pollers = ", ".join(fleet.pollers) or "none"
+        yield f"Pollers{of}", pollers
 
 
 def _decisions(log: DecisionLog) -> PageTable:
-    """The last decisions as ``extproc explain`` lists them, the newest first."""
+    """List the last decisions as ``extproc explain`` does, the newest first."""
     records = [one.record(0) for one in reversed(log.last(_DECISIONS_LISTED))]
     numbers, rows = [one.number for one in records], [figures_of(one) for one in records]
     table = text_table("Last decisions", numbers, DECISIONS, rows, {"request": "decision"})

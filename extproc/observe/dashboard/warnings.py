@@ -1,4 +1,4 @@
-"""The dashboard's warnings, in words.
+"""Warnings of the dashboard, in words.
 
 A warning keeps its words for as long as its cause lasts: a screen reader reads new ones aloud.
 """
@@ -14,20 +14,19 @@ from extproc.replica_state import SILENT_AFTER_S
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # decode time ÷ predicted, against that of the other replicas
-_ENOUGH_TOKENS, _FOUND = 5_000.0, 0.5
-"""Tokens expected in a prefix cache before it is judged, and the share it should find of them."""
+_ENOUGH_TOKENS = 5_000.0  # expected in a prefix cache before it is judged
+_FOUND = 0.5  # share that it should find of them
 _LATELY_S = 60.0
 _NEARLY = 0.9  # of a limit
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
     """Warn of limits of the router as a whole."""
-    serve = pools[0].config.serve
-    streams = sum(pool.fleet.in_flight + len(pool.queue) for pool in pools)
-    if streams >= _NEARLY * serve.max_streams:
+    most = pools[0].config.serve.max_streams
+    if sum(pool.fleet.in_flight + len(pool.queue) for pool in pools) >= _NEARLY * most:
         yield (
-            f"This router is nearly full: it looks after at most {serve.max_streams} requests at a "
-            "time (serve.max_streams), and Envoy goes on with further ones without it."
+            f"This router is nearly full: it looks after at most {most} requests at a time "
+            "(serve.max_streams), and Envoy goes on with further ones without it."
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(one.outcome.overloaded for one in lately):
@@ -41,14 +40,14 @@ def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
     """Warn of one pool; ``view`` holds all its replicas, ``ended`` its last requests."""
-    yield from _news(pool)
+    yield from _stale(pool)
     yield from _left_out(pool, view)
     yield from _drifts(view)
-    yield from _cold(view, ended)
-    yield from _held(pool)
+    yield from _cold_caches(view, ended)
+    yield from _full_queue(pool)
 
 
-def _news(pool: ObservedPool) -> Iterator[str]:
+def _stale(pool: ObservedPool) -> Iterator[str]:
     fleet, shares = pool.fleet, pool.config.state == "redis"
     if shares and fleet.pollers is None:
         yield "Redis does not answer: this router goes by what it knew and what it sends itself."
@@ -64,12 +63,12 @@ def _news(pool: ObservedPool) -> Iterator[str]:
 
 def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     """Warn of replicas that get no requests, unless they drain."""
-    reasons = defaultdict[str, list[str]](list)
+    members, reasons = pool.fleet.members, defaultdict[str, list[str]](list)
     for one in view.excluded:
-        state = pool.fleet.members.get(one.id)
+        state = members.get(one.id)
         if state is None or not state.draining:
             reasons[one.why].append(one.name)
-    if len(view) and not any(state.healthy for state in pool.fleet.members):
+    if len(view) and not any(state.healthy for state in members):
         yield "No replica is healthy: Envoy's own load balancing serves."
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
@@ -94,18 +93,16 @@ def _drifts(view: FleetView) -> Iterator[str]:
             )
 
 
-def _cold(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
-    """Warn of replicas that do not find in their prefix cache what was sent there before."""
-    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+def _cold_caches(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
+    sums = {replica: [0.0, 0.0] for replica in view.ids}  # tokens expected, and found
     for one in ended:
-        if one.cached is not None:
-            sums[one.replica][0] += one.expected_cached
-            sums[one.replica][1] += one.cached
-    names = dict(zip(view.ids, view.names, strict=True))
+        if one.cached is not None and (tokens := sums.get(one.replica)):
+            tokens[0] += one.expected_cached
+            tokens[1] += one.cached
     cold = [
-        names[replica]
-        for replica, (expected, found) in sums.items()
-        if replica in names and expected >= _ENOUGH_TOKENS and found < _FOUND * expected
+        name
+        for name, (expected, found) in zip(view.names, sums.values(), strict=True)
+        if expected >= _ENOUGH_TOKENS and found < _FOUND * expected
     ]
     if cold:
         yield (
@@ -114,9 +111,9 @@ def _cold(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
         )
 
 
-def _held(pool: ObservedPool) -> Iterator[str]:
-    hold, waiting = pool.config.hold, len(pool.queue)
-    if waiting >= _NEARLY * hold.most:
+def _full_queue(pool: ObservedPool) -> Iterator[str]:
+    hold = pool.config.hold
+    if len(pool.queue) >= _NEARLY * hold.most:
         yield f"Nearly as many requests wait as may ({hold.most}, hold.most): others get 429."
     oldest = next(iter(pool.queue), None)
     if oldest is not None and pool.clock() - oldest.since > hold.longest_s / 2:
@@ -127,11 +124,9 @@ def _held(pool: ObservedPool) -> Iterator[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """``a is``; ``a and b are``; ``a, b, c and 9 more are``."""
+    """Join names: ``a is``; ``a and b are``; ``a, b, c and 9 more are``."""
     shown = [*names[:_MOST_NAMES]]
     if more := len(names) - len(shown):
         shown.append(f"{more} more")
     *first, last = shown
-    if not first:
-        return f"{last} is"
-    return f"{', '.join(first)} and {last} are"
+    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
