@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import together
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process, answers
+from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.predict.step import StepModel
 
 MODEL = "model"  # what the servers call theirs

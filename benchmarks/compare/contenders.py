@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.processes import get_json, together
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process, answers
+from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0

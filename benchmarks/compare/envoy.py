@@ -12,8 +12,7 @@ from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
 from benchmarks.discrete import poll_interval
 from benchmarks.processes import Attached, decisions, drop_ext_proc, get_text
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process, answers, envoy_command
+from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",

@@ -14,8 +14,7 @@ from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
 from benchmarks.processes import get_json, get_samples
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process
+from extproc.lab.harness.processes import Process, pick_ports
 
 INSTALLED = Path(__file__).parents[2] / ".peers"  # where `make peers` puts them
 

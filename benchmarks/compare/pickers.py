@@ -16,8 +16,7 @@ from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
 from benchmarks.processes import get_samples
 from extproc.lab.harness.envoy_config import Bootstrap, addressed, socket_address
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process, listening
+from extproc.lab.harness.processes import Process, listening, pick_ports
 
 FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"  # works for any such picker
 _READY_S = 30.0

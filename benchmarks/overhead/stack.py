@@ -14,13 +14,13 @@ from benchmarks.overhead.client import Report
 from benchmarks.processes import cpu_s, drop_ext_proc, get_text, memory_kb
 from benchmarks.states import addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, addressed, manager_of
-from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import (
     Check,
     Process,
     answers,
     envoy_command,
     listening,
+    pick_ports,
     start_redis,
 )
 

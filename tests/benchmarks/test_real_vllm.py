@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.real_vllm import accuracy, groups, join, main, measures, requests
 from benchmarks.vllm import vllm_command
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import Process, answers
+from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.lab.harness.samples import Sample
 from extproc.lab.harness.traffic import Answer
 

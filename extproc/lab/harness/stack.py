@@ -1,4 +1,4 @@
-"""The whole system on loopback: Redis, simulated replicas, poller, router and Envoy."""
+"""Whole system on loopback: Redis, simulated replicas, poller, router and Envoy."""
 
 import asyncio
 import shlex
@@ -15,12 +15,12 @@ import aiohttp
 import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed
-from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import (
     Check,
     Process,
     answers,
     envoy_command,
+    pick_ports,
     start_redis,
 )
 from extproc.lab.harness.traffic import POLICY_HEADER
@@ -33,15 +33,13 @@ _FLUSH_MS = 100  # Envoy writes its access log out this often
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReplica:
-    """A replica of the stack."""
+    """Replica of a stack."""
 
     name: str
-    profile: str  # hardware profile it has, and is known to the router to have
-    arguments: tuple[str, ...] = ()  # further ones of `extproc simulate`
-    program: tuple[str, ...] = ("extproc", "simulate")
-    """What ``python -m`` runs: another program may take the same arguments."""
-    kv_events_ports: tuple[int, int] | None = None
-    """Where it tells of its KV blocks, and where it tells so again."""
+    profile: str  # true and configured hardware profile
+    arguments: tuple[str, ...] = ()  # further ones of the program
+    program: tuple[str, ...] = ("extproc", "simulate")  # of `python -m`
+    kv_events_ports: tuple[int, int] | None = None  # of KV events, and of their replay
 
 
 FLEET = (
@@ -51,20 +49,17 @@ FLEET = (
     SimulatedReplica("slow-2", "llama-8b-a10"),
 )
 
+# Ports that people know; the demo takes those that are free.
 USUAL_PORTS: Mapping[str, int] = MappingProxyType(
     {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
 )
-"""Ports that people know; the demo takes them where they are free."""
-
-_OTHER_PORTS = ("envoy", "envoy-admin", "redis")
 
 
 class Stack:
     """Runs the system within an ``async with`` block, and stops every process at its end.
 
-    Processes are called ``redis``, ``poller``, ``router``, ``envoy``, and by the names of the
-    replicas; further pollers and routers ``poller-2``, ``router-2`` and so on. Each may be killed
-    and started again; it keeps its ports.
+    Processes are called ``redis``, ``poller``, ``poller-2``, …, ``router``, ``router-2``, …,
+    ``envoy``, and by the names of the replicas. A process that starts again keeps its ports.
     """
 
     def __init__(
@@ -76,29 +71,32 @@ class Stack:
         routers: int = 1,
         pollers: int = 1,
     ) -> None:
-        """A stack that does not run yet.
+        """Makes a stack that does not run yet.
 
         Args:
-            directory: where configurations and logs go.
-            settings: sections of the configuration of router and poller, added to those needed
-                here; ``{"route": {"policy": "lmetric"}}``.
-            usual_ports: ports to take where they are free, by the names in ``ports``.
+            directory: of configurations and logs.
+            replicas: to simulate.
+            settings: sections of the configuration to add, ``{"route": {"policy": "lmetric"}}``.
+            usual_ports: ports to take if they are free, by the names in ``ports``.
+            routers: number of routers.
+            pollers: number of pollers.
         """
         self.directory = directory
         self.replicas = replicas
         self.routers = _names("router", routers)
         self.pollers = _names("poller", pollers)
-        own = [*self.routers, *(f"{name}-admin" for name in (*self.routers, *self.pollers))]
-        wanted = dict.fromkeys((*_OTHER_PORTS, *own, *(one.name for one in replicas)), 0)
+        admins = [f"{name}-admin" for name in (*self.routers, *self.pollers)]
+        own = ["envoy", "envoy-admin", "redis", *self.routers, *admins]
+        wanted = dict.fromkeys((*own, *(one.name for one in replicas)), 0)
         self.ports = pick_ports({**wanted, **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
-        self.ready_s = 0.0  # seconds it took until the first request could be routed
+        self.ready_s = 0.0  # seconds from its start until requests could be routed
         self._settings = settings
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()
 
-    # -- where things are -------------------------------------------------------------------
+    # -- addresses --------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -122,14 +120,14 @@ class Stack:
 
     @property
     def explain_command(self) -> str:
-        router = self.address("router-admin")
-        return shlex.join(self._command("extproc", "explain", "--router", router))
+        argv = self._command("extproc", "explain", "--router", self.address("router-admin"))
+        return shlex.join(argv)
 
     def admin(self, name: str) -> str:
         return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
-        """``ip:port`` of a replica, or of one of the other ports."""
+        """``ip:port`` of a replica or another name in ``ports``."""
         return f"127.0.0.1:{self.ports[name]}"
 
     @property
@@ -138,21 +136,17 @@ class Stack:
         return {self.address(one.name): one.name for one in self.replicas}
 
     def name_of(self, address: str) -> str:
-        """The replica at ``ip:port``; the address itself where there is none."""
+        """Name of the replica at ``ip:port``; the address itself if it is none."""
         return self.names.get(address, address)
 
     def process(self, name: str) -> Process:
-        """The process of that name, as it was started last."""
         return self._processes[name]
 
     def ended(self) -> list[Process]:
-        """Processes that ended though nobody asked this stack to end them; each is told once."""
-        gone = [
-            process
-            for name, process in self._processes.items()
-            if not process.running and name not in self._dismissed
-        ]
-        self._dismissed.update(process.name for process in gone)
+        """Processes that ended by themselves since the last call."""
+        known = [one for name, one in self._processes.items() if name not in self._dismissed]
+        gone = [one for one in known if not one.running]
+        self._dismissed.update(one.name for one in gone)
         return gone
 
     def _url(self, name: str) -> str:
@@ -161,7 +155,7 @@ class Stack:
     # -- life -------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start everything at once; return when a request would be routed to any replica."""
+        """Start everything at once; return when any replica may get a request."""
         started = time.monotonic()
         self._write_configurations()
         replicas = [one.name for one in self.replicas]
@@ -188,8 +182,9 @@ class Stack:
             process = await start_redis(self.directory, self.ports["redis"])
         else:
             argv, ready = self._recipe(name)
-            log = self.directory / f"{name}.log"
-            process = await Process.start(name, argv, log=log, ready=ready)
+            process = await Process.start(
+                name, argv, log=self.directory / f"{name}.log", ready=ready
+            )
         self._processes[name] = process
         self._dismissed.discard(name)
 
@@ -206,8 +201,7 @@ class Stack:
     async def wait_routing(self) -> None:
         """Return when every router knows every replica, and Envoy uses every router."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
-            ready = partial(self._routes, session)
-            await self._processes["router"].wait_ready(ready)
+            await self._processes["router"].wait_ready(partial(self._routes, session))
 
     async def _stop_all(self) -> None:
         self._dismissed.update(self._processes)
@@ -215,7 +209,7 @@ class Stack:
             await envoy.stop()  # first: with its requests gone nobody else has to wait for them
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
-    # -- what runs --------------------------------------------------------------------------
+    # -- commands and configurations --------------------------------------------------------
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         if name == "envoy":
@@ -266,10 +260,7 @@ class Stack:
     def _configuration(self) -> dict[str, Any]:
         sections: dict[str, dict[str, object]] = {
             "redis": {"url": self.redis_url},
-            "serve": {
-                "listen": self.address("router"),
-                "admin": self.address("router-admin"),
-            },
+            "serve": {"listen": self.address("router"), "admin": self.address("router-admin")},
             "route": {"policy_header": POLICY_HEADER},
             "poll": {"admin": self.address("poller-admin")},
         }
@@ -287,22 +278,16 @@ class Stack:
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
-            for admin in map(self.admin, self.routers):
-                if not await self._knows_all(session, admin):
+            for router in self.routers:
+                async with session.get(f"{self.admin(router)}/fleet") as response:
+                    fleet = (await response.json())["replicas"]
+                healthy = {replica["name"] for replica in fleet if replica["healthy"]}
+                if healthy != {replica.name for replica in self.replicas}:
                     return False
-            return await self._envoy_asks(session)
+            async with session.get(f"{self.envoy_admin}/clusters") as response:
+                members = await response.text()
         except (aiohttp.ClientError, TimeoutError):
             return False
-
-    async def _knows_all(self, session: aiohttp.ClientSession, admin: str) -> bool:
-        async with session.get(f"{admin}/fleet") as response:
-            fleet = await response.json()
-        healthy = {replica["name"] for replica in fleet["replicas"] if replica["healthy"]}
-        return healthy == {replica.name for replica in self.replicas}
-
-    async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
-        async with session.get(f"{self.envoy_admin}/clusters") as response:
-            members = await response.text()
         return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
 
 

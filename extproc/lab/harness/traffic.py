@@ -1,35 +1,36 @@
-"""The load client of demo, benchmarks and chaos: an open loop against OpenAI's API.
+"""Load client of demo, benchmarks and chaos: an open loop against OpenAI's API.
 
-Requests leave at their times, whatever became of those before. While an answer comes, only its
-bytes and their times are kept; it is read when it has ended.
+Requests leave at their times, whatever became of those before. An answer is read when it has ended:
+while it comes, its bytes and their times are kept.
 """
 
 import asyncio
 import json
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import aiohttp
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.harness.samples import Sample
-from extproc.lab.harness.stream import read
 
 POLICY_HEADER = "x-extproc-policy"
 OUTPUT_HEADER = "x-simulate-output-tokens"  # tells a simulated replica what to generate
 _SERVED_BY_HEADER = "x-served-by"
 _CONNECT_S = 10.0
 _ANSWER_S = 300.0
-_KEEP_ALIVE_S = 4.0
-"""Idle connections are closed before uvicorn, which serves vLLM, closes them: after 5 s."""
+_KEEP_ALIVE_S = 4.0  # less than that of uvicorn, which serves vLLM
 _SAID_BYTES = 200
+_TAIL = 16  # lines in which the usage is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request to send."""
+    """HTTP request of a plan."""
 
     at_s: float  # seconds after the start of its run
     request_id: str
@@ -41,18 +42,17 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request, as its client saw it; times in seconds."""
+    """Outcome of a request for its client; times in seconds."""
 
     request_id: str
-    ttft_s: float | None = None
-    """From sending to the first token; None where the answer was not streamed, or had none."""
+    ttft_s: float | None = None  # from sending to the first token of a stream, if one came
     completion_s: float = 0.0  # from sending to the end, good or bad; 0 until then
-    problem: str = ""  # what kind of failure; empty where the answer is whole
-    said: str = ""  # the beginning of what came in place of an answer
+    problem: str = ""  # kind of failure; empty if the answer is whole
+    said: str = ""  # beginning of the response in place of an answer
     sent_at: float = 0.0  # by the client's clock
-    late_s: float = 0.0  # how much later than due it was sent
+    late_s: float = 0.0  # from when it was due until it was sent
     status: int | None = None
-    replica: str | None = None  # as the response header `x-served-by` says
+    replica: str | None = None  # by the response header `x-served-by`
     usage: dict[str, Any] = field(default_factory=dict)
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))  # between chunks with tokens
     chunks: int = 0
@@ -63,11 +63,11 @@ class Answer:
 
     @property
     def account(self) -> str:
-        """The problem, and what was said of it."""
+        """Problem and response."""
         return f"{self.problem}: {self.said}" if self.said else self.problem
 
     def tokens(self, of: str) -> int | None:
-        """Those of the ``prompt`` or the ``completion``, by the server's word."""
+        """Tokens of the ``prompt`` or the ``completion``, as the server counts them."""
         count = self.usage.get(f"{of}_tokens")
         return count if isinstance(count, int) else None
 
@@ -76,9 +76,8 @@ class Client:
     """Sends requests to one server within an ``async with`` block."""
 
     def __init__(self, url: str, timeout_s: float = _ANSWER_S, clock: Clock = monotonic) -> None:
-        """``timeout_s``: for a whole answer."""
-        self.answers: dict[str, Answer] = {}
-        """Of all requests sent so far, in their order, by request id."""
+        """``timeout_s`` is for a whole answer."""
+        self.answers: dict[str, Answer] = {}  # by request id, in the order of sending
         self.in_flight = 0
         self.most_in_flight = 0
         self.failed = 0
@@ -99,7 +98,7 @@ class Client:
         return len(self.answers) - self.in_flight
 
     async def run(self, requests: Iterable[Request]) -> list[Answer]:
-        """Send each at its time, in their order; returns when the last answer has ended."""
+        """Send each request at its time, in order; return when the last answer has ended."""
         started = self._clock()
         async with asyncio.TaskGroup() as tasks:
             sent = []
@@ -137,9 +136,8 @@ class Client:
     ) -> None:
         named = {"content-type": "application/json", "x-request-id": request.request_id}
         headers = {**request.headers, **named}
-        async with self._session.post(
-            self._url + request.path, data=request.body, headers=headers
-        ) as response:
+        url = self._url + request.path
+        async with self._session.post(url, data=request.body, headers=headers) as response:
             answer.status = response.status
             answer.replica = response.headers.get(_SERVED_BY_HEADER)
             async for chunk in response.content.iter_any():
@@ -150,10 +148,7 @@ class Client:
 async def send_all(
     url: str, samples: Iterable[Sample], run: str, policy: str | None = None
 ) -> list[Answer]:
-    """Send every sample at its time, and return the answers when the last one is there.
-
-    Request ids are ``run-001`` and so on; a ``policy`` is asked for instead of the router's own.
-    """
+    """Send every sample at its time, with the ids ``run-001``, ``run-002``, …; ask for a policy."""
     asked = {} if policy is None else {POLICY_HEADER: policy}
     async with Client(url) as client:
         return await client.run(
@@ -165,7 +160,7 @@ async def send_all(
 def to_send(
     sample: Sample, request_id: str, run: str, headers: Mapping[str, str] | None = None
 ) -> Request:
-    """The sample as a request; in another ``run`` no prefix cache knows its prompt."""
+    """Request of a sample; in another ``run`` no prefix cache knows its prompt."""
     told = {**(headers or {}), OUTPUT_HEADER: str(sample.output_tokens)}
     body = json.dumps(sample.body(run)).encode()
     return Request(sample.at_s, request_id, sample.path, body, sample.stream, told)
@@ -176,7 +171,7 @@ def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequenc
         answer.problem = f"status {answer.status}"
         answer.said = b"".join(chunks)[:_SAID_BYTES].decode(errors="replace")
     elif stream:
-        streamed = read(chunks, times)
+        streamed = read_stream(chunks, times)
         answer.problem, answer.usage = streamed.problem, streamed.usage
         answer.gaps_s.extend(streamed.gaps_s)
         if streamed.first_at is not None:
@@ -199,3 +194,66 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
     if status is None:
         return "disconnected"
     return "broken stream" if stream else "broken answer"
+
+
+# -- streams --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Streamed answer, read after its end from its chunks and their times."""
+
+    first_at: float | None = None  # of the first token; None: none came
+    gaps_s: Sequence[float] = ()  # seconds from one chunk with tokens to the next
+    usage: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""  # `error event`, `broken stream`, `not a completion`; empty: it is whole
+
+
+def read_stream(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
+    """Parses the beginning and the end of a stream; most of it, between them, has tokens."""
+    lines = b"".join(chunks).splitlines(keepends=True)
+    try:
+        usage, problem = _usage(lines), _problem(lines)
+        first, last = (_token_in(lines, at) for at in (range(len(lines)), range(len(lines))[::-1]))
+    except (AttributeError, TypeError):  # events of another form than OpenAI's
+        return Streamed(problem="not a completion")
+    if first is None or last is None:
+        return Streamed(None, (), usage, problem or ("" if usage else "not a completion"))
+    starts, arrived = [0, *accumulate(map(len, lines))], list(accumulate(map(len, chunks)))
+    begin, end = (
+        bisect_left(arrived, starts[line] + len(lines[line].rstrip())) for line in (first, last)
+    )
+    gaps = [later - earlier for earlier, later in pairwise(times[begin : end + 1])]
+    return Streamed(times[begin], gaps, usage, problem)
+
+
+def _token_in(lines: Sequence[bytes], order: Iterable[int]) -> int | None:
+    return next((number for number in order if _has_token(_event(lines[number]))), None)
+
+
+def _usage(lines: Sequence[bytes]) -> dict[str, Any]:
+    reported = (_event(line).get("usage") for line in reversed(lines[-_TAIL:]))
+    return next((usage for usage in reported if isinstance(usage, dict)), {})
+
+
+def _problem(lines: Sequence[bytes]) -> str:
+    events = [_event(line) for line in lines if b'"error"' in line]
+    if any(one.get("error") or one.get("object") == "error" for one in events):
+        return "error event"
+    return "" if b"".join(lines[-2:]).rstrip().endswith(b"data: [DONE]") else "broken stream"
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """JSON object of a line; empty if the line is no event, or not all of one."""
+    try:
+        event = json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else {}
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _has_token(event: dict[str, Any]) -> bool:
+    return any(
+        choice.get("text") or any(({**(choice.get("delta") or {}), "role": None}).values())
+        for choice in event.get("choices") or []
+    )

@@ -17,8 +17,7 @@ import pytest_asyncio
 
 from extproc.lab.demo.app import instructions
 from extproc.lab.demo.journal import Entry, Journal
-from extproc.lab.harness.ports import pick_ports
-from extproc.lab.harness.processes import ProcessError
+from extproc.lab.harness.processes import ProcessError, pick_ports
 from extproc.lab.harness.samples import Sample, samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
@@ -128,9 +127,8 @@ def test_a_usual_port_is_taken_only_where_it_is_free() -> None:
 
 def test_no_two_processes_choose_the_same_port() -> None:
     wanted = dict.fromkeys("abcdefgh", 0)
-    program = (
-        f"from extproc.lab.harness.ports import pick_ports; print(*pick_ports({wanted}).values())"
-    )
+    module = "extproc.lab.harness.processes"
+    program = f"from {module} import pick_ports; print(*pick_ports({wanted}).values())"
     own = pick_ports(wanted).values()
     theirs = subprocess.check_output([sys.executable, "-c", program], text=True).split()
     assert len({*own, *map(int, theirs)}) == 16

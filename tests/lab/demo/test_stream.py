@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from extproc.lab.harness.stream import read
+from extproc.lab.harness.traffic import read_stream as read
 
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
