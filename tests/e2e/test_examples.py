@@ -14,6 +14,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import OF_OTHERS, EdsStack, Stack, bootstrap_of
 from tests.envoy.test_envoy import around_the_fragment
@@ -28,6 +29,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "ext_proc": {},
     "endpoint_picker": {},
     "original_dst": {"second_choice": False},
+    "api_only": {},
 }
 """What each asks of the router's settings."""
 NO_FALLBACK = {"original_dst"}
@@ -147,9 +149,40 @@ async def test_what_is_no_inference_is_answered(client: Client, stack: AnyExampl
         answer = await client.request(method, path, body)
         if stack.name in NO_FALLBACK:
             assert answer.status == 503, path
+        elif stack.name == "api_only" and path != "/v1/models":
+            assert answer.status == 404, path
         else:
             assert answer.status == 200, path
             assert part.encode() in answer.body
+
+
+HIDDEN = [
+    *[("GET", path) for path in ("/metrics", "/metrics/v1/models", "/metrics/v1/responses/x")],
+    *[
+        ("POST", path)
+        for path in ("/v1/load_lora_adapter", "/sleep", "/inference/v1/abort_requests")
+    ],
+    *[
+        ("POST", path)
+        for path in (CHAT.replace("t/c", "t%2Fc"), "/x" + CHAT, "/v1/responses/render")
+    ],
+]
+
+
+@pytest.mark.parametrize("stack", ["api_only"], indirect=True)
+async def test_nothing_but_the_api_reaches_a_replica(client: Client) -> None:
+    for method, path in HIDDEN:
+        answer = await client.request(method, path, {"model": MODEL, "messages": MESSAGES})
+        assert (answer.status, answer.headers.get("x-served-by")) == (404, None), path
+    assert "x-served-by" in (await client.chat(tokens=1)).headers
+
+
+@pytest.mark.parametrize("stack", ["api_only"], indirect=True)
+async def test_every_path_of_the_api_reaches_a_replica(client: Client, stack: AnyExample) -> None:
+    """Whether the simulated replica knows the path or not: Envoy's own 404 has no body."""
+    for path in (*PATHS, "/v1/messages/count_tokens", "/v1/responses/resp_1/cancel", "/v1/models"):
+        answer = await client.request("POST", path, {})
+        assert answer.body, path
 
 
 @pytest.mark.parametrize("streamed", [False, True])
