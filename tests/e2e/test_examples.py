@@ -156,17 +156,12 @@ async def test_what_is_no_inference_is_answered(client: Client, stack: AnyExampl
             assert part.encode() in answer.body
 
 
-HIDDEN = [
-    *[("GET", path) for path in ("/metrics", "/metrics/v1/models", "/metrics/v1/responses/x")],
-    *[
-        ("POST", path)
-        for path in ("/v1/load_lora_adapter", "/sleep", "/inference/v1/abort_requests")
-    ],
-    *[
-        ("POST", path)
-        for path in (CHAT.replace("t/c", "t%2Fc"), "/x" + CHAT, "/v1/responses/render")
-    ],
-]
+GET_HIDDEN = "/metrics", "/metrics/v1/models", "/metrics/v1/responses/resp_1"
+POST_HIDDEN = (
+    *("/v1/load_lora_adapter", "/sleep", "/inference/v1/abort_requests", "/v1/responses/render"),
+    *("/x" + CHAT, CHAT.replace("t/c", "t%2Fc")),
+)
+HIDDEN = [*(("GET", path) for path in GET_HIDDEN), *(("POST", path) for path in POST_HIDDEN)]
 
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
