@@ -17,8 +17,9 @@ from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
 from extproc.proxy.messages import DESTINATION
 from extproc.proxy.messages import METADATA_NAMESPACE as NAMESPACE
 
+# Circuit breakers, and their defaults.
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
-_RETRY_LIMIT = {"max_retries": 3}  # circuit breakers and their defaults, as above
+_RETRY_LIMIT = {"max_retries": 3}
 _RETRY_POLICY = (
     '{{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
     "retriable_status_codes: [500, 502, 503], num_retries: 1}}"
@@ -37,7 +38,7 @@ def _candidates(file: EnvoyFile) -> list[Node]:
 
 
 def _by_route(file: EnvoyFile) -> bool:
-    """Every route to the replicas has an idle timeout of its own."""
+    """Routes to the replicas all have an idle timeout of their own."""
     routes = file.replica_routes
     return bool(routes) and all("idle_timeout" in route for route in routes)
 
@@ -143,22 +144,17 @@ CLUSTER_RULES = (
     Rule("routes_lead_to_replicas", Level.ERROR,
         lambda file: file.all(ROUTE) if file.replica_clusters else [],
         "Requests reach the cluster that obeys the router: a route leads to it.",
-        _leads_elsewhere,
-        "{}"),
+        _leads_elsewhere),
     Rule("routes_ask", Level.ERROR, lambda file: file.replica_routes,
         "Requests to the replicas pass the ext_proc filter: no route or virtual host disables it.",
-        lambda route, file: (
-            not file.passes(EXT_PROC, route) and any(map(file.is_enabled, file.all(EXT_PROC)))
-        ),
+        lambda route, file: not file.passes(EXT_PROC, route)
+            and any(map(file.is_enabled, file.all(EXT_PROC))),
         "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
         "disabled: true from typed_per_filter_config of the route, its virtual host and its "
         "weighted clusters, or enable the filter there with overrides: {{}}"),
     Rule("routes_wait", Level.ERROR,
-        lambda file: [
-            route
-            for route in file.replica_routes
-            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))
-        ],
+        lambda file: [one for one in file.replica_routes
+            if file.passes(EXT_PROC, one) and any(map(is_body_first, file.filters_of(one)))],
         "Where the body comes first, requests are held until it was seen: no route disables that.",
         lambda route, file: not file.passes(BUFFER, route),
         "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
@@ -193,9 +189,7 @@ CLUSTER_RULES = (
         "Write fallback_policy with envoy.load_balancing_policies.least_request"),
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
         "Every replica is a member of its cluster under its own ip:port.",
-        lambda cluster, _: (
-            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster)
-        ),
+        lambda one, _: one["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(one),
         "cluster {node[name]!r} is {node[type]}: the ip:port that the router names is no member of "
         "it, and the choice is ignored. Write type: STRICT_DNS, STATIC or EDS"),
     Rule("router_speaks_http2", Level.ERROR, lambda file: file.router_clusters,
@@ -226,10 +220,9 @@ CLUSTER_RULES = (
         "{{keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}}}, and for those sent "
         "to it later upstream_bind_config: {{socket_options: [{{level: 6, name: 18, int_value: "
         "25000}}]}} (Linux's TCP_USER_TIMEOUT)"),
-    Rule("large_bodies_pass", Level.WARNING,  # of a listener around it, where the filter is in one
-        lambda file: (
-            [one for one in file.all(LISTENER) if file.all(EXT_PROC, one)] or file.all(LISTENER)
-        ),
+    Rule("large_bodies_pass", Level.WARNING,
+        lambda file: [one for one in file.all(LISTENER) if file.all(EXT_PROC, one)]
+            or file.all(LISTENER),  # the filter is in none: a fragment
         "Bodies larger than 1 MiB are accepted.",
         lambda one, _: (one["per_connection_buffer_limit_bytes"] or 0) <= DEFAULT_BUFFER,
         "per_connection_buffer_limit_bytes is 1 MiB or less: a larger body, such as one with an "
@@ -246,24 +239,19 @@ CLUSTER_RULES = (
     Rule("first_tokens_may_wait", Level.ERROR,
         lambda file: [*([] if _by_route(file) else file.all(MANAGER)), *file.replica_routes],
         "No short idle timeout cuts a request that waits for its first token.",
-        _cuts_waiting,
-        "{}"),
+        _cuts_waiting),
     Rule("second_choice_is_used", Level.WARNING, _with_second,
         "A request to a replica that just died is tried again on the second choice.",
-        _leaves_second,
-        "{}"),
+        _leaves_second),
     Rule("failures_are_retried", Level.WARNING, _with_second,
         "A request that a broken replica answers with 500 is tried again on the second choice.",
         _leaves_failures,
         "no retry on status 500: until the router has left out a replica that fails, its failures "
         f"reach clients. Write retry_policy: {_RETRY_POLICY}"),
     Rule("transport_fits", Level.WARNING,
-        lambda file: [
-            cluster
-            for cluster in file.router_clusters
-            if (file.config.serve.tls_cert or file.all(_TLS, cluster))
-            and not cluster["transport_socket_matches"]  # by which meshes let members choose
-        ],
+        lambda file: [one for one in file.router_clusters
+            if (file.config.serve.tls_cert or file.all(_TLS, one))
+            and not one["transport_socket_matches"]],  # by which meshes let members choose
         "Envoy and the router speak TLS.",
         _misses_tls,
         "cluster {node[name]!r} speaks {}"),

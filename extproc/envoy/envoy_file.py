@@ -80,7 +80,7 @@ class EnvoyFile(Tree):
         return [*{one.path: one for one in (*self.all(EXT_PROC), *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
-        """The ext_proc filters as requests of that route meet them."""
+        """The ext_proc filters as requests of the route meet them."""
         return [
             Node(filter.cls, one.path, filter | _given(one["overrides"]))
             for entry in self._entries(EXT_PROC)
@@ -98,7 +98,7 @@ class EnvoyFile(Tree):
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """All requests of that route pass a filter of that type, if there is one."""
+        """Requests of the route all pass a filter of the type, if there is one."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
 
@@ -131,22 +131,20 @@ class EnvoyFile(Tree):
 
     def is_buffered_after(self, filter: Node) -> bool:
         """A filter after that one holds a request until all of it is there."""
-        return any(_precedes(filter.path, one.path) is not False for one in self.all(BUFFER))
+        return any(_may_precede(filter.path, one.path) for one in self.all(BUFFER))
 
     def removes_before(self, filter: Node, header: str) -> bool:
         """A client's header is gone before a request reaches that filter."""
-        if any(_removes(early["mutations"], header) for early in self.all(_EARLY)):
-            return True
-        return any(
-            _precedes(one.path, filter.path) is not False
+        return any(_removes(early["mutations"], header) for early in self.all(_EARLY)) or any(
+            _removes(one["mutations"]["request_mutations"], header)
             for one in self.all(_HEADER_MUTATION)
-            if _removes(one["mutations"]["request_mutations"], header)
+            if _may_precede(one.path, filter.path)
         )
 
 
 def destination(cluster: Node) -> str:
-    """The source of the address that an ORIGINAL_DST cluster goes to, or nothing: a ``header``, a
-    client's as well, or the ``metadata`` that the router sets."""
+    """Source of the address that an ORIGINAL_DST cluster goes to: a ``header``, of clients as well,
+    the router's ``metadata``, or nothing."""
     config = cluster["original_dst_lb_config"]
     if config["use_http_header"]:
         return "header"
@@ -156,11 +154,10 @@ def destination(cluster: Node) -> str:
 
 
 def sources(policy: Node) -> set[str]:
-    """Where an override_host policy finds the router's choice: ``header``, ``metadata``."""
+    """Sources of the router's choice for an override_host policy: ``header``, ``metadata``."""
     listed = policy["override_host_sources"]
-    found = {"header"} if any(one["header"].lower() == DESTINATION for one in listed) else set()
-    read = any(one["metadata"]["key"] == METADATA_NAMESPACE for one in listed)
-    return found | {"metadata"} if read else found
+    header = {"header" for one in listed if one["header"].lower() == DESTINATION}
+    return header | {"metadata" for one in listed if one["metadata"]["key"] == METADATA_NAMESPACE}
 
 
 def router_cluster(filter: Node) -> str:
@@ -182,10 +179,6 @@ def _given(overrides: Node) -> dict[str, object]:
     return {name: overrides[name] for name in _OVERRIDABLE if overrides.get(name) not in (None, [])}
 
 
-def _precedes(first: Path, second: Path) -> bool | None:
-    """The order of two filters; None: they are not in one list, but in patches."""
-    *list_of_first, index, _ = first
-    *list_of_second, other, _ = second
-    if list_of_first == list_of_second and isinstance(index, int) and isinstance(other, int):
-        return index < other
-    return None
+def _may_precede(first: Path, second: Path) -> bool:
+    """The first of two filters comes before the second, or patches put them into a list."""
+    return first[:-2] != second[:-2] or first < second

@@ -28,6 +28,6 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Each finding once, in the order of levels."""
+    """Sorts findings by level, and drops repeated ones."""
     order = list(Level)
     return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.level))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from random import Random
+from typing import Any
 
 import aiohttp
 from redis.asyncio import Redis
@@ -26,18 +27,9 @@ from extproc.share.envelope import sealed_list
 from extproc.share.leases import living
 from extproc.share.replicas import Snapshot, StateReader
 
-_UNUSABLE = "cannot be used: {}: none of its replicas is polled. Put it right, or replicas_file"
-_NOWHERE = (
-    "names no address now{}: none of its replicas is polled. Put right its name, or what resolves "
-    "it"
-)
 _UNSERVED = (
-    "no replica that answers lists it: requests for {} get 404, or wait for a replica that does. "
-    "Start one with it, or put right route.models"
-)
-_LACKING = (
-    "no replica that answers lists it: requests for {} go to those that list another of its names. "
-    "Start one with it, or put right route.models"
+    "no replica that answers lists it: requests for {} {}. Start one with it, or put right "
+    "route.models"
 )
 _AWAY = (
     "{}: routers and pollers go on by themselves. Start it, or put right redis.url; a router that "
@@ -50,12 +42,6 @@ _REFUSES = (
 _NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
 _WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"  # of a key that is never there
 _NONE = "no replica is known: Envoy's own load balancing serves. Name them (replicas)"
-_DOWN = "{}: it gets no requests. Start it, or put right its address (replicas)"
-_SLOW = (
-    "a scrape took {:.2f} s, longer than poll.timeout_s ({:g} s): nothing is learned from it. Look "
-    "what keeps its API server busy, or raise poll.timeout_s"
-)
-_NO_LIST = "{}: any model's requests may go there. Let it answer /v1/models"
 _NO_SIZE = (
     "tells no size of its KV cache (vllm:cache_config_info): how full it will be is not predicted. "
     "Let nothing between it and the poller drop that line"
@@ -70,38 +56,39 @@ _UNPOLLED = (
 _DISAGREE = "it answers here, and pollers say: {}. Let the pollers' machines reach it"
 _OLD = "what pollers saw of it is {:.0f} s old: is a poller that scrapes it alive?"
 
+Said = tuple[Level, str]
+
 
 def check_replicas_files(config: Config) -> list[Finding]:
     """An error for each file that cannot be used now; pollers and routers wait until it can."""
     found = []
-    for path in (pool.replicas_file for pool in config.each_pool):
+    for path in filter(None, (pool.replicas_file for pool in config.each_pool)):
         try:
-            if path is not None:
-                read_replicas(path)
+            read_replicas(path)
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            where = f"replicas_file {path}"
-            found.append(Finding("replicas", Level.ERROR, where, _UNUSABLE.format(reason)))
+            text = (
+                f"cannot be used: {reason}: none of its replicas is polled. Put it right, or "
+                "replicas_file"
+            )
+            found.append(Finding("replicas", Level.ERROR, f"replicas_file {path}", text))
     return found
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
     """Findings, worst first; nothing is changed. ``envoy_admin``: URL of Envoy's admin address."""
-    found: list[Finding] = []
     replicas: dict[str, str] = {}
     served: set[str] = set()
-    for said, named, models in await asyncio.gather(*map(_check_pool, config.each_pool)):
-        found += said
-        replicas |= named
-        served |= models
+    pools = (_check_pool(pool, replicas, served) for pool in config.each_pool)
+    found = [finding for pool in await asyncio.gather(*pools) for finding in pool]
     found += _check_models(config.route.models, served)
     if envoy_admin is not None:
         found += await check_live_envoy(envoy_admin, config, replicas)
     return worst_first(found)
 
 
-async def _check_pool(config: Config) -> tuple[list[Finding], dict[str, str], set[str]]:
-    """Findings on a pool, its replicas (``ip:port`` → name), and the models that they list."""
+async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]) -> list[Finding]:
+    """Findings on a pool; adds its replicas (``ip:port`` → name), and the models they list."""
     found, snapshot = await _check_redis(config) if config.state == "redis" else ([], None)
     named = {state.id: state.name for state in snapshot.states} if snapshot else {}
     sources = [*config.replicas]
@@ -113,17 +100,20 @@ async def _check_pool(config: Config) -> tuple[list[Finding], dict[str, str], se
     ):
         named |= targets
         if not targets:
-            where = f"replica {source.where}"
-            found.append(Finding("replicas", Level.ERROR, where, _NOWHERE.format(reason)))
+            text = (
+                f"names no address now{reason}: none of its replicas is polled. Put right its "
+                "name, or what resolves it"
+            )
+            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
     if not named:
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", _NONE))
-    models: set[str] = set()
+    replicas |= named
     async with open_session(config.poll.give_up_s) as session:
-        ask = partial(_check_replica, config, session, snapshot)
-        for said, served in await asyncio.gather(*map(ask, named, named.values())):
-            found += said
-            models |= served
-    return found, named, models
+        ask = partial(_check_replica, config, session, snapshot, served)
+        for id_, said in zip(named, await asyncio.gather(*map(ask, named)), strict=True):
+            where = f"replica {with_name(id_, named[id_])}"
+            found += [Finding("replica", level, where, text) for level, text in said]
+    return found
 
 
 async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
@@ -137,15 +127,18 @@ async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
 
 
 def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
-    """Models that names of clients lead to, and no replica serves."""
+    """Errors for models that names of clients lead to, and no replica serves."""
     names = ModelNames(models)
     for name, targets in models.items():
         weighed = targets.items() if isinstance(targets, dict) else [(name, 1.0)]
         known = {one for model, weight in weighed if weight for one in names.served(model)}
         missing = known - served
-        text = _LACKING if missing < known else _UNSERVED
+        fate = "go to those that list another of its names"
+        if missing == known:
+            fate = "get 404, or wait for a replica that does"
         for model in sorted(missing):
-            yield Finding("model", Level.ERROR, f"model {model}", text.format(name))
+            text = _UNSERVED.format(name, fate)
+            yield Finding("model", Level.ERROR, f"model {model}", text)
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
@@ -162,22 +155,22 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
         except (RedisError, OSError) as error:
             wrong = _REFUSES if isinstance(error, ResponseError) else _AWAY
             return [finding(level=Level.ERROR, text=wrong.format(str(error).rstrip(".")))], None
-    told = f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: "
-    counts = f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
-    found = [finding(level=Level.OK, text=told + counts)]
+    text = (
+        f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(pollers)} "
+        f"pollers alive, {len(snapshot.states)} replicas"
+    )
+    found = [finding(level=Level.OK, text=text)]
     if not pollers:
         found.append(finding(level=Level.ERROR, text=_NO_POLLER.format(config.pool)))
     return found, snapshot
 
 
 async def _version(redis: Redis) -> str:
-    """Asked for with what needs no right to administer."""
-    async with in_time():
-        await redis.ping()
+    """Returns the version of the server, from what needs no right to administer."""
+    ask: Any = redis.execute_command  # redis-py leaves it untyped
     try:
         async with in_time():
-            # redis-py leaves it untyped.
-            told = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+            told = await ask("HELLO")
     except ResponseError:  # before 6.2
         return "not told"
     fields = told if isinstance(told, dict) else dict(zip(told[::2], told[1::2], strict=True))
@@ -185,7 +178,7 @@ async def _version(redis: Redis) -> str:
 
 
 async def _rights(redis: Redis, keys: Keys) -> None:
-    """Writes and tells, in ways that change nothing."""
+    """Writes and publishes, in ways that change nothing."""
     async with in_time():
         await redis.eval(_WRITES, 1, keys.slot)
         await redis.publish(keys.changes, sealed_list())
@@ -195,38 +188,45 @@ async def _rights(redis: Redis, keys: Keys) -> None:
 
 
 async def _check_replica(
-    config: Config, session: aiohttp.ClientSession, snapshot: Snapshot | None, id_: str, name: str
-) -> tuple[list[Finding], set[str]]:
-    """Findings on a replica's answers and on what pollers say of it, and its models."""
-    finding = partial(Finding, "replica", where=f"replica {with_name(id_, name)}")
+    config: Config,
+    session: aiohttp.ClientSession,
+    snapshot: Snapshot | None,
+    served: set[str],
+    id_: str,
+) -> list[Said]:
+    """Judges a replica's answers and what pollers say of it; adds the models that it serves."""
     began = monotonic()
     try:
         figures = await scrape(session, id_)
     except ScrapeError as error:
-        return [finding(level=Level.ERROR, text=_DOWN.format(error))], set()
+        text = f"{error}: it gets no requests. Start it, or put right its address (replicas)"
+        return [(Level.ERROR, text)]
     took_s = monotonic() - began
-    said = [(Level.WARNING, text) for text in _lacks(figures)]
+    said = [*_judged(id_, figures, snapshot)]
     if took_s > config.poll.timeout_s:
-        said.append((Level.WARNING, _SLOW.format(took_s, config.poll.timeout_s)))
-    said += _as_polled(id_, snapshot)
+        text = (
+            f"a scrape took {took_s:.2f} s, longer than poll.timeout_s "
+            f"({config.poll.timeout_s:g} s): nothing is learned from it. Look what keeps its API "
+            "server busy, or raise poll.timeout_s"
+        )
+        said.append((Level.WARNING, text))
     models: tuple[str, ...] = figures.models
     try:
         models = (await read_models(session, id_)).get("models", ())
     except ScrapeError as error:
-        said.append((Level.WARNING, _NO_LIST.format(error)))
-    told = f"scraped in {took_s * 1e3:.0f} ms; serves {', '.join(models) or 'no model'}"
-    said.append((Level.OK, told))
-    return [finding(level=level, text=text) for level, text in said], {*models}
+        text = f"{error}: any model's requests may go there. Let it answer /v1/models"
+        said.append((Level.WARNING, text))
+    served.update(models)
+    text = f"scraped in {took_s * 1e3:.0f} ms; serves {', '.join(models) or 'no model'}"
+    return [*said, (Level.OK, text)]
 
 
-def _lacks(figures: EngineFigures) -> Iterator[str]:
-    if figures.generated_tokens and not figures.kv_tokens:  # who only embeds may have none
-        yield _NO_SIZE
+def _judged(id_: str, figures: EngineFigures, snapshot: Snapshot | None) -> Iterator[Said]:
+    """Names what a replica's figures lack, and where pollers see them otherwise."""
+    if figures.generated_tokens and not figures.kv_tokens:  # an engine that only embeds has none
+        yield Level.WARNING, _NO_SIZE
     if figures.finished and not figures.steps:
-        yield _NO_STEPS
-
-
-def _as_polled(id_: str, snapshot: Snapshot | None) -> Iterator[tuple[Level, str]]:
+        yield Level.WARNING, _NO_STEPS
     if snapshot is None:
         return
     state = next((one for one in snapshot.states if one.id == id_), None)

@@ -78,7 +78,8 @@ def _members(
     for name in [*routers, *fixed]:
         for host, wrong in hosts.get(name, {}).items():
             if wrong:
-                yield Level.WARNING, _ILL.format(name, _titled(host, replicas), wrong)
+                titled = with_name(host, replicas.get(host, ""))
+                yield Level.WARNING, _ILL.format(name, titled, wrong)
     for name in routers:
         if all(hosts.get(name, {}).values()):
             yield Level.ERROR, _NO_ROUTER.format(name)
@@ -86,11 +87,7 @@ def _members(
     for host in there.keys() - replicas.keys():
         yield Level.WARNING, _STRANGER.format(there[host], host)
     for host in replicas.keys() - there.keys() if fixed else ():
-        yield Level.ERROR, _MISSING.format(_titled(host, replicas))
-
-
-def _titled(host: str, replicas: Mapping[str, str]) -> str:
-    return with_name(host, replicas.get(host, ""))
+        yield Level.ERROR, _MISSING.format(with_name(host, replicas[host]))
 
 
 def _running(dump: dict[str, Any]) -> dict[str, Any]:
@@ -101,13 +98,10 @@ def _running(dump: dict[str, Any]) -> dict[str, Any]:
     """
     (told,) = _parts(dump, "BootstrapConfigDump")
     bootstrap = {key: value for key, value in told["bootstrap"].items() if "dynamic" not in key}
+    listeners = [one.get("active_state", one) for one in _entries(dump, *_LISTENERS)]
     bootstrap["static_resources"] = {
         "clusters": [_untyped(one["cluster"]) for one in _entries(dump, *_CLUSTERS)],
-        "listeners": [
-            _untyped(one.get("active_state", one)["listener"])
-            for one in _entries(dump, *_LISTENERS)
-            if "listener" in one or "active_state" in one
-        ],
+        "listeners": [_untyped(one["listener"]) for one in listeners if "listener" in one],
     }
     routes = [one["route_config"] for one in _entries(dump, *_ROUTES) if "route_config" in one]
     return {"bootstrap": bootstrap, "routes": routes}

@@ -40,10 +40,10 @@ class Rule:
     where: Callable[[EnvoyFile], list[Node]]
     holds: str  # the condition, and why it matters
     wrong: Callable[[Node, EnvoyFile], object]  # true where a message breaks it
-    words: str  # what follows and what to write; ``{}`` is what ``wrong`` gives
+    words: str = "{}"  # what follows and what to write; ``{}`` is what ``wrong`` gives
 
     def apply(self, file: EnvoyFile) -> list[Finding]:
-        """A finding for each message that breaks it, one OK if none does, none without any."""
+        """A finding for each message that breaks the rule; one OK if some are there and keep it."""
         nodes = self.where(file)
         broken = [
             Finding(self.id, self.level, node.where, self.words.format(found, node=node, file=file))
@@ -75,6 +75,18 @@ def wanted_sources(file: EnvoyFile) -> str:
 
 def _bodies_first(file: EnvoyFile) -> list[Node]:
     return [filter for filter in file.filters if is_body_first(filter)]
+
+
+def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
+    """Connection managers with such an ext_proc filter."""
+    return [one for one in file.all(MANAGER) if any(map(has, file.all(EXT_PROC, one)))]
+
+
+def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
+    """Tells whether a client's header reaches an ext_proc filter, or one of those within."""
+    return lambda node, file: (
+        not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
+    )
 
 
 def _lacking(wanted: Iterable[str], present: list[str]) -> str:
@@ -185,26 +197,17 @@ FILTER_RULES = (
         "message_timeout is {} s: a router that hangs holds every request that long. "
         "Write message_timeout: 1s"),
     Rule("forged_header_is_removed", Level.ERROR,
-        lambda file: [
-            filter
-            for filter in file.filters
-            if ("header" in file.sources or not file.replica_clusters) and not is_body_first(filter)
-        ],
+        lambda file: [one for one in file.filters if not is_body_first(one)]
+            if "header" in file.sources or not file.replica_clusters else [],
         "Clients cannot choose a replica: their destination header is removed before ext_proc.",
         lambda filter, file: not file.removes_before(filter, DESTINATION),
         f"nothing removes the header {DESTINATION} that a client sends: while the router is down, "
         "clients choose the replica. Put a filter envoy.filters.http.header_mutation before this "
         f"one, with mutations: {{{{request_mutations: [{{{{remove: {DESTINATION}}}}}]}}}}"),
     Rule("forged_mark_is_removed", Level.WARNING,
-        lambda file: [
-            manager
-            for manager in file.all(MANAGER)
-            if any(_MARK in one["request_attributes"] for one in file.all(EXT_PROC, manager))
-        ],
+        lambda file: _managers(file, lambda filter: _MARK in filter["request_attributes"]),
         "Clients cannot keep responses from the router: the mark that they send is removed.",
-        lambda manager, file: (
-            not all(file.removes_before(filter, UNSEEN) for filter in file.all(EXT_PROC, manager))
-        ),
+        _lets_through(UNSEEN),
         f"nothing removes the header {UNSEEN} that a client sends: the router never hears how its "
         "requests went. Put into this part what envoy/envoy.yaml has under "
         "early_header_mutation_extensions"),
@@ -219,16 +222,12 @@ FILTER_RULES = (
         "max_request_bytes is 1 MiB or less: a larger body, such as one with an image, gets 413. "
         "Write max_request_bytes: 67108864"),
     Rule("waits_for_room", Level.WARNING,
-        lambda file: [
-            filter
-            for filter in file.filters
-            if file.config.hold.longest_s and mode(filter, "request_body") != _DUPLEX
-        ],
+        lambda file: [one for one in file.filters if mode(one, "request_body") != _DUPLEX]
+            if file.config.hold.longest_s else [],
         "A request may wait at the router while every replica is full.",
         lambda filter, file: (
-            (time := filter["max_message_timeout"] or timedelta()).total_seconds()
-            < file.config.hold.longest_s
-            and seconds(time)
+            (time := filter["max_message_timeout"] or timedelta())
+            < timedelta(seconds=file.config.hold.longest_s) and seconds(time)
         ),
         "max_message_timeout is {} s: where replicas are full, requests do not wait at the router "
         "but in the replicas, which compute some of them twice. Write max_message_timeout: "
@@ -240,11 +239,7 @@ FILTER_RULES = (
         "what the router tells of its decisions (serve.decision_metadata) is dropped. Add "
         f"{TOLD_NAMESPACE} to metadata_options.receiving_namespaces.untyped"),
     Rule("named_headers_arrive", Level.ERROR,
-        lambda file: [
-            manager
-            for manager in file.all(MANAGER)
-            if file.config.headers and file.all(EXT_PROC, manager)
-        ],
+        lambda file: _managers(file, lambda _: bool(file.config.headers)),
         "Envoy lets the headers through that the router's settings name.",
         lambda manager, file: (
             manager["common_http_protocol_options"]["headers_with_underscores_action"] != "ALLOW"
@@ -269,15 +264,9 @@ FILTER_RULES = (
         "priority that the router writes into bodies. Put into the HttpConnectionManager what "
         "envoy/envoy.yaml has under early_header_mutation_extensions"),
     Rule("forged_rank_is_removed", Level.WARNING,
-        lambda file: [
-            manager
-            for manager in file.all(MANAGER)
-            if any(map(is_body_first, file.all(EXT_PROC, manager)))
-        ],
+        lambda file: _managers(file, is_body_first),
         "Clients cannot choose an engine of a data-parallel replica: their header goes.",
-        lambda manager, file: (
-            not all(file.removes_before(filter, RANK) for filter in file.all(EXT_PROC, manager))
-        ),
+        _lets_through(RANK),
         f"nothing removes the header {RANK} that a client sends, and vLLM takes the engine that it "
         "names, however busy. Put into the HttpConnectionManager what envoy/envoy.yaml has under "
         "early_header_mutation_extensions"),

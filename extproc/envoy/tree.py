@@ -10,10 +10,10 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from betterproto2 import Message
-from betterproto2.casing import safe_snake_case
 from envoy_data_plane.google.protobuf import Any as AnyMessage
 from pydantic import ValidationError
 
@@ -88,7 +88,7 @@ class Tree:
         return bool(self._nodes or self.findings)
 
     def all(self, kind: str, within: Node | None = None) -> list[Node]:
-        """Every message of that type, in the whole file or within one of its messages."""
+        """Messages of a type, in the whole file or within one of its messages."""
         root = within.path if within is not None else ()
         return [one for one in self._nodes if one.kind == kind and one.path[: len(root)] == root]
 
@@ -126,7 +126,7 @@ class Tree:
         self._nodes.append(node)
         for key, item in value.items():
             place = (*path, str(key))
-            name = _field_name(cls, str(key))
+            name = _fields(cls).get(str(key))
             if name is None:
                 hint = suggest(str(key), cls._betterproto.meta_by_field_name)
                 self._problem(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
@@ -190,7 +190,7 @@ class Tree:
 
 
 def snake_case(key: str) -> str:
-    """``camelCase``, as JSON may be written, to ``snake_case``."""
+    """Turns ``camelCase``, as JSON may be written, into ``snake_case``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
 
 
@@ -209,23 +209,17 @@ def _message_type(name: str) -> Any:
     return found if isinstance(found, type) and issubclass(found, Message) else None
 
 
-def _field_name(cls: Any, key: str) -> str | None:
-    """A field's name, of it or of its JSON form; None where the message has no such field."""
+@cache
+def _fields(cls: Any) -> dict[str, str]:
+    """Names of a message's fields, by themselves and by those in JSON (``camelCase``)."""
     names = cls._betterproto.meta_by_field_name
-    if (name := safe_snake_case(key)) in names:
-        return name
-    # Its idea of snake case takes consecutive_5xx apart.
-    return next((name for name in names if key in (name, _camel_case(name))), None)
-
-
-def _camel_case(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(word.capitalize() for word in others)
+    camel = {re.sub("_(.?)", lambda found: found[1].upper(), name): name for name in names}
+    return camel | {name: name for name in names}
 
 
 def _held_by(cls: Any, name: str) -> tuple[Any, type[Any]]:
-    """The class of the messages that a field holds, and in what: a list, a dict or nothing
-    (``object``); None where it holds plain values."""
+    """Class of the messages that a field holds (None: plain values), and their container: list,
+    dict, or ``object`` for none."""
     description = cls._betterproto
     meta = description.meta_by_field_name[name]
     if meta.map_meta and meta.map_meta[1].proto_type == "message":
