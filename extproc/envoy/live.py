@@ -24,7 +24,7 @@ from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
 from extproc.replica_state import SILENT_AFTER_S
 from extproc.share.connection import Keys, address, connect, in_time
 from extproc.share.envelope import sealed_list
-from extproc.share.leases import living
+from extproc.share.owners import living
 from extproc.share.replicas import Snapshot, StateReader
 
 _UNSERVED = (
@@ -40,7 +40,7 @@ _REFUSES = (
     "lists (Redis)"
 )
 _NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
-_WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"  # of a key that is never there
+_WRITES = "return redis.call('DEL', KEYS[1])"  # of a key that is never there
 _NONE = "no replica is known: Envoy's own load balancing serves. Name them (replicas)"
 _NO_SIZE = (
     "tells no size of its KV cache (vllm:cache_config_info): how full it will be is not predicted. "

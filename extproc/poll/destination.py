@@ -6,7 +6,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.replica_state import ReplicaState
 from extproc.share.drains import Drains
-from extproc.share.leases import Held
+from extproc.share.owners import Part
 
 
 class Destination:
@@ -25,9 +25,9 @@ class Destination:
     def forget(self, replica: str) -> None:
         """Another poller has the replica now, or is to: nothing more is said of it."""
 
-    async def share(self, replicas: Collection[str]) -> Held:
+    async def share(self, replicas: Collection[str]) -> Part:
         """Returns the part of these replicas that is this poller's until the next call."""
-        return Held(frozenset(replicas))
+        return Part(frozenset(replicas))
 
     async def release(self) -> None:
         """Gives up all replicas."""
@@ -60,7 +60,7 @@ class IntoFleet(Destination):
     def remove(self, replica: str) -> None:
         self._fleet.remove(replica)
 
-    async def share(self, replicas: Collection[str]) -> Held:
+    async def share(self, replicas: Collection[str]) -> Part:
         """Returns all of them; the fleet is known once each was scraped, or could not be."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.known.set()

@@ -27,7 +27,7 @@ from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
 from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
-from extproc.share.leases import Held, Leases
+from extproc.share.owners import Owners, Part
 from extproc.share.replicas import StateReader, StateWriter
 
 log = logging.getLogger(__name__)
@@ -80,29 +80,29 @@ class Health:
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
-        self._pools: dict[str, tuple[Leases, OutageLog, Callable[[], Iterable[str]]]] = {}
+        self._pools: dict[str, tuple[Owners, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def watch(
-        self, pool: str, leases: Leases, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
+        self, pool: str, owners: Owners, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
     ) -> None:
         """Watches a pool from its first poll on; ``unlisted`` names the Services that were never
         listed."""
         self._starting.discard(pool)
-        self._pools[pool] = leases, outage, unlisted
+        self._pools[pool] = owners, outage, unlisted
 
     def live(self) -> str:
         """Returns why the process has to be started again: its rounds have ended."""
         now = self._clock()
         return "; ".join(
-            f"pool {pool}: no round of its replicas for {now - leases.tended_at:.0f} s"
-            for pool, (leases, *_) in self._pools.items()
-            if leases.tended_at is not None and now - leases.tended_at > _STUCK_S
+            f"pool {pool}: no round of its replicas for {now - owners.beat_at:.0f} s"
+            for pool, (owners, *_) in self._pools.items()
+            if owners.beat_at is not None and now - owners.beat_at > _STUCK_S
         )
 
     def ready(self) -> str:
         """Returns why routers do not hear of what the poller sees."""
         pools = self._pools.items()
-        starting = self._starting | {pool for pool, (one, *_) in pools if one.tended_at is None}
+        starting = self._starting | {pool for pool, (one, *_) in pools if one.beat_at is None}
         reasons = [f"pool {pool}: no round of its replicas yet" for pool in starting]
         for pool, (_, writes, unlisted) in pools:
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
@@ -116,7 +116,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
-        health.watch(config.pool, into.leases, into.outage, poller.unlisted)
+        health.watch(config.pool, into.owners, into.outage, poller.unlisted)
         await into.look()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(poller.run())
@@ -126,8 +126,9 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; no caller waits for the writing.
 
-    After an outage Redis may be empty, so everything is written again. Redis drops a write under a
-    lost lease. An empty ``name`` writes without leases; else the name is unlike any other poller's.
+    After an outage Redis may be empty, so everything is written again. What a poller saw that stood
+    still for longer than its heartbeat lives is not written: another one has seen more. ``name`` is
+    unlike any other poller's.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class IntoRedis(Destination):
         super().__init__()
         pool = config.pool
         self.outage = outage(redis)
-        self.leases = Leases(redis, pool, name, self.outage, monotonic)
+        self.owners = Owners(redis, pool, name, self.outage, monotonic, skips)
         self._reader = StateReader(redis, pool, random, skips)
-        self._writer = StateWriter(redis, pool, TTL_S, name)
-        self._block_writer = BlockWriter(redis, pool, name)
+        self._writer = StateWriter(redis, pool, TTL_S)
+        self._block_writer = BlockWriter(redis, pool)
         self._drain_store = DrainStore(redis, pool, skips)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
@@ -157,6 +158,7 @@ class IntoRedis(Destination):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write_all(self._some_states, self._write_states))
             tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))
+            tasks.create_task(self.owners.watch())
             tasks.create_task(self.drains.follow(self._drain_store, monotonic))
 
     async def _write_all(self, some: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
@@ -165,7 +167,7 @@ class IntoRedis(Destination):
             await some.wait()
             await asyncio.sleep(_GATHER_S)
             some.clear()
-            if await write():
+            if self.owners.stood_still or await write():
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next())
@@ -202,11 +204,11 @@ class IntoRedis(Destination):
         self.outage.works()
         return True
 
-    async def share(self, replicas: Collection[str]) -> Held:
-        return await self.leases.tend(replicas)
+    async def share(self, replicas: Collection[str]) -> Part:
+        return await self.owners.beat(replicas)
 
     async def release(self) -> None:
-        await self.leases.release()
+        await self.owners.release()
 
     async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         try:

@@ -21,7 +21,7 @@ from extproc.poll.replica import PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
 from extproc.predict.calibration import Typical
 from extproc.replica_state import ReplicaState
-from extproc.share.leases import TEND_S
+from extproc.share.owners import BEAT_S
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Poller:
         )
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
+        self._leaving: set[str] = set()  # scraped until they left this poller's list
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
         metrics.healthy.labels(config.pool).set_function(
             lambda: sum(polled.replica.healthy for polled in self._polled.values())
@@ -79,7 +80,7 @@ class Poller:
                         tasks.create_task(self._rediscover())
                         while True:
                             await self._follow(start)
-                            await asyncio.sleep(TEND_S)
+                            await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
             await self._into.release()
@@ -111,6 +112,7 @@ class Poller:
     async def _discover(self) -> None:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
+            self._leaving.discard(replica)
             self._into.forget(replica)  # undoes a removal that Redis has not taken yet
         before, self._targets = self._targets, targets
         for replica in before.keys() & targets.keys() & self._polled.keys():
@@ -121,18 +123,20 @@ class Poller:
 
     async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
-        for replica in self._polled.keys() - targets.keys():
-            self._stop(replica)
-            self._into.remove(replica)
-            log.info("replica left", extra={"replica": replica})
-        held = await self._into.share(targets)
-        lost = self._polled.keys() - (held.replicas - held.taken)
+        part = await self._into.share(targets)
+        lost = {*self._polled} if part.stood_still else self._polled.keys() - part.replicas
         for replica in lost:
             self._stop(replica)
             self._into.forget(replica)
-        for replica in held.reclaimed:
-            self._polled[replica].replica.tell_again()
-        new = held.replicas - self._polled.keys()
+        self._leaving |= lost - targets.keys()
+        for replica in self._leaving - part.listed_by_others:
+            self._leaving.remove(replica)
+            self._into.remove(replica)
+            log.info("replica left", extra={"replica": replica})
+        if part.redis_forgot:
+            for polled in self._polled.values():
+                polled.replica.tell_again()
+        new = part.replicas - self._polled.keys()
         known = await self._into.known(new) if new else {}
         for replica in new:
             self._polled[replica] = start(targets[replica], known.get(replica))

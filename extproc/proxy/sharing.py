@@ -18,7 +18,7 @@ from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.share.envelope import Kind, Skips
-from extproc.share.leases import living
+from extproc.share.owners import living
 from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100

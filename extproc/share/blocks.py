@@ -4,7 +4,7 @@ Redis keeps, of each replica, all that it held at some time and the news since t
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from random import Random
 from typing import Any
 
@@ -21,28 +21,21 @@ from extproc.share.reader import ChannelReader, keys_after
 LIFE_S = 3600  # of a replica's blocks in Redis, from the last news on
 _READ_AGAIN_S = 1.0  # between two readings of the same blocks, whatever is missing
 
-# KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, news (empty:
-# they are all that is held), all that is held (empty: it is not due). Returns whether later news
+# KEYS: blocks. ARGV: life in s, channel, news (empty: they are all that is held), all that is held
+# (empty: it is not due). Returns whether later news
 # may be appended: they may not where there is nothing to append to, or Redis is full; they are
 # passed on all the same.
 _TELL = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local kept
-if ARGV[5] ~= '' then
-  redis.call('DEL', KEYS[2])
-  kept = redis.pcall('RPUSH', KEYS[2], ARGV[5])
+if ARGV[4] ~= '' then
+  redis.call('DEL', KEYS[1])
+  kept = redis.pcall('RPUSH', KEYS[1], ARGV[4])
 else
-  kept = redis.pcall('RPUSHX', KEYS[2], ARGV[4])
+  kept = redis.pcall('RPUSHX', KEYS[1], ARGV[3])
 end
-redis.call('EXPIRE', KEYS[2], ARGV[2])
-redis.call('PUBLISH', ARGV[3], ARGV[4] ~= '' and ARGV[4] or ARGV[5])
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.call('PUBLISH', ARGV[2], ARGV[3] ~= '' and ARGV[3] or ARGV[4])
 return (kept == 0 or (type(kept) == 'table' and kept.err)) and 0 or 1
-"""
-
-# KEYS: a lease, what is known of a stream. ARGV: the poller that must hold the lease, life in s,
-# what it knows.
-_SAVE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[2]) end
 """
 
 Told = tuple[BlockNews, BlockNews | None]  # what is new, and all that is held where that is due
@@ -59,15 +52,14 @@ BLOCKS = Kind("blocks", NewsOfReplica, pack, unpack)
 
 
 class BlockWriter:
-    """Tells the pool's routers of blocks of the replicas on which this poller holds the lease.
+    """Tells the pool's routers of replicas' blocks.
 
     Each method raises RedisError where Redis did not do all of it.
     """
 
-    def __init__(self, redis: Redis, pool: str, poller: str) -> None:
+    def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self._keys = Keys(pool)
-        self._poller = poller
 
     async def tell(self, news: Mapping[str, Told]) -> set[str]:
         """Tell the news of each replica in one round trip; returns the replicas of which all is to
@@ -78,9 +70,8 @@ class BlockWriter:
             for replica, (new, held) in news.items():
                 pipe.eval(
                     _TELL,
-                    2,
-                    *(self._keys.lease + replica, self._keys.blocks + replica),
-                    *(self._poller, LIFE_S, self._keys.blocks_channel),
+                    1,
+                    *(self._keys.blocks + replica, LIFE_S, self._keys.blocks_channel),
                     b"" if new is held else BLOCKS.seal(NewsOfReplica(replica, new)),
                     BLOCKS.seal(NewsOfReplica(replica, held)) if held else b"",
                 )
@@ -89,9 +80,8 @@ class BlockWriter:
 
     async def save(self, replica: str, data: bytes) -> None:
         """Keep what a poller needs to go on from here."""
-        keys = self._keys.lease + replica, self._keys.kv_stream + replica
         async with in_time():
-            await self._redis.eval(_SAVE, 2, *keys, self._poller, LIFE_S, data)
+            await self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S)
 
     async def load(self, replica: str) -> bytes:
         """What was saved last, by whichever poller; empty: nothing."""
@@ -125,15 +115,16 @@ class BlockReader(ChannelReader[NewsOfReplica]):
 
     async def _pushed(self, data: bytes) -> list[NewsOfReplica]:
         """Returns pushed news; all that Redis has where some before them were missed."""
-        if (told := self._skips.open(self._channel, data, BLOCKS)) is None:
+        told = self._skips.open(self._channel, data, BLOCKS)
+        if told is None or self._is_old(told):
             return []
-        if (following := self._following([told])) is not None:
-            return following
+        if self._follows(told):
+            return [told]
         since = self._clock() - self._read_at.get(told.replica, -math.inf)
         return await self._read(told.replica) if since >= _READ_AGAIN_S else []
 
     async def _read(self, replica: str) -> list[NewsOfReplica]:
-        """Returns all that Redis has of a replica."""
+        """Returns what Redis has of a replica, but for what another poller added to the list."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
@@ -142,18 +133,16 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         except ResponseError as error:  # it is no list
             self._skips.garbage(key, error)
             return []
-        opened = (self._skips.open(key, data, BLOCKS) for data in found)
-        return self._following([one for one in opened if one]) or []
+        opened = [self._skips.open(key, data, BLOCKS) for data in found]
+        return [one for one in opened if one and not self._is_old(one) and self._follows(one)]
 
-    def _following(self, told: Iterable[NewsOfReplica]) -> list[NewsOfReplica] | None:
-        """Returns those that were not heard yet; None where some before them are missing."""
-        heard = []
-        for one in told:
-            known, news = self._numbers.get(one.replica), one.news
-            if known is not None and is_up_to(known, news.number):
-                continue
-            if not news.whole and news.previous != known:
-                return None
-            self._numbers[one.replica] = news.number
-            heard.append(one)
-        return heard
+    def _is_old(self, told: NewsOfReplica) -> bool:
+        known = self._numbers.get(told.replica)
+        return known is not None and is_up_to(known, told.news.number)
+
+    def _follows(self, told: NewsOfReplica) -> bool:
+        """Takes news as heard; returns False where some before them are missing."""
+        if not told.news.whole and told.news.previous != self._numbers.get(told.replica):
+            return False
+        self._numbers[told.replica] = told.news.number
+        return True

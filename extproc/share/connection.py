@@ -42,8 +42,8 @@ class Keys:
     """Names of one pool's keys and channels in Redis.
 
     The pool stands in braces: a Redis Cluster keeps all of a pool in one slot. A name that ends in
-    a colon goes on with a replica (``ip:port``) or a router. All but leases, pollers and KV streams
-    hold envelopes.
+    a colon goes on with a replica (``ip:port``), a poller or a router. All but the set of pollers
+    and KV streams hold envelopes.
     """
 
     def __init__(self, pool: str) -> None:
@@ -52,8 +52,8 @@ class Keys:
         self.replica = f"{tag}replica:"  # a state, which expires
         self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
-        self.lease = f"{tag}lease:"  # the poller that scrapes a replica; expires unless renewed
-        self.pollers = f"{tag}pollers"  # sorted set of live pollers, by the ms until which each is
+        self.poller = f"{tag}poller:"  # a poller's heartbeat, which expires
+        self.pollers = f"{tag}pollers"  # set of the pollers' names; some may be dead
         self.router = f"{tag}router:"  # a router's digest, which expires
         self.digests = f"{tag}digests"  # channel of all digests
         self.responses = f"{tag}responses"  # stream of the owners of stored responses

@@ -47,39 +47,20 @@ Change = Snapshot | Put | Removed
 PUT = Kind("put", Put, pack=float)  # of numpy's numbers
 REMOVED = Kind("removed", Removed)
 
-# KEYS: of each state its lease and its own. ARGV: the poller that must hold the lease (empty:
-# nobody must), TTL in ms, channel, values. Whoever lost a lease has seen less than its new holder.
-# A full Redis refuses values, and still passes them on.
+# KEYS: of the states. ARGV: TTL in ms, channel, values. A full Redis refuses values, and still
+# passes them on.
 _PUT = f"""
 local refused
-local held = {{}}
-for i = 1, #KEYS / 2 do
-  if ARGV[1] == '' or redis.call('GET', KEYS[2 * i - 1]) == ARGV[1] then
-    local value = ARGV[3 + i]
-    local set = redis.pcall('SET', KEYS[2 * i], value, 'PX', ARGV[2])
-    if set.err then refused = set end
-    held[#held + 1] = value
-  end
+for i, key in ipairs(KEYS) do
+  local set = redis.pcall('SET', key, ARGV[2 + i], 'PX', ARGV[1])
+  if set.err then refused = set end
 end
-for first = 1, #held, {_IN_A_MESSAGE} do
-  local last = math.min(first + {_IN_A_MESSAGE} - 1, #held)
+for first = 1, #KEYS, {_IN_A_MESSAGE} do
+  local last = math.min(first + {_IN_A_MESSAGE} - 1, #KEYS)
   local head = '\\220' .. string.char(0, last - first + 1)  -- sealed_list
-  redis.call('PUBLISH', ARGV[3], head .. table.concat(held, '', first, last))
+  redis.call('PUBLISH', ARGV[2], head .. table.concat(ARGV, '', 2 + first, 2 + last))
 end
 return refused
-"""
-
-# KEYS: of each replica its lease, its state, its blocks and what is known of its KV events. ARGV:
-# the poller that removes it (empty: whoever has the lease), channel, messages. Whoever has the
-# lease meanwhile scrapes it.
-_REMOVE = """
-for i = 1, #KEYS / 4 do
-  local holder = redis.call('GET', KEYS[4 * i - 3])
-  if ARGV[1] == '' or not holder or holder == ARGV[1] then
-    redis.call('DEL', KEYS[4 * i - 2], KEYS[4 * i - 1], KEYS[4 * i])
-    redis.call('PUBLISH', ARGV[2], ARGV[2 + i])
-  end
-end
 """
 
 # KEYS: states. A key that is missing or holds no string gives nil, as with MGET.
@@ -96,38 +77,36 @@ return {values, left}
 
 class StateWriter:
     """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers, each
-    in one round trip. A ``poller`` writes only what it holds the lease on.
+    in one round trip.
 
     Each method raises RedisError where Redis did not take all of it.
     """
 
-    def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:
+    def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
         self._redis = redis
         self._keys = Keys(pool)
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        self._poller = poller
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
         """Write and announce the states; each lives for the TTL."""
         if not states:
             return
-        kinds = (self._keys.lease, self._keys.replica)
-        keys = [kind + state.id for state in states for kind in kinds]
+        keys = [self._keys.replica + state.id for state in states]
         values = [PUT.seal(Put(state)) for state in states]
-        options = (self._poller, self._ttl_ms, self._keys.changes)
+        options = (self._ttl_ms, self._keys.changes)
         async with in_time():
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        """Delete what is known of them and announce it; not of what another poller has."""
+        """Delete what is known of them and announce it."""
         if not replicas:
             return
         of = self._keys
-        kinds = (of.lease, of.replica, of.blocks, of.kv_stream)
-        keys = [kind + replica for replica in replicas for kind in kinds]
-        messages = [sealed_list(REMOVED.seal(Removed(replica))) for replica in replicas]
-        async with in_time():
-            await self._redis.eval(_REMOVE, len(keys), *keys, self._poller, of.changes, *messages)
+        async with in_time(), self._redis.pipeline() as pipe:
+            for replica in replicas:
+                pipe.delete(*(key + replica for key in (of.replica, of.blocks, of.kv_stream)))
+                pipe.publish(of.changes, sealed_list(REMOVED.seal(Removed(replica))))
+            await pipe.execute()
 
 
 class StateReader(ChannelReader[Change]):

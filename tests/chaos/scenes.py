@@ -76,6 +76,13 @@ SCENES = (
     Scene("router-killed", _kill("router-2"), 5.0, _start("router-2"), _routes("router-2")),
     Scene("poller-killed", _kill("poller"), 0.0, _nothing, _fresh, tidy=_start("poller")),
     Scene(
+        "poller-stopped",
+        _signal("poller", signal.SIGSTOP),
+        5.0,
+        _signal("poller", signal.SIGCONT),
+        _fresh,
+    ),
+    Scene(
         "router-stopped",
         _signal("router", signal.SIGSTOP),
         5.0,

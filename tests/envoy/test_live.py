@@ -16,7 +16,7 @@ from extproc.config import Config
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
-from extproc.share import leases
+from extproc.share import owners
 from extproc.share.connection import connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, Stack, patient
@@ -44,9 +44,9 @@ def plain(settings: Config) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def leases_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def heartbeats_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a machine is busy is no reason to take a poller for dead."""
-    monkeypatch.setattr(leases, "LIFE_S", 60.0)
+    monkeypatch.setattr(owners, "LIFE_S", 60.0)
 
 
 @pytest.fixture

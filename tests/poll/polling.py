@@ -63,6 +63,7 @@ class Seen:
     def __init__(self) -> None:
         self.states: dict[str, ReplicaState] = {}
         self.history: list[ReplicaState] = []  # all that were pushed
+        self.removed: list[str] = []
         self._changed = asyncio.Event()
 
     async def follow(self, settings: Config) -> None:
@@ -79,6 +80,7 @@ class Seen:
                         self.history.append(state)
                     case Removed(replica_id):
                         self.states.pop(replica_id, None)
+                        self.removed.append(replica_id)
                 self._changed.set()
 
     async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:

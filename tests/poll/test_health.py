@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 
 from extproc.poll.into_redis import Health
 from extproc.share.connection import outage as outage_of
-from extproc.share.leases import Leases
+from extproc.share.owners import Owners
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling
@@ -48,13 +48,13 @@ async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redi
     health = Health(["one"], clock)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
     outage = outage_of(redis_client)
-    leases = Leases(redis_client, "one", "poller", outage, clock)
-    health.watch("one", leases, outage, list)
+    owners = Owners(redis_client, "one", "poller", outage, clock)
+    health.watch("one", owners, outage, list)
     clock.advance(60)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
-    await leases.tend(["10.0.0.1:8000"])
+    await owners.beat(["10.0.0.1:8000"])
     assert (health.live(), health.ready()) == ("", "")
     clock.advance(12)
     assert health.live() == health.ready() == "pool one: no round of its replicas for 12 s"
-    await leases.tend(["10.0.0.1:8000"])
+    await owners.beat(["10.0.0.1:8000"])
     assert (health.live(), health.ready()) == ("", "")

@@ -3,30 +3,26 @@
 import asyncio
 import signal
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from redis.asyncio import Redis
-from redis.utils import str_if_bytes
 
 from extproc.config import Config
-from extproc.lab.harness.processes import Process, free_port
+from extproc.lab.harness.processes import Process
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
-from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
-from tests.conftest import Logged, RedisServer
+from tests.conftest import RedisServer
 from tests.poll.polling import Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text
-from tests.waiting import PATIENCE_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
-
-Owners = dict[str, str]  # replica → the poller that holds its lease
 
 
 @asynccontextmanager
@@ -41,26 +37,33 @@ async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Pro
     file = directory / "extproc.yaml"
     file.write_text(settings.model_dump_json(exclude_unset=True))
     argv: list[str | Path] = [sys.executable, "-m", "extproc", "poll", "--config", file]
-    admin = ["--poll.admin", f"127.0.0.1:{free_port()}"]
-    async with await Process.start("poller", [*argv, *admin], log=directory / "log") as process:
+    async with await Process.start("poller", argv, log=directory / "log") as process:
         yield process
 
 
-async def leases(redis: Redis, replicas: list[Replica], holds: Callable[[Owners], bool]) -> Owners:
-    """Wait until this is true of the leases."""
-    keys = [Keys("default").lease + replica.id for replica in replicas]
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            values = zip(replicas, await redis.mget(keys), strict=True)
-            owners = {replica.id: str_if_bytes(owner) for replica, owner in values if owner}
-            if holds(owners):
-                return owners
-            await asyncio.sleep(0.02)
+async def shared(count: int, *pollers: Config) -> list[int]:
+    """Waits until each of so many replicas has one poller; returns how many each poller has."""
+    parts: list[int] = []
+
+    async def are_shared() -> bool:
+        parts[:] = [await replicas_of(poller) for poller in pollers]
+        return sum(parts) == count
+
+    await until(are_shared)
+    return parts
 
 
-def shared(*counts: int) -> Callable[[Owners], bool]:
-    """Whether pollers hold so many each."""
-    return lambda owners: sorted(Counter(owners.values()).values()) == sorted(counts)
+async def replicas_of(poller: Config) -> int:
+    begin = 'extproc_poll_replicas{pool="default"} '
+    with suppress(aiohttp.ClientConnectionError):
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{poller.poll.admin}/metrics") as response,
+        ):
+            for line in (await response.text()).splitlines():
+                if line.startswith(begin):
+                    return round(float(line.removeprefix(begin)))
+    return 0
 
 
 async def fresh(seen: Seen, replicas: list[Replica]) -> None:
@@ -81,20 +84,18 @@ def counting(first: int = 1) -> Handler:
     return answer
 
 
-async def test_three_pollers_share_the_replicas_and_one_that_stops_leaves_its_part(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_pollers_that_come_and_go_share_the_replicas(redis_server: RedisServer) -> None:
     async with several(6) as replicas:
         first, second, third = (config(redis_server, *replicas) for _ in range(3))
         async with watching(first) as seen:
-            await leases(redis_client, replicas, shared(6))
+            assert await shared(6, first) == [6]
             async with polling(second):
-                await leases(redis_client, replicas, shared(3, 3))
+                await shared(6, first, second)
                 async with polling(third):
-                    await leases(redis_client, replicas, shared(2, 2, 2))
+                    await shared(6, first, second, third)
                     await fresh(seen, replicas)
-                await leases(redis_client, replicas, shared(3, 3))
-            await leases(redis_client, replicas, shared(6))
+                await shared(6, first, second)
+            await shared(6, first)
             await fresh(seen, replicas)
 
 
@@ -103,7 +104,7 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
 ) -> None:
     learned = PROFILES[DEFAULT_PROFILE].step.slowed(1.5)
     async with several(4) as replicas:
-        settings = config(redis_server, *replicas)
+        settings, others = (config(redis_server, *replicas) for _ in range(2))
         writer = StateWriter(redis_client, "default", ttl_s=60)
         known = (
             ReplicaState(
@@ -116,13 +117,13 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
             for replica in replicas
         )
         await writer.put(list(known))
-        async with poller_process(settings, tmp_path) as other:
-            await leases(redis_client, replicas, shared(4))
+        async with poller_process(others, tmp_path) as other:
+            await shared(4, others)
             async with watching(settings) as seen:
-                await leases(redis_client, replicas, shared(2, 2))
+                await shared(4, others, settings)
                 await fresh(seen, replicas)
                 await other.kill()
-                await leases(redis_client, replicas, shared(4))
+                await shared(4, settings)
                 await fresh(seen, replicas)
                 for replica in replicas:
                     state = seen.states[replica.id]
@@ -133,10 +134,10 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
 
 
 async def test_a_poller_that_was_stopped_publishes_nothing_it_saw_before(
-    redis_server: RedisServer, redis_client: Redis, tmp_path: Path
+    redis_server: RedisServer, tmp_path: Path
 ) -> None:
     async with several(2) as replicas:
-        settings = config(redis_server, *replicas)
+        settings, others = (config(redis_server, *replicas) for _ in range(2))
         asked, stopped = asyncio.Event(), asyncio.Event()
 
         async def late(_: web.Request) -> web.Response:
@@ -144,8 +145,8 @@ async def test_a_poller_that_was_stopped_publishes_nothing_it_saw_before(
             await stopped.wait()
             return web.Response(text=page(steps=50))
 
-        async with poller_process(settings, tmp_path) as other:
-            await leases(redis_client, replicas, shared(2))
+        async with poller_process(others, tmp_path) as other:
+            await shared(2, others)
             for replica in replicas:
                 asked.clear()
                 replica.answers["/metrics"] = late
@@ -156,9 +157,8 @@ async def test_a_poller_that_was_stopped_publishes_nothing_it_saw_before(
             async with watching(settings) as seen:
                 await seen.until(lambda states: len(states) == 2 and min_steps(states) > 100)
                 other.signal(signal.SIGCONT)
-                owners = await leases(redis_client, replicas, shared(1, 1))
+                await shared(2, others, settings)
                 await fresh(seen, replicas)
-                assert len(set(owners.values())) == 2
                 assert 50 not in [state.steps for state in seen.history]
 
 
@@ -167,18 +167,15 @@ def min_steps(states: dict[str, ReplicaState]) -> float:
 
 
 async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
-    redis_server: RedisServer,
-    redis_client: Redis,
-    logged: Logged,
-    monkeypatch: pytest.MonkeyPatch,
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.share.leases.LIFE_S", 60.0)  # so long each claims its own
-    async with several(4) as replicas:
+    monkeypatch.setattr("extproc.share.owners.LIFE_S", 60.0)  # so long each keeps its own
+    async with several(12) as replicas:
         first, second = (config(redis_server, *replicas) for _ in range(2))
         async with watching(first) as seen, polling(second):
-            before = await leases(redis_client, replicas, shared(2, 2))
-            while not any(line["lost"] for line in logged.lines("replicas to scrape changed")):
-                await fresh(seen, replicas)  # one has noticed that the other took half
+            before = [0]
+            while not all(before):
+                before[:] = await shared(12, first, second)
             await redis_server.kill()
             for replica in replicas:  # nobody waits for Redis
                 replica.asked.clear()
@@ -186,5 +183,26 @@ async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
             replicas[0].answers["/metrics"] = text(page(running=77))
             await redis_server.start()
             await seen.replica(replicas[0], lambda state: state.running == 77)
-            async with connect(redis_server.url, "default") as redis:
-                assert await leases(redis, replicas, lambda owners: len(owners) == 4) == before
+            await fresh(seen, replicas)
+            assert await shared(12, first, second) == before
+
+
+async def test_what_any_poller_lists_is_scraped_and_no_more(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    async with several(8) as replicas:
+        ids = [replica.id for replica in replicas]
+        file.write_text(str(ids[:6]))
+        first, second = (
+            config(redis_server, replicas_file=file),
+            config(redis_server, *replicas[4:]),
+        )
+        async with watching(first) as seen, polling(second):
+            await shared(8, first, second)
+            await fresh(seen, replicas)
+            file.write_text(str(ids[1:4]))
+            await seen.until(lambda states: ids[0] not in states)
+            await shared(7, first, second)
+            await fresh(seen, replicas[1:])
+        assert seen.removed == ids[:1]

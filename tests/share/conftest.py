@@ -24,8 +24,7 @@ from tests.share.servers import command
 from tests.waiting import PATIENCE_S
 
 ACL = (
-    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction +time "
-    "-@dangerous"
+    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction -@dangerous"
 )
 """The rule in docs/operations.md, for the pool ``test``."""
 

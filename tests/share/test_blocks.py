@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 
 from extproc.fleet.held_blocks import NUMBERS, BlockNews
@@ -71,9 +72,9 @@ Tell = Callable[..., Awaitable[set[str]]]
 
 
 @asynccontextmanager
-async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
+async def poller(url: str) -> AsyncIterator[Tell]:
     async with connect(url, "test") as redis:
-        writer = BlockWriter(redis, "test", name)
+        writer = BlockWriter(redis, "test")
 
         async def tell(new: BlockNews, held: BlockNews | None = None, number: int = 1) -> set[str]:
             return await writer.tell({replica(number): (new, held)})
@@ -81,15 +82,8 @@ async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
         yield tell
 
 
-async def lease(client: Redis, name: str = "mine") -> None:
-    for number in (1, 2):
-        await client.set(Keys("test").lease + replica(number), name)
-
-
 @pytest.fixture
-async def tell(redis_server: RedisServer, redis_client: Redis) -> AsyncIterator[Tell]:
-    """A poller that has the lease."""
-    await lease(redis_client)
+async def tell(redis_server: RedisServer) -> AsyncIterator[Tell]:
     async with poller(redis_server.url) as tell:
         yield tell
 
@@ -106,7 +100,6 @@ async def heard(redis_server: RedisServer, tell: Tell) -> AsyncIterator[Router]:
 async def test_blocks_reach_present_and_later_routers(
     limited_url: str, redis_client: Redis
 ) -> None:
-    await lease(redis_client)
     async with poller(limited_url) as tell, router(limited_url) as first:
         assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
         assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
@@ -127,30 +120,25 @@ async def test_blocks_reach_present_and_later_routers(
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
 
 
-async def test_poller_without_lease_tells_no_blocks(
-    redis_server: RedisServer, redis_client: Redis
+async def test_news_of_poller_before_are_skipped(
+    redis_server: RedisServer, tell: Tell, heard: Router
 ) -> None:
-    await lease(redis_client, "another")
-    url = redis_server.url
-    async with poller(url) as late, poller(url, "another") as tell, router(url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        assert await late(whole(1, {2}), whole(1, {2})) == {replica(1)}
-        await tell(news(2, {3}))
-        await one.holds({1, 3})
+    before = structs.replace(news(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
+    await tell(before)
+    await tell(news(2, {2}))
+    await heard.holds({1, 2})
+    async with router(redis_server.url) as later:
+        await later.holds({1, 2})
 
 
 async def test_kv_stream_state_passes_to_next_poller(
-    redis_server: RedisServer, redis_client: Redis
+    redis_client: Redis,
 ) -> None:
-    async with connect(redis_server.url, "test") as redis:
-        mine, another = (BlockWriter(redis, "test", name) for name in ("mine", "another"))
-        assert await mine.load(replica(1)) == b""
-        await lease(redis_client)
-        await mine.save(replica(1), b"known")
-        await another.save(replica(1), b"what it knew when it had the lease")
-        assert await another.load(replica(1)) == b"known"
-        assert await mine.load(replica(2)) == b""
+    writer = BlockWriter(redis_client, "test")
+    assert await writer.load(replica(1)) == b""
+    await writer.save(replica(1), b"known")
+    assert await writer.load(replica(1)) == b"known"
+    assert await writer.load(replica(2)) == b""
     assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
 
 
@@ -161,11 +149,9 @@ async def test_removed_replica_leaves_no_blocks(
     async with connect(redis_server.url, "test") as redis:
         await tell(whole(1, {1}), whole(1, {1}))
         await tell(whole(1, {1}), whole(1, {1}), number=2)
-        await BlockWriter(redis, "test", "mine").save(replica(1), b"known")
+        await BlockWriter(redis, "test").save(replica(1), b"known")
         assert await redis_client.exists(*keys) == 2
-        await StateWriter(redis, "test", 10, "another").remove([replica(1)])
-        assert await redis_client.exists(*keys) == 2
-        await StateWriter(redis, "test", 10, "mine").remove([replica(1)])
+        await StateWriter(redis, "test", 10).remove([replica(1)])
     assert await redis_client.exists(*keys) == 0
     assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 

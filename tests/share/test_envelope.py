@@ -17,6 +17,7 @@ from extproc.share.blocks import BLOCKS, NewsOfReplica
 from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
 from extproc.share.envelope import VERSION, Kind, Skips, sealed_list
+from extproc.share.owners import HEARTBEAT, Heartbeat
 from extproc.share.replicas import PUT, REMOVED, Put, Removed
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
@@ -30,6 +31,7 @@ MESSAGES: list[tuple[Kind[Any], Any]] = [
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
     (BLOCKS, NewsOfReplica("10.0.0.1:8000", BlockNews(2, 1, 16, KEYS, KEYS[:1]))),
     (DRAIN, Drain(True)),
+    (HEARTBEAT, Heartbeat(("10.0.0.1:8000",))),
 ]
 KINDS = [kind for kind, _ in MESSAGES]
 
@@ -163,6 +165,7 @@ def test_message_fields_match_version() -> None:
         "blocks": "replica news",
         "news": "number previous block_size stored removed",
         "drain": "drains",
+        "heartbeat": "replicas",
         "state": (
             "id name profile learned measured models listed adapters max_loras adapters_in_use "
             "max_model_len takes_priority by_priority healthy problem draining unanswered_s "

@@ -32,8 +32,8 @@ async def test_state_reader_gets_present_and_later_states(
         assert await following() == Snapshot((A,))
         await writer.put([A, B])
         assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove([A.id])
-        assert await following() == Removed(A.id)
+        await writer.remove([A.id, "10.0.0.9:8000"])
+        assert [await following(), await following()] == [Removed(A.id), Removed("10.0.0.9:8000")]
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((B,))
 
@@ -48,24 +48,6 @@ async def test_unrefreshed_state_expires(
         while await redis_client.exists(Keys("test").replica + A.id):
             pass
         assert await following() == Snapshot(())
-
-
-async def test_state_of_other_poller_is_not_removed(redis_client: Redis, following: Next) -> None:
-    before, now = (StateWriter(redis_client, "test", ttl_s=60, poller=name) for name in "ab")
-    lease = Keys("test").lease + A.id
-    await redis_client.set(lease, "b")
-    await now.put([A])
-    assert await following() == Put(A)
-    await before.remove([A.id])
-    await now.put([A])
-    assert await following() == Put(A)
-    await now.remove([A.id])
-    assert await following() == Removed(A.id)
-    await now.put([A])
-    assert await following() == Put(A)
-    await redis_client.delete(lease)
-    await before.remove([A.id, B.id])
-    assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
 
 
 async def test_state_age_comes_from_redis_ttl(

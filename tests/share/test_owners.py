@@ -1,0 +1,219 @@
+"""Which poller scrapes which replica, through a real Redis."""
+
+import asyncio
+from collections.abc import Collection
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from extproc.share import owners
+from extproc.share.connection import Keys, connect, outage
+from extproc.share.owners import Owners, Part, living
+from tests.conftest import Logged, RedisServer
+from tests.fakes import ManualClock
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.process
+
+POOL = "test"
+TEN = frozenset(f"10.0.0.{number}:8000" for number in range(10))
+LIFE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat ends because this machine is busy."""
+    monkeypatch.setattr(owners, "LIFE_S", LIFE_S)
+
+
+class Poller:
+    """A poller's heartbeats, and its last part."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        name: str,
+        listed: Collection[str] = TEN,
+        clock: ManualClock | None = None,
+    ) -> None:
+        self.name = name
+        self.listed = listed
+        self.part = Part(frozenset())
+        self.owners = Owners(redis, POOL, name, outage(redis), clock or ManualClock())
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        return self.part.replicas
+
+    async def beat(self) -> Part:
+        self.part = await self.owners.beat(self.listed)
+        return self.part
+
+
+async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
+    """Returns who has each replica; fails where two do."""
+    for _ in range(rounds):
+        for each in pollers:
+            await each.beat()
+    has = {replica: each for each in pollers for replica in each.replicas}
+    assert len(has) == sum(len(each.replicas) for each in pollers), "two have one"
+    return has
+
+
+async def test_single_poller_has_all_replicas(redis_client: Redis) -> None:
+    assert await Poller(redis_client, "a").beat() == Part(TEN)
+    for key in (Keys(POOL).poller + "a", Keys(POOL).pollers):
+        assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+async def test_poller_that_comes_or_goes_moves_no_replica_but_its_own(
+    redis_client: Redis, count: int
+) -> None:
+    pollers = [Poller(redis_client, str(number)) for number in range(count)]
+    before = await beats(pollers[0])
+    for joined in range(2, count + 1):
+        now = await beats(*pollers[:joined])
+        newcomer = pollers[joined - 1]
+        assert {one for one in TEN if now[one] != before[one]} == newcomer.replicas
+        before = now
+    assert before.keys() == TEN
+    gone = pollers.pop(0)
+    await gone.owners.release()
+    now = await beats(*pollers)
+    assert now.keys() == TEN
+    assert {one for one in TEN if now[one] != before[one]} == gone.replicas
+
+
+async def test_many_replicas_are_shared_about_equally(redis_client: Redis) -> None:
+    many = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(1000)]
+    pollers = [Poller(redis_client, name, many) for name in "abcd"]
+    await beats(*pollers)
+    assert all(200 <= len(each.replicas) <= 300 for each in pollers)
+
+
+async def test_pollers_have_the_union_of_their_lists(redis_client: Redis) -> None:
+    listed = sorted(TEN)
+    a, b, c = (
+        Poller(redis_client, name, part)
+        for name, part in {"a": listed[:7], "b": listed[5:], "c": listed[2:3]}.items()
+    )
+    has = await beats(a, b, c)
+    assert has.keys() == TEN
+    assert all(one in each.listed for one, each in has.items())
+    assert a.part.listed_by_others == {*listed[5:], listed[2]}
+    b.listed = listed[9:]
+    assert (await beats(a, b, c)).keys() == {*listed[:7], listed[9]}
+
+
+async def test_newcomer_leaves_what_others_have_for_one_heartbeat(redis_client: Redis) -> None:
+    a, b = Poller(redis_client, "a"), Poller(redis_client, "b", [*TEN, "10.0.1.1:8000"])
+    await a.beat()
+    assert (await b.beat()).replicas == {"10.0.1.1:8000"}
+    kept = (await a.beat()).replicas
+    assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - kept
+
+
+async def test_replicas_of_dead_poller_are_taken(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    await beats(a, b)
+    assert b.replicas < TEN
+    with monkeypatch.context() as soon:
+        soon.setattr(owners, "LIFE_S", 0.1)
+        await a.beat()
+    async with asyncio.timeout(PATIENCE_S):
+        while b.replicas != TEN:  # a never comes again
+            await b.beat()
+    await b.beat()
+    assert await redis_client.smembers(Keys(POOL).pollers) == {b"b"}
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_poller_that_stood_still_is_a_newcomer(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(owners, "BEAT_S", 0.0)
+    clock = ManualClock()
+    async with connect(redis_server.url, POOL) as redis:
+        a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
+        before = await beats(a, b)
+        watching = asyncio.create_task(a.owners.watch())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            clock.advance(LIFE_S - 1)
+        assert not a.owners.stood_still
+        clock.advance(LIFE_S + 1)
+        await until(lambda: a.owners.stood_still)
+        watching.cancel()
+        if not there:
+            await redis_server.kill()
+            assert (await a.beat()).stood_still
+            await redis_server.start()
+            await b.beat()
+        assert await a.beat() == Part(frozenset(), listed_by_others=TEN, stood_still=there)
+        assert not a.owners.stood_still
+        assert await beats(b, a, rounds=1) == before
+        assert not a.part.stood_still
+
+
+async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
+    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    await beats(a, b)
+    await redis_client.config_resetstat()
+    await a.beat()
+    stats = await redis_client.info("commandstats")
+    calls = {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
+    calls.pop("config|resetstat")
+    assert calls == {"pexpire": 2, "set": 1, "sadd": 1, "smembers": 1, "mget": 1}
+
+
+async def test_pollers_keep_their_parts_when_redis_comes_back_empty(
+    redis_server: RedisServer, logged: Logged
+) -> None:
+    clock = ManualClock()
+    async with connect(redis_server.url, POOL) as redis:
+        a, b = (Poller(redis, name, clock=clock) for name in "ab")
+        before = await beats(a, b)
+        await redis_server.kill()
+        assert await beats(a, b) == before
+        await redis_server.start()
+        part = await a.beat()
+        assert part.redis_forgot
+        assert part.replicas == {one for one, each in before.items() if each is a}
+        assert await beats(a, b) == before
+        assert not a.part.redis_forgot
+        await b.owners.release()
+        clock.advance(LIFE_S)
+        assert (await a.beat()).replicas == TEN
+
+
+async def test_poller_that_starts_without_redis_has_nothing(stopped_redis: RedisServer) -> None:
+    async with connect(stopped_redis.url, POOL) as redis:
+        assert await Poller(redis, "a").beat() == Part(frozenset())
+
+
+async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redis) -> None:
+    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    await beats(a)
+    await redis_client.config_set("maxmemory", 1)
+    await redis_client.pexpire(Keys(POOL).poller + "a", 30_000)
+    assert await beats(a, b) == dict.fromkeys(TEN, a)
+    assert await redis_client.pttl(Keys(POOL).poller + "a") > 30_000
+    await redis_client.config_set("maxmemory", 0)
+    assert len({each.name for each in (await beats(a, b)).values()}) == 2
+
+
+async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
+    assert await living(redis_client, POOL) == []
+    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    await beats(a, b)
+    await redis_client.sadd(Keys(POOL).pollers, "dead")
+    assert await living(redis_client, POOL) == ["a", "b"]
+    await a.owners.release()
+    assert await living(redis_client, POOL) == ["b"]
+    await redis_server.kill()
+    with pytest.raises((RedisError, OSError)):
+        await living(redis_client, POOL)
