@@ -1,15 +1,148 @@
 """Admission: a request goes now, waits, is left to Envoy or is refused."""
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 from extproc.predict.inputs import least
+from extproc.proxy.exchange import Exchange
+from extproc.proxy.headers import Asked
 from extproc.proxy.services import Services
 from extproc.request.errors import NoModel, NoReplica, Saturated
+from extproc.request.inspect import inspect
+from extproc.request.media import of_length
+from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
+from extproc.route.waiting import Waiting
 
 NONE_READY = "no replica is ready to serve this request"
+Decide = Callable[..., Decision | None]
 
 
-def check_model(services: Services, profile: RequestProfile) -> None:
+async def choose(
+    exchange: Exchange, phase: str, asked: Asked, partial: bool = False, large_for: str = ""
+) -> bytes:
+    """Has a replica chosen by the headers and by what is held of the body, which then is what that
+    replica gets; returns the reply to the phase.
+
+    Args:
+        exchange: the request.
+        phase: which the reply is to.
+        asked: the headers.
+        partial: the body is longer than what is held.
+        large_for: a model, where the body's length is to do, and Envoy keeps the body.
+
+    Raises:
+        Refusal: it is not to be served.
+        Left: the client left while the request waited.
+    """
+    started = exchange.services.clock()
+    profile = _profile(exchange, asked, partial, large_for)
+    decision = await _dispatch(exchange, asked, profile, started)
+    return exchange.reply(phase, decision, partial, leave_body=large_for != "")
+
+
+def _profile(exchange: Exchange, asked: Asked, partial: bool, large_for: str) -> RequestProfile:
+    services = exchange.services
+    if large_for:
+        profile = of_length(asked.endpoint, asked.length or 0, large_for, services.tokens)
+    else:
+        profile = inspect(
+            asked.endpoint,
+            exchange.body.data,
+            services.tokens,
+            partial=partial,
+            content_length=asked.length,
+            model_of=lambda name, previous: services.router.model(
+                name, previous, exchange.subset, asked.session
+            ),
+        )
+    objective = _objective(services, asked, profile)
+    if asked.tenant or asked.session or objective is not NO_OBJECTIVE:
+        session = session_key(asked.session, profile.model) if asked.session else ""
+        return replace(profile, tenant=asked.tenant, session=session, objective=objective)
+    return profile
+
+
+def _objective(services: Services, asked: Asked, profile: RequestProfile) -> Objective:
+    hold = services.config.hold
+    found = hold.objective(asked.objective, asked.tenant, profile.asked, profile.model)
+    if not (told := asked.targets):
+        return found
+    ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
+    return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+async def _dispatch(
+    exchange: Exchange, asked: Asked, profile: RequestProfile, started: float
+) -> Decision | None:
+    """Books the request on the replica that is best now, or after it waited; None: Envoy chooses.
+
+    A body for which there is no memory does not wait. ``started``: when the router had all that it
+    decides by.
+    """
+    services = exchange.services
+    told, router = not exchange.unseen, services.router
+    decide = partial(router.decide, profile, asked.policy, exchange.subset, told)
+    decision = decide()
+    _check_model(services, profile)
+    if decision is None:
+        _check_fallback(services, profile, exchange.has_fallback)
+    else:
+        services.demand.came(decision)
+        if _has_to_wait(services, decision) and services.body_memory.free >= 0:
+            return await _wait(exchange, asked, decision, decide)
+    exchange.book(asked, decision)
+    services.metrics.decision_seconds.observe(services.clock() - started)
+    return decision
+
+
+async def _wait(
+    exchange: Exchange, asked: Asked, decision: Decision, decide: Decide
+) -> Decision | None:
+    """Has it wait for a replica; the queue books it there in the moment in which it may go."""
+    services, since = exchange.services, exchange.services.clock()
+    outcome: asyncio.Future[Decision | Exception | None]
+    outcome = asyncio.get_running_loop().create_future()
+    at_once = True
+
+    def go(found: Decision | Exception | None) -> None:
+        waited = 0.0 if at_once else services.clock() - since
+        try:
+            if found is None:
+                _check_fallback(services, one.profile, exchange.has_fallback)
+            if not isinstance(found, Exception):
+                exchange.book(asked, found, waited, one.why)
+        except Exception as error:  # this request's alone
+            found = error
+        outcome.set_result(found)
+
+    def decide_anew() -> Decision | None:
+        so_far = services.clock() - since
+        decision = decide(waited=so_far)
+        if decision is not None:
+            _refuse_late(services, decision, so_far)
+        return decision
+
+    one = Waiting(decision, since, decide_anew, go)
+    services.queue.enter(one)
+    at_once = False
+    try:
+        if not outcome.done():
+            await exchange.waits(outcome, one.why)
+    finally:
+        if not outcome.done():
+            services.queue.gave_up(one, not exchange.full_duplex)
+            exchange.ends_here("gave_up")
+    found = outcome.result()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _check_model(services: Services, profile: RequestProfile) -> None:
     """Nothing, where any replica may know the model.
 
     Raises:
@@ -22,7 +155,7 @@ def check_model(services: Services, profile: RequestProfile) -> None:
         raise NoModel(profile.asked, fleet.members.models)
 
 
-def check_fallback(services: Services, profile: RequestProfile, has_one: bool) -> None:
+def _check_fallback(services: Services, profile: RequestProfile, has_one: bool) -> None:
     """Nothing, where Envoy may choose.
 
     ``has_one``: it has a choice of its own, among all replicas.
@@ -38,8 +171,8 @@ def check_fallback(services: Services, profile: RequestProfile, has_one: bool) -
         raise NoReplica(NONE_READY)
 
 
-def has_to_wait(services: Services, decision: Decision) -> bool:
-    """Whether it has to wait.
+def _has_to_wait(services: Services, decision: Decision) -> bool:
+    """Asks the queue.
 
     Raises:
         Saturated: its first token would come too late, or it is to be refused where it is late.
@@ -50,11 +183,11 @@ def has_to_wait(services: Services, decision: Decision) -> bool:
     if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
         late = f"the first token would come in {soonest:.0f} s"
         raise Saturated(f"every replica is busy: {late}", "saturated", max(wait, soonest - most))
-    refuse_late(services, decision, wait)
+    _refuse_late(services, decision, wait)
     return waits
 
 
-def refuse_late(services: Services, decision: Decision, waited: float) -> None:
+def _refuse_late(services: Services, decision: Decision, waited: float) -> None:
     """Nothing, unless it is to be refused where it misses a target, and would if it were sent so
     many seconds after it came.
 

@@ -2,106 +2,152 @@
 
 Its way through the code::
 
-    proxy/service.py      a gRPC stream opens: one request, in one of three protocols
-    proxy/exchange.py     what Envoy tells of it, phase by phase, and what is answered
+    proxy/service.py      a gRPC stream opens: one request
+    proxy/stream.py       the coroutine, in one of three protocols
+    proxy/exchange.py     its steps
     proxy/headers.py      its headers
     request/inspect.py    its body: model, prompt tokens, output bound, prefix
     route/router.py       a prediction for every replica, a policy's choice
     proxy/admission.py    is it taken?
     route/queue.py        it waits, where no replica could carry it to its end
-    fleet/fleet.py        the replica's ledger, until the stream closes
+    proxy/in_flight.py    the replica's ledger, until the stream closes
     proxy/messages.py     the choice, as Envoy takes it
-
-The protocols are in ``protocols.py``.
 """
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Container, Mapping
+from typing import Any
 
 from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
-from extproc.proxy import admission, messages
-from extproc.proxy.headers import Asked, model_list
+from extproc.proxy import messages
+from extproc.proxy.body_memory import Body
+from extproc.proxy.call import Call, Left
+from extproc.proxy.headers import Asked, asked_by, model_list
 from extproc.proxy.in_flight import InFlight
-from extproc.proxy.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
-from extproc.request.errors import NoReplica, Refusal, Saturated, error_body
-from extproc.request.inspect import inspect
-from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
+from extproc.request.errors import NoReplica, Refusal, error_body
 from extproc.request.profile import RequestProfile
 from extproc.request.rewrite import rename, with_priority
 from extproc.route.router import Decision
-from extproc.route.waiting import Waiting
 
 HUNG = "the replica that had this request hangs: send it again"
-Sent = Callable[[Decision | None], Iterable[bytes]]
-"""The replies that say where a request goes; by no decision, where Envoy chooses."""
-Replied = Callable[[bytes, bytes], Iterable[bytes]]
-"""The replies to a phase, of that which says where it goes, and the body for the replica."""
-
-
-def _alone(reply: bytes, body: bytes) -> Iterable[bytes]:
-    return [reply]
 
 
 class Exchange:
-    """Owns a request for its whole life: profiles it, has its replica chosen, and keeps what is in
-    flight until the stream closes.
+    """A request for its whole life: it is profiled, a replica is chosen, and it is in flight until
+    the stream closes."""
 
-    How a request comes in is up to the protocol; what is here is the same in each. Phases may come
-    in any order; each is answered as it is, and one that is unknown with a continue.
-    """
-
-    has_fallback = True  # whether Envoy has a choice of its own where the router makes none
-    is_timed = True  # whether Envoy waits for a reply no longer than it was told
-
-    def __init__(self, services: Services, first: ProcessingRequest) -> None:
-        """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
-        self._services = services
-        told, config = first.HasField("protocol_config"), first.protocol_config
-        self._body_mode = config.request_body_mode if told else None
-        """None: an older Envoy does not tell."""
-        self._response_body_mode = config.response_body_mode
-        self._subset = messages.subset_of(first)
-        """The only endpoints that may be chosen, where a gateway says so."""
-        self._endpoint: Endpoint | None = None  # whose form errors have
-        self._unseen = False  # whether Envoy was told not to tell of the response
+    def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
+        """``trace``: of the request, where it is sampled."""
+        self.services = services
+        self.body = Body(services.body_memory)
+        self.body_mode: int | None = None  # None: an older Envoy does not tell
+        self.body_first = False  # it comes before the headers
+        self.full_duplex = False  # a gateway's: it has no choice of its own, and patience
+        self.subset: frozenset[str] | None = None  # the only endpoints that a gateway allows
+        self.endpoint: Endpoint | None = None  # whose form errors have
+        self.unseen = False  # Envoy was told not to tell of the response
+        self._call = call
+        self._trace = trace
+        self._first: ProcessingRequest | None = None  # the first message, until it is answered
+        self._response_body_mode = messages.NONE
         self._in_flight: InFlight | None = None
-        self._held: Waiting | None = None  # where it waits for a replica
-        self._room = 0  # bytes of the room for bodies that are held
-        self.waiting: asyncio.Future[Iterable[bytes]] | None = None
-        """The replies that are still to come, where it does."""
-        self.trace: Trace | None = None  # where it is sampled
 
-    def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
-        """The replies to one message of the stream, in their order, as bytes."""
+    # -- messages ---------------------------------------------------------------------------
+
+    async def begin(self) -> bool:
+        """Reads of the first message how Envoy speaks; returns whether there is one."""
+        first = self._first = await self._call.read()
+        if first is None:
+            return False
+        if first.HasField("protocol_config"):
+            self.body_mode = first.protocol_config.request_body_mode
+            self._response_body_mode = first.protocol_config.response_body_mode
+        self.body_first = first.WhichOneof("request") == "request_body"
+        self.full_duplex = self.body_mode == messages.FULL_DUPLEX_STREAMED and not self.body_first
+        self.subset = messages.subset_of(first)
+        return True
+
+    def is_for(self, headers: Mapping[str, str]) -> Asked | None:
+        """The request by its headers; None where it makes no replica compute."""
+        asked = asked_by(headers, self.services.config)
+        self.endpoint = None if asked is None else asked.endpoint
+        return asked
+
+    async def answer(self, protocol: Callable[["Exchange"], Awaitable[None]]) -> None:
+        """Has the request sent to a replica, or refused."""
         try:
-            match request.WhichOneof("request"):
-                case "request_headers" if self._in_flight is None:
-                    return self._on_request_headers(request.request_headers)
-                case "request_body":
-                    return self._on_request_body(request)
-                case "request_trailers":
-                    return self._on_request_trailers()
-                case "response_headers":
-                    return [self._on_response_headers(request)]
-                case "response_body":
-                    return [self._on_response_body(request.response_body)]
-                case phase:
-                    return [messages.proceed(phase or "")]
-        except Refusal as error:
-            return self._refused(error)
+            await protocol(self)
+        except Refusal as refusal:
+            self.body.release()
+            reason = refusal.code or refusal.kind
+            self.services.metrics.refused.add(reason)
+            self.ends_here("refused", reason)
+            await self.write(refuse(refusal, self.endpoint))
+        except Left:
+            pass
+        finally:
+            self.body.release()
+
+    async def read(self, *phases: str) -> ProcessingRequest:
+        """The next message of these phases; those that come before it are answered as they are.
+
+        Raises:
+            Left: there is none.
+        """
+        while True:
+            message, self._first = self._first or await self._call.read(), None
+            if message is None:
+                raise Left
+            if message.WhichOneof("request") in phases:
+                return message
+            await self.write(self._reply_to(message))
+
+    async def pass_one(self) -> bool:
+        """Answers the next message as it is; returns whether there was one."""
+        if (message := await self._call.read()) is None:
+            return False
+        reply = self._reply_to(message)
+        del message  # it may be a body of many MB, and Envoy slow to read
+        await self.write(reply)
+        return True
+
+    async def write(self, reply: bytes) -> None:
+        await self._call.write(reply)
+
+    def take_body(self, message: ProcessingRequest) -> bool:
+        """Holds a body that comes in one piece; returns whether it is a whole one."""
+        self.body.add(message.request_body.body)
+        # Trailers may follow a whole one.
+        return message.request_body.end_of_stream or self.body_mode == messages.BUFFERED
+
+    def _reply_to(self, message: ProcessingRequest) -> bytes:
+        phase = message.WhichOneof("request") or ""
+        match phase:
+            case "request_body" if self.full_duplex:
+                return _passed(phase, message)
+            case "response_headers" if self._in_flight is not None:
+                reads = self._in_flight.answered(message)
+                # In full duplex the body comes anyway.
+                comes = message.response_headers.end_of_stream or self._returns_chunks
+                return messages.proceed(phase) if comes or not reads else messages.watch_response()
+            case "response_body":
+                if self._in_flight is not None:
+                    self._in_flight.chunk(message.response_body)
+                return _passed(phase, message) if self._returns_chunks else messages.proceed(phase)
+        return messages.proceed(phase)
+
+    @property
+    def _returns_chunks(self) -> bool:
+        return self._response_body_mode == messages.FULL_DUPLEX_STREAMED
+
+    # -- its end ----------------------------------------------------------------------------
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
-        self._leave_room()
-        if self._held is not None:
-            self._services.queue.gave_up(self._held, self.is_timed)
-            self._held = None
-            self._ends_here("gave_up")
         if self._in_flight is not None:
             self._end(self._in_flight)
 
@@ -110,259 +156,111 @@ class Exchange:
         takes it at any time: it answers the client, or breaks off an answer that has begun."""
         if self._in_flight is None or self._in_flight.served_by not in hung:
             return None
-        self._services.metrics.requests.add("lost")
+        self.services.metrics.requests.add("lost")
         self._end(self._in_flight, lost=True)
-        return refuse(NoReplica(HUNG), self._endpoint)
+        return refuse(NoReplica(HUNG), self.endpoint)
 
     def _end(self, one: InFlight, lost: bool = False) -> None:
         self._in_flight = None
         one.end(lost)
-        if self.trace is not None:
-            self.trace.answered(one.outcome)
+        if self._trace is not None:
+            self._trace.answered(one.outcome)
 
-    def _refused(self, error: Refusal) -> Iterable[bytes]:
-        reason = error.code or error.kind
-        self._services.metrics.refused.add(reason)
-        self._ends_here("refused", reason)
-        return [refuse(error, self._endpoint)]
+    def ends_here(self, result: str, error: str = "") -> None:
+        self.services.metrics.requests.add(result)
+        if self.services.recorder:
+            self.services.recorder.refused(error or result)
+        if self._trace is not None:
+            self._trace.ended(result, error)
 
-    def _ends_here(self, result: str, error: str = "") -> None:
-        self._services.metrics.requests.add(result)
-        if self._services.recorder:
-            self._services.recorder.refused(error or result)
-        if self.trace is not None:
-            self.trace.ended(result, error)
+    # -- the choice -------------------------------------------------------------------------
 
-    # -- the request ------------------------------------------------------------------------
+    @property
+    def has_fallback(self) -> bool:
+        """Envoy has a choice of its own, among all replicas, where the router makes none."""
+        return not self.full_duplex and self.subset is None
 
-    def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
-        return [messages.proceed("request_headers")]
+    @property
+    def only_model(self) -> str | None:
+        """The model of every request, where there is one and no name for it has to be read."""
+        services = self.services
+        return None if services.config.route.models else services.fleet.members.only_model
 
-    def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
-        return [messages.proceed("request_body")]
-
-    def _on_request_trailers(self) -> Iterable[bytes]:
-        return [messages.proceed("request_trailers")]
-
-    def _pass_on(self, phase: str, headers: Mapping[str, str]) -> bytes:
-        """The reply to what is no inference.
+    async def pass_on(
+        self, phase: str, headers: Mapping[str, str], to_any: Callable[[], bytes]
+    ) -> None:
+        """Answers what is no inference; ``to_any`` makes the reply to what any replica may get.
 
         What is about a stored response goes to the replica that holds it. A replica knows no name
         but its own, so where others are configured the list of models is not asked for there.
         """
-        services, path = self._services, headers.get(":path", "")
+        services, path = self.services, headers.get(":path", "")
         services.metrics.requests.add("passed")
         listed = headers.get(":method") == "GET" and lists_models(path)
+        holder = services.fleet.holder(stored_response_of(path))
         if listed and services.config.route.models and (members := services.fleet.members):
             listing = model_list(members.names, members, int(services.wall()))
-            return messages.answer(200, listing)
-        holder = services.fleet.holder(stored_response_of(path))
-        if holder is not None and (self._subset is None or holder in self._subset):
-            leave_body = phase == "request_headers" and self.has_fallback
-            return messages.send_to(phase, self._listed(holder, holder), leave_body)
-        return self._to_any(phase)
-
-    def _to_any(self, phase: str) -> bytes:
-        """The reply to what any replica may get."""
-        return messages.proceed(phase)
-
-    def _route(
-        self, phase: str, asked: Asked, body: bytes, partial: bool, replied: Replied = _alone
-    ) -> Iterable[bytes]:
-        """The replies to a phase, as far as they are known yet.
-
-        ``partial``: ``body`` is the beginning of a larger one.
-
-        Raises:
-            Refusal: it is not to be served.
-        """
-        services = self._services
-        started = services.clock()
-        profile = inspect(
-            asked.endpoint,
-            body,
-            services.tokens,
-            partial=partial,
-            content_length=asked.length,
-            model_of=lambda name, previous: services.router.model(
-                name, previous, self._subset, asked.session
-            ),
-        )
-
-        def sent(decision: Decision | None) -> Iterable[bytes]:
-            if decision is None:
-                return replied(messages.proceed(phase), body)
-            priority = self._priority(decision.profile)
-            written = self._written(decision, body, None if partial else priority)
-            return replied(self._sent(phase, decision, priority), written)
-
-        size = len(body) if self.is_timed else 0  # a gateway's body has its room
-        return self._decide(asked, profile, started, size, sent)
-
-    def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
-        """The replies to a body that came in one piece."""
-        came = message.body
-        # Trailers may follow a whole one.
-        whole = message.end_of_stream or self._body_mode == messages.BUFFERED
-
-        def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
-            if body is came:
-                return [reply]
-            length = len(came) if whole else asked.length
-            longer = len(body) - len(came)
-            return [messages.with_body(reply, body, None if length is None else length + longer)]
-
-        return self._route("request_body", asked, came, not whole, replied)
-
-    def _decide(
-        self, asked: Asked, profile: RequestProfile, started: float, size: int, sent: Sent
-    ) -> Iterable[bytes]:
-        """Chooses a replica, and books the request there or has it wait: not where there is no room
-        for its body of ``size`` bytes, which the replica chosen may get with another name.
-
-        ``started``: when it was begun to be looked at; ``sent`` makes the replies.
-
-        Raises:
-            Refusal: it is not to be served.
-        """
-        services = self._services
-        objective = self._objective(asked, profile)
-        if asked.tenant or asked.session or objective is not NO_OBJECTIVE:
-            session = session_key(asked.session, profile.model) if asked.session else ""
-            profile = replace(profile, tenant=asked.tenant, session=session, objective=objective)
-        told, router = not self._unseen, services.router
-        decide = partial(router.decide, profile, asked.policy, self._subset, told)
-        decision = decide()
-        admission.check_model(services, profile)
-        if decision is None:
-            self._let_envoy_choose(profile)
+            reply = messages.answer(200, listing)
+        elif holder is not None and (self.subset is None or holder in self.subset):
+            leave_body = phase == "request_headers" and not self.full_duplex
+            reply = messages.send_to(phase, self._listed(holder, holder), leave_body)
         else:
-            services.demand.came(decision)
-            if admission.has_to_wait(services, decision) and self._take_room(size):
-                return self._wait(asked, decision, decide, sent)
-        self._book(asked, decision)
-        services.metrics.decision_seconds.observe(services.clock() - started)
-        return sent(decision)
+            reply = to_any()
+        await self.write(reply)
 
-    def _objective(self, asked: Asked, profile: RequestProfile) -> Objective:
-        hold = self._services.config.hold
-        found = hold.objective(asked.objective, asked.tenant, profile.asked, profile.model)
-        if not (told := asked.targets):
-            return found
-        ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
-        return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
-
-    def _book(
-        self, asked: Asked, decision: Decision | None, waited: float = 0.0, why: str = ""
+    def book(
+        self,
+        asked: Asked,
+        decision: Decision | None,
+        waited: float = 0.0,
+        why: str = "",
     ) -> None:
         """Takes its place on the replica chosen; None: Envoy chooses.
 
         ``waited``: seconds before that, and ``why``.
         """
-        services = self._services
+        services = self.services
         if decision is None:
             services.metrics.requests.add("unrouted")
-            if self.trace is not None:
-                self.trace.ended("unrouted")
+            if self._trace is not None:
+                self._trace.ended("unrouted")
             return
-        request_id, unseen = asked.request_id, self._unseen
-        self._in_flight = InFlight(services, decision, request_id, unseen, waited, why)
-        if self.trace is not None:
-            self.trace.sent(decision, request_id, services.config.pool, waited)
+        self._in_flight = InFlight(services, decision, asked.request_id, self.unseen, waited, why)
+        if self._trace is not None:
+            self._trace.sent(decision, asked.request_id, services.config.pool, waited)
 
-    # -- waiting ----------------------------------------------------------------------------
-
-    def _wait(
-        self,
-        asked: Asked,
-        decision: Decision,
-        decide: Callable[..., Decision | None],
-        sent: Sent,
-    ) -> Iterable[bytes]:
-        """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
+    async def waits(self, until: asyncio.Future[Any], why: str) -> None:
+        """Tells Envoy, and those who trace it, that it waits, and waits.
 
         Raises:
-            Saturated: too many wait.
+            Left: the stream ends first.
         """
-        services, since = self._services, self._services.clock()
-        waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
-
-        at_once = True
-
-        def go(outcome: Decision | Exception | None) -> None:
-            waited = 0.0 if at_once else services.clock() - since
-            self._waits_no_more()
-            if waiting.cancelled():
-                return
-            try:
-                waiting.set_result(self._after_waiting(asked, one, outcome, waited, sent))
-            except Exception as error:  # this request's alone
-                waiting.set_exception(error)
-
-        def decide_anew() -> Decision | None:
-            so_far = services.clock() - since
-            decision = decide(waited=so_far)
-            if decision is not None:
-                admission.refuse_late(services, decision, so_far)
-            return decision
-
-        one = Waiting(decision, since, decide_anew, go)
-        self._held = one
-        try:
-            services.queue.enter(one)
-        except Saturated:
-            self._waits_no_more()
-            raise
-        if waiting.done():
-            return waiting.result()
-        at_once, self.waiting = False, waiting
-        if self.trace is not None:
-            self.trace.waits(one.why)
-        return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
-
-    def _after_waiting(
-        self,
-        asked: Asked,
-        one: Waiting,
-        outcome: Decision | Exception | None,
-        waited: float,
-        sent: Sent,
-    ) -> Iterable[bytes]:
-        try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            if outcome is None:
-                self._let_envoy_choose(one.profile)
-            self._book(asked, outcome, waited, one.why)
-            return sent(outcome)
-        except Refusal as error:
-            return self._refused(error)
-
-    def _waits_no_more(self) -> None:
-        self._held = None
-        if self.is_timed:  # a gateway's body has its room until it was returned
-            self._leave_room()
-
-    def _take_room(self, size: int) -> bool:
-        if not self._services.room.take(size):
-            return False
-        self._room += size
-        return True
-
-    def _leave_room(self) -> None:
-        self._services.room.give_back(self._room)
-        self._room = 0
-
-    def _let_envoy_choose(self, profile: RequestProfile) -> None:
-        has_one = self.has_fallback and self._subset is None
-        admission.check_fallback(self._services, profile, has_one)
+        if self._trace is not None:
+            self._trace.waits(why)
+        if not self.full_duplex:
+            await self.write(messages.wait(self.services.config.hold.longest_s))
+        await self._call.unless_left(until)
 
     # -- the reply --------------------------------------------------------------------------
 
-    def _written(self, decision: Decision, body: bytes, priority: int | None) -> bytes:
+    def reply(
+        self, phase: str, decision: Decision | None, partial: bool, leave_body: bool
+    ) -> bytes:
+        """The reply to the phase that says where the request goes; the body held becomes what that
+        replica gets. The arguments are those of :func:`~extproc.proxy.admission.choose`."""
+        if decision is None:
+            return messages.proceed(phase)
+        priority = self._priority(decision.profile)
+        self.body.change(self._written(decision, None if partial else priority))
+        reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
+        if not self.services.config.serve.decision_metadata or self._in_flight is None:
+            return reply
+        return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
+
+    def _written(self, decision: Decision, priority: int | None) -> bytes:
         """The body, with the name by which the replica chosen serves the model, and with that
         priority, if any: then a client's own does not count."""
-        profile, name = decision.profile, decision.name
+        body, profile, name = self.body.data, decision.profile, decision.name
         if profile.asked not in ("", name):
             body = rename(profile.endpoint, body, name)
         if priority is None or not profile.endpoint.takes_priority:
@@ -371,12 +269,13 @@ class Exchange:
 
     def _priority(self, profile: RequestProfile) -> int | None:
         """What the replica is told, which takes the lower first; None: whatever the client says."""
-        if not self._services.config.hold.has_priorities:
+        if not self.services.config.hold.has_priorities:
             return None
-        return -profile.priority if self._services.fleet.members.all_take_priority else 0
+        return -profile.priority if self.services.fleet.members.all_take_priority else 0
 
-    def _destination(self, decision: Decision) -> str:
-        second, members = decision.second, self._services.fleet.members
+    def destination(self, decision: Decision) -> str:
+        """The replica chosen, and after a comma the second choice."""
+        second, members = decision.second, self.services.fleet.members
         alone = decision.name and not members.all_serve(decision.name)
         if second is None and (alone or decision.profile.previous_response):
             second = decision.replica  # for Envoy's fallback policy would try it on any
@@ -384,35 +283,15 @@ class Exchange:
 
     def _listed(self, first: str, second: str | None) -> str:
         """The destination as Envoy takes it: what to try first, and what after that."""
-        if second is None or not self._services.config.serve.second_choice:
+        if second is None or not self.services.config.serve.second_choice:
             return first
         return f"{first},{second}"
 
-    def _sent(
-        self, phase: str, decision: Decision, priority: int | None, leave_body: bool = False
-    ) -> bytes:
-        """The reply that says where a request goes that is booked there."""
-        reply = messages.send_to(phase, self._destination(decision), leave_body, priority)
-        if not self._services.config.serve.decision_metadata or self._in_flight is None:
-            return reply
-        return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
 
-    # -- the response -----------------------------------------------------------------------
-
-    def _on_response_headers(self, request: ProcessingRequest) -> bytes:
-        reads = self._in_flight is not None and self._in_flight.answered(request)
-        if not reads or request.response_headers.end_of_stream:
-            return messages.proceed("response_headers")
-        if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
-            return messages.proceed("response_headers")  # it comes anyway
-        return messages.watch_response()
-
-    def _on_response_body(self, message: HttpBody) -> bytes:
-        if self._in_flight is not None:
-            self._in_flight.chunk(message)
-        if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
-            return messages.pass_chunk("response_body", message.body, message.end_of_stream)
-        return messages.proceed("response_body")
+def _passed(phase: str, message: ProcessingRequest) -> bytes:
+    """The reply that returns a chunk of a body."""
+    chunk: HttpBody = getattr(message, phase)
+    return messages.pass_chunk(phase, chunk.body, chunk.end_of_stream)
 
 
 def refuse(error: Refusal, endpoint: Endpoint | None) -> bytes:

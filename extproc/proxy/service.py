@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from math import inf
 from types import MappingProxyType
-from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.proxy.call import Call
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
-from extproc.proxy.protocols import protocol_of
 from extproc.proxy.services import Services
+from extproc.proxy.stream import stream
 from extproc.proxy.transport import open_port, patient
 
 logger = logging.getLogger(__name__)
@@ -64,12 +63,10 @@ class ExternalProcessor:
         """For pools that do not exist: without replicas, so that Envoy's fallback policy serves."""
         self._unknown: set[str] = set()
         self._most = services.config.serve.max_streams
-        self._open = 0
-        self._exchanges: dict[Exchange, Callable[[bytes], Awaitable[None]]] = {}
-        """That have begun, and what sends a reply."""
+        self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._opened_at = -inf  # when the last stream began
         self._full = False  # whether streams were turned away of late
-        services.metrics.open_streams.set_function(lambda: self._open)
+        services.metrics.open_streams.set_function(lambda: len(self._exchanges))
 
     async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """One request, from its headers to the end of its response.
@@ -93,52 +90,19 @@ class ExternalProcessor:
     async def _process(
         self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]
     ) -> None:
-        """Serves a stream until it ends; ``ended`` is done when it was reset.
-
-        Messages are read one by one, for gRPC's iterator of them keeps the last one, and that may
-        be a body of many MB for as long as the answer takes.
-        """
-        if self._open >= self._most:
+        """Serves a stream until it ends; ``ended`` is done when it was reset."""
+        if len(self._exchanges) >= self._most:
             await self._turn_away(context)
-        if self._full and self._open < self._most // 2:
+        if self._full and len(self._exchanges) < self._most // 2:
             self._full = False
             logger.info("again fewer requests are in flight than serve.max_streams allows")
-        services, exchange, reading = self._asked_for(context), None, None
-        writing = asyncio.Lock()
-
-        async def write(reply: bytes) -> None:
-            """gRPC takes one at a time, and a request may be ended meanwhile."""
-            async with writing:
-                await context.write(reply)
-
-        self._open += 1
+        services, traces = self._asked_for(context), self._services.traces
+        trace = traces.begin(context.invocation_metadata() or ()) if traces is not None else None
+        exchange = Exchange(services, Call(context, ended), trace)
+        self._exchanges[exchange] = None
         self._opened_at = self._services.clock()
         try:
-            while (raw := await (reading or context.read())) is not grpc.aio.EOF:
-                message = ProcessingRequest.FromString(raw)
-                if exchange is None:
-                    exchange = protocol_of(message)(services, message)
-                    self._exchanges[exchange] = write
-                    if services.traces is not None:
-                        exchange.trace = services.traces.begin(context.invocation_metadata() or ())
-                replies = exchange.answer(message)
-                reading = None
-                del raw, message  # see above
-                for reply in replies:
-                    await write(reply)
-                if (waiting := exchange.waiting) is not None:
-                    exchange.waiting = None
-                    reading = asyncio.ensure_future(context.read())
-                    await _first_of(waiting, reading)
-                    if reading.done() and reading.result() is not grpc.aio.EOF:
-                        await _first_of(waiting, ended)  # what came has its turn then
-                    if not waiting.done():
-                        break
-                    replies = waiting.result()
-                    del waiting  # see above
-                    for reply in replies:
-                        await write(reply)
-                    del replies
+            await stream(exchange)
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
@@ -148,10 +112,7 @@ class ExternalProcessor:
             logger.exception("a request could not be routed; Envoy goes on without the router")
             raise
         finally:
-            self._open -= 1
-            if exchange is not None:
-                del self._exchanges[exchange]
-                exchange.close()
+            del self._exchanges[exchange]
 
     async def end_lost(self) -> None:
         """Ends the requests on replicas that hang: they would last as long as clients wait."""
@@ -161,8 +122,8 @@ class ExternalProcessor:
         hung = {one for fleet in fleets for one in fleet.eligibility.hung(after)}
         if not hung:
             return
-        lost = [(_lose(one, hung), write) for one, write in self._exchanges.items()]
-        told = [write(answer) for answer, write in lost if answer is not None]
+        lost = [(one, _lose(one, hung)) for one in self._exchanges]
+        told = [one.write(answer) for one, answer in lost if answer is not None]
         if told:
             extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
             logger.error("replicas hang, and what they had in flight is ended", extra=extra)
@@ -171,7 +132,7 @@ class ExternalProcessor:
     @property
     def idle(self) -> bool:
         """Whether no stream is open, nor any came of late."""
-        return not self._open and self._services.clock() - self._opened_at > LAME_DUCK_S
+        return not self._exchanges and self._services.clock() - self._opened_at > LAME_DUCK_S
 
     async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
         """For too many are open; Envoy goes on without the router."""
@@ -181,7 +142,7 @@ class ExternalProcessor:
             logger.error(
                 "as many requests are in flight as serve.max_streams allows: Envoy goes on with "
                 "further ones without the router",
-                extra={"streams": self._open},
+                extra={"streams": len(self._exchanges)},
             )
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
 
@@ -206,10 +167,6 @@ class ExternalProcessor:
         """The handler to add to a gRPC server."""
         process = grpc.stream_stream_rpc_method_handler(self.process)
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
-
-
-async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _lose(exchange: Exchange, hung: Container[str]) -> bytes | None:

@@ -11,11 +11,10 @@ from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
+from extproc.proxy.body_memory import BodyMemory
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import Queue
 from extproc.route.router import Router
-
-MOST_HELD = 256 * 2**20  # bytes: 32 of the largest bodies, or some 70,000 usual prompts
 
 _RESPONSES_PER_S = 100.0
 """Responses that one pool in one router is told of: a replica that gets a hundredth of the requests
@@ -23,26 +22,6 @@ is looked at once a second."""
 _CHUNKS_KEPT_S = 60.0
 """Seconds of chunks that were not read and may be later: in a quiet hour whole answers are read."""
 _RESERVED = 0.5  # part of the chunks that is kept for streams that teach
-
-
-class Room:
-    """Bytes of request bodies that all streams of a process may hold back.
-
-    In full duplex a body waits in the router for its end, and clients may let it wait.
-    """
-
-    def __init__(self, size: int = MOST_HELD) -> None:
-        self.free = size
-
-    def take(self, size: int) -> bool:
-        """Takes the bytes if there is room, and returns whether there was."""
-        if size > self.free:
-            return False
-        self.free -= size
-        return True
-
-    def give_back(self, size: int) -> None:
-        self.free += size
 
 
 class Budget:
@@ -129,7 +108,7 @@ class Services(ObservedPool):
     demand: Demand
     traces: Traces | None = None  # None: no spans are made
     recorder: Recorder | None = None  # of the traffic, where it is recorded
-    room: Room = field(default_factory=Room)
+    body_memory: BodyMemory = field(default_factory=BodyMemory)
     watch: Watch = field(default_factory=Watch)
 
     def of_pool(self, config: Config) -> "Services":

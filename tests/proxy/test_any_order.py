@@ -15,7 +15,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProtocolConfiguration,
 )
 
-from extproc.proxy.services import MOST_HELD, Services
+from extproc.proxy.body_memory import MOST_HELD
+from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, headers_message
@@ -83,7 +84,7 @@ async def test_random_message_order_leaks_nothing(
 
     await asyncio.gather(*(ask() for _ in range(100)))
     await until(lambda: not services.fleet.in_flight)
-    assert services.room.free == MOST_HELD
+    assert services.body_memory.free == MOST_HELD
     assert chosen(await envoy.ask_body_first())
 
 

@@ -96,14 +96,15 @@ async def test_failure_to_end_one_request_spares_others(
         return lose(exchange, hung)
 
     monkeypatch.setattr(Exchange, "lose", first_fails)
-    async with envoy.stream() as first, envoy.stream() as other, envoy.stream() as second:
+    async with envoy.stream() as first:
         on = await sent_to(first)
-        await sent_to(other)
-        assert await sent_to(second) == on
-        hangs(services, on)
-        assert (await second.read()).immediate_response
-        for stream in (first, other, second):
-            await stream.end()
+        async with envoy.stream() as other, envoy.stream() as second:
+            await sent_to(other)
+            assert await sent_to(second) == on
+            hangs(services, on)
+            assert (await second.read()).immediate_response
+            for stream in (first, other, second):
+                await stream.end()
 
 
 class TestNever:

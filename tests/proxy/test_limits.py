@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.proxy.admin import admin_routes
+from extproc.proxy.body_memory import BodyMemory
 from extproc.proxy.service import GrpcServer
-from extproc.proxy.services import Room, Services
+from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import chat, replica
 from tests.proxy.conftest import put_replicas
@@ -63,7 +64,7 @@ class TestStreams:
 class TestBodies:
     @pytest.fixture
     def services(self, services: Services) -> Services:
-        return replace(services, room=Room(ROOM))
+        return replace(services, body_memory=BodyMemory(ROOM))
 
     async def test_buffered_bodies_share_one_bound(
         self, envoy: EnvoySide, services: Services
@@ -71,13 +72,13 @@ class TestBodies:
         async with envoy.stream() as silent, envoy.stream() as other:
             await silent.write_headers(**DUPLEX)
             await silent.write_body(BEGUN + b"a" * 6000, False)
-            await until(lambda: services.room.free < ROOM)
+            await until(lambda: services.body_memory.free < ROOM)
             await other.write_headers(**DUPLEX)
             await other.write_body(BEGUN + b"a" * 6000, False)
             assert set(destination(await other.read())) == MEMBERS  # on what came
-            assert services.room.free > 0
+            await until(lambda: services.body_memory.free > 0)
             silent.reset()
-            await until(lambda: services.room.free == ROOM)
+            await until(lambda: services.body_memory.free == ROOM)
 
     async def test_body_memory_is_freed_with_the_body(
         self, envoy: EnvoySide, services: Services
@@ -89,27 +90,27 @@ class TestBodies:
                 await stream.write_body(b'"}]}')
                 assert set(destination(await stream.read())) == MEMBERS
                 await stream.read()
-                await until(lambda: services.room.free == ROOM)
+                await until(lambda: services.body_memory.free == ROOM)
                 assert services.log.last(1)[0].decision.profile.prompt_bytes > 6000
             async with envoy.stream() as refused:
                 await refused.write_headers(**DUPLEX)
                 await refused.write_body(b"a" * 6000, False)
                 await refused.write_body(b"a" * 10)
                 assert (await refused.read()).immediate_response is not None
-                await until(lambda: services.room.free == ROOM)
+                await until(lambda: services.body_memory.free == ROOM)
 
     async def test_unread_replies_count_as_body_memory(
         self, envoy: EnvoySide, services: Services, logged: Logged
     ) -> None:
         size = 4 * 2**20  # more than gRPC takes in advance
-        services.room.free = size + 100
+        services.body_memory.free = size + 100
         async with envoy.stream() as stream:
             await stream.write_headers(**DUPLEX)
             await stream.write_body(BEGUN + b"a" * size + b'"}]}')
             await until(lambda: services.fleet.in_flight == 1)
-            assert services.room.free < 100
+            assert services.body_memory.free < 100
             stream.reset()
-            await until(lambda: services.room.free == size + 100)
+            await until(lambda: services.body_memory.free == size + 100)
         await until(lambda: services.fleet.in_flight == 0)
         assert not logged.lines()
 

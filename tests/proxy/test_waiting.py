@@ -12,7 +12,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy.app import let_go
-from extproc.proxy.services import MOST_HELD, Services
+from extproc.proxy.body_memory import MOST_HELD
+from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet, put_replicas, samples
@@ -118,13 +119,13 @@ async def test_queued_request_is_sent_to_freed_replica(
         await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
-    assert services.room.free == MOST_HELD
+    assert services.body_memory.free == MOST_HELD
 
 
 async def test_full_body_memory_prevents_waiting(
     envoy: EnvoySide, services: Services, full: Full
 ) -> None:
-    services.room.take(services.room.free - 1000)
+    services.body_memory.free = 1000
     assert chosen(await envoy.ask_body_first(long("third")))
 
 
@@ -146,7 +147,7 @@ async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Fu
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
-    assert services.room.free == MOST_HELD
+    assert services.body_memory.free == MOST_HELD
 
 
 async def test_reset_after_more_body_leaves_queue(
@@ -163,7 +164,7 @@ async def test_reset_after_more_body_leaves_queue(
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
-    assert services.room.free == MOST_HELD
+    assert services.body_memory.free == MOST_HELD
     gc.collect()
     assert not unforeseen
 
@@ -190,10 +191,10 @@ async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as three:
         await queued(one, "third")
         await queued(two, "fourth")
-        left = services.room.free
+        left = services.body_memory.free
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
-        assert services.room.free == left
+        assert services.body_memory.free == left
     assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
 
 

@@ -1,0 +1,163 @@
+"""A stream of Envoy's messages is one coroutine; it begins in one of three protocols.
+
+The protocol shows in the first message. Messages that it does not wait for may come at any time,
+and are answered as they are.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from extproc.proxy import messages
+from extproc.proxy.admission import NONE_READY, choose
+from extproc.proxy.exchange import Exchange
+from extproc.proxy.headers import Asked, headers_read
+from extproc.request.endpoint import Endpoint
+from extproc.request.errors import NoReplica
+from extproc.request.media import LARGE_BODY
+from extproc.request.profile import NO_WORK
+
+_HELD_BACK = None, messages.BUFFERED, messages.BUFFERED_PARTIAL  # modes: headers wait for the body
+_PIECE = 2**16  # bytes of a body that was held back, in each message that returns it
+
+
+async def stream(exchange: Exchange) -> None:
+    """Brings one request to a replica, and follows its response to the end."""
+    try:
+        if await exchange.begin():
+            await exchange.answer(_protocol_of(exchange))
+        while await exchange.pass_one():
+            pass
+    finally:
+        exchange.close()
+
+
+def _protocol_of(exchange: Exchange) -> Callable[[Exchange], Awaitable[None]]:
+    if exchange.body_first:
+        return _body_first
+    return _full_duplex if exchange.full_duplex else _headers_first
+
+
+async def _body_first(exchange: Exchange) -> None:
+    """The body is the first message and the only one before the request leaves; Envoy tells what
+    matters of the headers in its attributes (``request_header_mode: SKIP``).
+
+    A request without a body, such as a GET, is told of with its response, if at all.
+    """
+    config = exchange.services.config
+    message = await exchange.read("request_body")
+    headers = {":method": "POST"} | messages.attributes_of(message, headers_read(config))
+    asked = exchange.is_for(headers)
+    if asked is None:
+        proceed = messages.proceed("request_body")
+        await exchange.pass_on("request_body", headers, lambda: proceed)
+        return
+    exchange.unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
+    if not asked.readable:
+        asked = asked._replace(length=len(message.request_body.body))
+        del message
+        await exchange.write(await choose(exchange, "request_body", asked, partial=True))
+        return
+    whole = exchange.take_body(message)
+    del message
+    await _send_body(exchange, asked, whole)
+
+
+async def _headers_first(exchange: Exchange) -> None:
+    """Two messages before a request leaves, where no filter after ext_proc holds it back; and one
+    for what is decided without a body. The body need not come, nor Envoy tell of the response: the
+    reply to the headers says so."""
+    asked = await _headers(exchange, lambda: messages.LEAVE_ALONE)
+    if asked is None:
+        return
+    if not asked.readable or exchange.body_mode not in _HELD_BACK:
+        # The headers leave before the body is seen, so its length must do.
+        reply = await choose(exchange, "request_headers", asked, partial=True)
+    elif (asked.length or 0) > LARGE_BODY and (model := exchange.only_model):
+        reply = await choose(exchange, "request_headers", asked, partial=True, large_for=model)
+    else:
+        await exchange.write(_wait_for_body(exchange, asked))
+        whole = exchange.take_body(await exchange.read("request_body"))
+        await _send_body(exchange, asked, whole)
+        return
+    await exchange.write(reply)
+
+
+async def _full_duplex(exchange: Exchange) -> None:
+    """The endpoint picker's protocol (Gateway API Inference Extension).
+
+    A gateway asks for an endpoint, and has no choice of its own. Headers wait for the body, which
+    comes in chunks, and all of it is answered at once: each reply is made when the one before it
+    has been taken.
+    """
+    asked = await _headers(exchange, lambda: _to_any(exchange))
+    if asked is None:
+        return
+    if not asked.readable:
+        reply = await choose(exchange, "request_headers", asked, partial=True)
+        await exchange.write(reply)
+        return
+    ended = trailers = False
+    while not ended:
+        message = await exchange.read("request_body", "request_trailers")
+        ended = trailers = message.WhichOneof("request") == "request_trailers"
+        if not trailers:
+            chunk = message.request_body
+            ended = chunk.end_of_stream
+            exchange.body.add(chunk.body)
+            if exchange.services.body_memory.free < 0 or len(exchange.body) >= LARGE_BODY:
+                break
+    del message
+    await exchange.write(await choose(exchange, "request_headers", asked, partial=not ended))
+    body, last = exchange.body.take(), ended and not trailers
+    for start in range(0, len(body) or last, _PIECE):
+        end = start + _PIECE
+        piece = messages.pass_chunk("request_body", body[start:end], last and end >= len(body))
+        await exchange.write(piece)
+    if trailers:
+        await exchange.write(messages.proceed("request_trailers"))
+
+
+async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | None:
+    """Reads the headers. A request that makes no replica compute is answered, as is one without a
+    body; None then."""
+    config = exchange.services.config
+    message = (await exchange.read("request_headers")).request_headers
+    headers = messages.headers_of(message, headers_read(config))
+    asked = exchange.is_for(headers)
+    if asked is None:
+        await exchange.pass_on("request_headers", headers, to_any)
+    elif message.end_of_stream:
+        await exchange.write(await choose(exchange, "request_headers", asked))
+        return None
+    return asked
+
+
+async def _send_body(exchange: Exchange, asked: Asked, whole: bool) -> None:
+    """Answers a body that came in one piece, ``whole`` or not."""
+    body = exchange.body
+    came = len(body)
+    reply = await choose(exchange, "request_body", asked, partial=not whole)
+    if body.changed:
+        length, longer = came if whole else asked.length, len(body) - came
+        changed = body.take()
+        reply = messages.with_body(reply, changed, None if length is None else length + longer)
+        del changed
+    else:
+        body.release()
+    await exchange.write(reply)
+
+
+def _wait_for_body(exchange: Exchange, asked: Asked) -> bytes:
+    services = exchange.services
+    sees = services.watch.sees(services.clock(), services.fleet.eligibility.doubtful)
+    reads = asked.endpoint is Endpoint.RESPONSES  # their ids
+    exchange.unseen = not (sees or reads)
+    if exchange.unseen:
+        return messages.body_only(exchange.body_mode or messages.BUFFERED)
+    return messages.proceed("request_headers")
+
+
+def _to_any(exchange: Exchange) -> bytes:
+    decision = exchange.services.router.decide(NO_WORK, among=exchange.subset)
+    if decision is None:
+        raise NoReplica(NONE_READY)
+    return messages.send_to("request_headers", exchange.destination(decision))
