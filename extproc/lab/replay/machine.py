@@ -46,8 +46,8 @@ class Machine:
     @property
     def step_ends_at(self) -> float | None:
         """When the step in progress ends; None where none is."""
-        end = self.engine.next_end
-        return None if end is None else end + self._behind
+        step = self.engine.step
+        return None if step is None else step.ends_at + self._behind
 
     def slow(self, factor: float) -> None:
         self._slow = self.engine.slow = factor

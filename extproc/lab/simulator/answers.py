@@ -17,7 +17,7 @@ from extproc.lab.simulator.asks import (
     RequestError,
     ResponsesBody,
 )
-from extproc.lab.simulator.live import Generation, Output, Usage
+from extproc.lab.simulator.live import Answer, Generation, Usage
 from extproc.lab.simulator.steps import FinishReason
 from extproc.request.endpoint import Endpoint
 
@@ -44,17 +44,17 @@ class Reply(ABC):
 
     id_prefix: ClassVar[str]
 
-    key: str  # what makes its id unique
+    key: str  # makes the id unique
     model: str
-    created: int  # when, in seconds since 1970
+    created: int  # in seconds since 1970
     prompt_tokens: int
-    prompt_tokens_details: bool
-    """True if the usage names cached prompt tokens where vLLM makes that an option."""
+    details: bool  # True: the usage names cached prompt tokens where vLLM makes that an option
 
     def __post_init__(self) -> None:
         self.id = self.id_prefix + self.key
 
     def prelude(self) -> bytes:
+        """Comes at once."""
         return b""
 
     def opening(self, sequences: int) -> bytes:
@@ -66,11 +66,11 @@ class Reply(ABC):
         """Writes a token of sequence ``index``, with the reason if the token is the last one."""
 
     @abstractmethod
-    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
         """Ends a stream."""
 
     @abstractmethod
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """The reply that is not streamed."""
 
 
@@ -87,22 +87,18 @@ class ChoicesReply(Reply):
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         finish = b'"%b"' % reason.encode() if reason else b"null"
-        said = self.piece % text.encode()
-        return b'%b,"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (
-            self._chunk_head,
-            index,
-            said,
-            finish,
-        )
+        choice = index, self.piece % text.encode(), finish
+        end = b',"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % choice
+        return self._chunk_head + end
 
-    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
         return self._chunk(choices=[], usage=self._usage(usage)) + DONE if include_usage else DONE
 
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         choices = [
-            {"index": index, **self._said(output.text), "logprobs": None}
-            | {"finish_reason": output.reason, "stop_reason": None}
-            for index, output in enumerate(outputs)
+            {"index": index, **self._said(answer.text), "logprobs": None}
+            | {"finish_reason": answer.reason, "stop_reason": None}
+            for index, answer in enumerate(answers)
         ]
         return {**self._frame(self.object), "choices": choices, "usage": self._usage(usage)}
 
@@ -116,13 +112,10 @@ class ChoicesReply(Reply):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        total = usage.prompt + usage.completion
+        told = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt + usage.completion}
         details = {"prompt_tokens_details": {"cached_tokens": usage.cached}}
-        return {
-            "prompt_tokens": usage.prompt,
-            "total_tokens": total,
-            "completion_tokens": usage.completion,
-        } | (details if self.prompt_tokens_details else {})
+        completion = {"completion_tokens": usage.completion}
+        return {**told, **completion, **(details if self.details else {})}
 
 
 class ChatReply(ChoicesReply):
@@ -162,25 +155,23 @@ class MessagesReply(Reply):
 
     def opening(self, sequences: int) -> bytes:
         message = self._message([], None, {"input_tokens": self.prompt_tokens, "output_tokens": 0})
-        block = {"type": "text", "text": ""}
-        return event("message_start", message=message) + event(
-            "content_block_start", index=0, content_block=block
-        )
+        block = event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        return event("message_start", message=message) + block
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         return event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
-    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        delta = {"stop_reason": STOP_REASONS.get(outputs[0].reason), "stop_sequence": None}
+    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
+        delta = {"stop_reason": STOP_REASONS.get(answers[0].reason), "stop_sequence": None}
         return (
             event("content_block_stop", index=0)
             + event("message_delta", delta=delta, usage=self._usage(usage))
             + event("message_stop")
         )
 
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        content = [{"type": "text", "text": outputs[0].text}]
-        return self._message(content, STOP_REASONS.get(outputs[0].reason), self._usage(usage))
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        content = [{"type": "text", "text": answers[0].text}]
+        return self._message(content, STOP_REASONS.get(answers[0].reason), self._usage(usage))
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, usage: dict[str, int]
@@ -190,11 +181,10 @@ class MessagesReply(Reply):
         return {**head, "content": content, **end}
 
     def _usage(self, usage: Usage) -> dict[str, int]:
-        """Anthropic's input is what was not cached; without details vLLM takes all to be input."""
-        if not self.prompt_tokens_details:
-            return {"input_tokens": usage.prompt, "output_tokens": usage.completion}
-        fresh = {"input_tokens": usage.prompt - usage.cached, "output_tokens": usage.completion}
-        return {**fresh, "cache_read_input_tokens": usage.cached}
+        """Anthropic's input excludes cached tokens; without details vLLM takes all to be input."""
+        cached = usage.cached if self.details else 0
+        told = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
+        return told | ({"cache_read_input_tokens": cached} if self.details else {})
 
 
 class ResponsesReply(Reply):
@@ -209,20 +199,19 @@ class ResponsesReply(Reply):
 
     def prelude(self) -> bytes:
         response = self.response("in_progress")
-        return self._event("created", response=response) + self._event(
-            "in_progress", response=response
-        )
+        kinds = ("created", "in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def opening(self, sequences: int) -> bytes:
-        return self._event(
-            "output_item.added", output_index=0, item=self._message("in_progress", [])
-        ) + self._event("content_part.added", **self._item, part=_part(""))
+        item = self._message("in_progress", [])
+        added = self._event("output_item.added", output_index=0, item=item)
+        return added + self._event("content_part.added", **self._item, part=_part(""))
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         return self._event("output_text.delta", **self._item, delta=text, logprobs=[])
 
-    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        whole = self.whole(outputs, usage)
+    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
+        whole = self.whole(answers, usage)
         [message] = whole["output"]
         [part] = message["content"]
         return (
@@ -232,11 +221,11 @@ class ResponsesReply(Reply):
             + self._event("completed", response=whole)
         )
 
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        cut = outputs[0].reason == FinishReason.LENGTH
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        cut = answers[0].reason == FinishReason.LENGTH
         return self.response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._message("completed", [_part(outputs[0].text)])],
+            "output": [self._message("completed", [_part(answers[0].text)])],
             "usage": {
                 "input_tokens": usage.prompt,
                 "input_tokens_details": {"cached_tokens": usage.cached},
@@ -249,17 +238,10 @@ class ResponsesReply(Reply):
     def response(self, status: str) -> dict[str, Any]:
         """A response without output."""
         head = {"id": self.id, "object": "response", "created_at": self.created}
-        return {
-            **(head | {"model": self.model, "status": status}),
-            **dict.fromkeys(("error", "incomplete_details", "instructions", "metadata")),
-            "output": [],
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": None,
-            "usage": None,
-        }
+        absent = ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p")
+        tools = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        state = {"model": self.model, "status": status, "usage": None}
+        return {**head, **state, "output": [], **dict.fromkeys(absent), **tools}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
@@ -267,7 +249,7 @@ class ResponsesReply(Reply):
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._item["item_id"], "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": content}
+        return head | {"status": status, "content": content}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -315,13 +297,14 @@ class ResponseStore:
 
     def keep(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
-            output = tokens.encode(generation.outputs()[0].text)
-            conversation = body.prompts[0] + output + tokens.encode("<|end|>")
-            whole = reply.whole(generation.outputs(), generation.usage())
+            output = tokens.encode(generation.answers[0].text)
+            conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
+            whole = reply.whole(generation.answers, generation.usage())
             self._stored[reply.id] = _Stored(whole, conversation)
 
-    def queue(self, reply: ResponsesReply, work: asyncio.Task[None]) -> dict[str, Any]:
+    def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
         """Keep that work goes on in the background; returns the client's answer."""
+        assert isinstance(reply, ResponsesReply)
         self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
         return self.response(reply.id)
 

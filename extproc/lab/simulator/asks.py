@@ -10,14 +10,12 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
 from extproc.lab.simulator import tokens
 
 MAX_CHOICES = 128  # OpenAI's limit on `n`
-DEFAULT_MAX_TOKENS = 16  # of completions, where `max_tokens` is absent or null
 
 _BYTES_PER_S = 16_000  # MP3 at 128 kbit/s
 _SAMPLED = 160  # every 160th byte of a file is one of the prompt: 25 tokens a second
@@ -49,7 +47,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class Body(BaseModel):
-    """A request's body. Fields that change nothing here are accepted and ignored."""
+    """A request's body; other fields are accepted and ignored."""
 
     model: str | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
@@ -59,6 +57,7 @@ class GenerateBody(Body, ABC):
     """A request that generates text."""
 
     bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields; the first given one counts
+    default_bound: ClassVar[int | None] = None
 
     stream: bool | None = False
     ignore_eos: bool = False
@@ -66,7 +65,6 @@ class GenerateBody(Body, ABC):
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
 
-    @property
     @abstractmethod
     def prompts(self) -> list[bytes]:
         """The encoded prompts."""
@@ -74,7 +72,7 @@ class GenerateBody(Body, ABC):
     @property
     def bound(self) -> int | None:
         """Most tokens one sequence may generate; None: what the context leaves."""
-        return next(filter(None, (getattr(self, name) for name in self.bounds)), None)
+        return next(filter(None, (getattr(self, name) for name in self.bounds)), self.default_bound)
 
     @property
     def choices(self) -> int:
@@ -121,6 +119,10 @@ class Message(BaseModel):
     content: str | list[str | dict[str, Any]] | None = None
     tool_calls: Tools = None
 
+    def encoded(self) -> bytes:
+        calls = tokens.encode(json.dumps(self.tool_calls)) if self.tool_calls else b""
+        return tokens.encode_content(self.content) + calls
+
 
 class ChatBody(OpenAIBody):
     """``/v1/chat/completions``."""
@@ -131,7 +133,6 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: Bound | None = None
     max_tokens: Bound | None = None
 
-    @property
     def prompts(self) -> list[bytes]:
         return [encode_chat(self.messages, self.tools)]
 
@@ -139,15 +140,10 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """``/v1/completions``."""
 
+    default_bound = 16
     prompt: Prompts
-    max_tokens: Bound = DEFAULT_MAX_TOKENS
+    max_tokens: Bound | None = None
 
-    @field_validator("max_tokens", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object) -> object:
-        return DEFAULT_MAX_TOKENS if value is None else value
-
-    @property
     def prompts(self) -> list[bytes]:
         return encode_prompts(self.prompt)
 
@@ -160,7 +156,6 @@ class MessagesBody(GenerateBody):
     system: str | list[dict[str, Any]] | None = None
     tools: Tools = None
 
-    @property
     def prompts(self) -> list[bytes]:
         return [_system(self.system) + encode_chat(self.messages, self.tools)]
 
@@ -182,19 +177,30 @@ class ResponsesBody(GenerateBody):
         """Continue a conversation, encoded."""
         self._earlier = conversation
 
-    @property
     def prompts(self) -> list[bytes]:
         if not self.input:
             raise RequestError("the input must not be empty", "input")
         items = [{"content": self.input}] if isinstance(self.input, str) else self.input
         turns = [
-            tokens.encode_turn(
-                str(item.get("role", "user")), tokens.encode_content(item.get("content", item))
-            )
+            (str(item.get("role", "user")), tokens.encode_content(item.get("content", item)))
             for item in items
         ]
-        head = self._earlier + _system(self.instructions) + _tools(self.tools)
-        return [head + b"".join(turns) + tokens.encode("<|assistant|>")]
+        return [self._earlier + _system(self.instructions) + _encode_turns(turns, self.tools)]
+
+
+class TokenizeBody(Body):
+    """``/tokenize``: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+    @property
+    def encoded(self) -> bytes:
+        if self.messages is not None:
+            return encode_chat(self.messages)
+        if self.prompt is None:
+            raise RequestError("either prompt or messages is needed", "prompt")
+        return tokens.encode(self.prompt)
 
 
 class AudioBody(GenerateBody):
@@ -203,7 +209,6 @@ class AudioBody(GenerateBody):
     bounds = ()
     file: bytes
 
-    @property
     def prompts(self) -> list[bytes]:
         """A prompt for each clip of half a minute."""
         starts = range(0, len(self.file), _CLIP_BYTES)
@@ -217,17 +222,13 @@ class AudioBody(GenerateBody):
 
 def encode_chat(messages: list[Message], tools: Tools = None) -> bytes:
     """Encode a conversation to be continued by the assistant."""
-    turns = [_tools(tools)]
-    for message in messages:
-        content = tokens.encode_content(message.content)
-        if message.tool_calls:
-            content += tokens.encode(json.dumps(message.tool_calls))
-        turns.append(tokens.encode_turn(message.role, content))
-    return b"".join(turns) + tokens.encode("<|assistant|>")
+    return _encode_turns([(message.role, message.encoded()) for message in messages], tools)
 
 
-def _tools(tools: Tools) -> bytes:
-    return tokens.encode_turn("tools", tokens.encode(json.dumps(tools))) if tools else b""
+def _encode_turns(turns: list[tuple[str, bytes]], tools: Tools) -> bytes:
+    if tools:
+        turns = [("tools", tokens.encode(json.dumps(tools))), *turns]
+    return b"".join(tokens.encode_turn(*turn) for turn in turns) + tokens.encode("<|assistant|>")
 
 
 def _system(text: str | list[dict[str, Any]] | None) -> bytes:
@@ -236,12 +237,10 @@ def _system(text: str | list[dict[str, Any]] | None) -> bytes:
 
 def encode_prompts(prompts: Prompts) -> list[bytes]:
     """Encode a string, a list of token ids, or a list of either."""
-    if isinstance(prompts, str):
-        return [tokens.encode(prompts)]
     if not prompts:
         raise RequestError("the prompt must not be empty", "prompt")
-    return [_encode(one) for one in ([prompts] if isinstance(prompts[0], int) else prompts)]
-
-
-def _encode(prompt: Any) -> bytes:
-    return tokens.encode(prompt) if isinstance(prompt, str) else tokens.encode_ids(prompt)
+    single = isinstance(prompts, str) or isinstance(prompts[0], int)
+    several: list[Any] = [prompts] if single else [*prompts]
+    return [
+        tokens.encode(one) if isinstance(one, str) else tokens.encode_ids(one) for one in several
+    ]

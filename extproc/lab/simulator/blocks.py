@@ -21,8 +21,7 @@ class BlockPool:
         self._blank = blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._users: dict[int, int] = {}
-        self.evicted: Callable[[int], None] = lambda _: None
-        """Told the hash of each block that is evicted."""
+        self.evicted: Callable[[int], None] = lambda _: None  # called with each evicted hash
 
     @property
     def free(self) -> int:
@@ -39,7 +38,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def cached(self, hashes: Sequence[int], limit: int) -> int:
-        """How many of the first ``limit`` blocks are held, counted from the first on."""
+        """Number of blocks held without a gap from the first on, ``limit`` at most."""
         held = 0
         for key in islice(hashes, limit):
             if key not in self._users and key not in self._idle:
@@ -48,7 +47,7 @@ class BlockPool:
         return held
 
     def idle(self, hashes: Iterable[int]) -> int:
-        """How many of these held blocks nobody uses."""
+        """Number of these held blocks without a user."""
         return sum(key in self._idle for key in hashes)
 
     def share(self, hashes: Iterable[int]) -> None:
@@ -69,9 +68,8 @@ class BlockPool:
     def publish(self, hashes: Iterable[int]) -> list[int]:
         """Make blocks that were taken known by their content; returns the hashes that are new. The
         others have a block already, and the copy stays private."""
-        new = list(
-            dict.fromkeys(key for key in hashes if key not in self._users and key not in self._idle)
-        )
+        unknown = (key for key in hashes if key not in self._users and key not in self._idle)
+        new = [*dict.fromkeys(unknown)]
         self._users.update(dict.fromkeys(new, 1))
         return new
 
@@ -95,7 +93,7 @@ class BlockPool:
 
 
 def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:
-    """One hash per full block of ``content``; each covers the seed and all before it."""
+    """Hashes of the full blocks of ``content``; each covers the seed and all before it."""
     hashes: list[int] = []
     parent = seed
     for end in range(block_bytes, len(content) + 1, block_bytes):
@@ -105,9 +103,8 @@ def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[in
 
 
 def trace_hashes(ids: Sequence[int], tokens: int, id_tokens: int, block_size: int) -> list[int]:
-    """Block hashes of a prompt of which only a trace's hash ids are known: one for each
-    ``id_tokens`` tokens, a multiple of ``block_size``, equal where the prompt is equal up to their
-    end."""
+    """Block hashes of a prompt that a trace describes by hash ids, equal where prompts are equal:
+    an id for each ``id_tokens`` tokens, a multiple of ``block_size``."""
     per_id = id_tokens // block_size
     full = min(tokens // block_size, len(ids) * per_id)
     return [ids[block // per_id] * per_id + block % per_id for block in range(full)]

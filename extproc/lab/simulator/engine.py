@@ -29,8 +29,8 @@ class Engine:
 
     In each step the running sequences come first, in the order they were admitted: one token for
     each that decodes, a chunk of the prompt for the one whose prefill is not complete. Then waiting
-    ones are admitted, in order, until the token budget or the number of sequences is used up, or
-    one does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
+    ones are admitted, in order, until the token budget or the number of sequences is used up, or a
+    sequence does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
     sequences lose theirs and wait at the head of the queue to be computed again, and nothing is
     admitted in that step. By priority, the queue is in its order, and the sequences that are last
     in it lose their blocks; those that wait take none from those that run. A waiting sequence whose
@@ -41,8 +41,8 @@ class Engine:
     speculative decoding it costs a draw for each. A draft is cut short where no block is left;
     vLLM would preempt for it.
 
-    Run it either step by step (:meth:`schedule`, wait, :meth:`complete`) or up to a time
-    (:meth:`advance`); both give the same results.
+    Step by step (:meth:`schedule`, wait, :meth:`complete`) or up to a time (:meth:`advance`), the
+    results are the same.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Engine:
         events: BlockEvents | None = None,
         by_priority: bool = False,
     ) -> None:
-        """An idle engine; what is not given is taken from the profile.
+        """An idle engine; the profile has the defaults.
 
         Raises:
             ValueError: the token budget is below the number of sequences, with their drafts, or
@@ -67,8 +67,7 @@ class Engine:
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
         self.token_budget = profile.token_budget
         self.speculation = speculation
-        self._drafted = speculation.tokens if speculation else 0
-        """Draft tokens of each sequence in a step."""
+        self._drafted = speculation.tokens if speculation else 0  # by each sequence in a step
         if self.token_budget < self.max_num_seqs * (1 + self._drafted):
             drafts = f", each with {self._drafted} drafts" if self._drafted else ""
             raise ValueError(
@@ -79,35 +78,33 @@ class Engine:
         if blocks < 1:
             raise ValueError(f"{kv_tokens} KV tokens do not fill a block of {block_size}")
         self.pool = BlockPool(blocks, block_size)
-        self.events = events  # told of blocks that can be hit, and of those that no longer can
+        self.events = events
         if events:
             self.pool.evicted = events.removed
         self.prefix_caching = prefix_caching
         self.by_priority = by_priority
-        self.adapters = adapters  # None: it serves no LoRA adapters
+        self.adapters = adapters  # None: no LoRA adapters
         self.counters = Counters()
-        self.steps = 0  # steps completed, also those that vLLM does not count
+        self.steps = 0  # completed ones, also those that vLLM does not count
+        self.step: Step | None = None  # in progress
         self.gauges = Gauges()
         self.freezing_gauges = False  # up to vLLM 0.10.1: set only by steps that yield a token
         self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
         self._slow = 1.0
         self._now = 0.0
-        self._step: Step | None = None
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
-        self._deferred = 0  # of those waiting, the sequences that the last step let others pass
+        self._deferred = 0  # waiting sequences that the last step let others pass
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._kv = 0  # tokens in KV cache of the decoding sequences
-        self._needing = [0] * block_size
-        """How many need a new block in a step, by its number modulo the block size."""
-        self._ends: list[tuple[int, int, Sequence]] = []
-        """Heap of last steps; entries of sequences that left early are skipped."""
+        self._needing = [0] * block_size  # sequences that need a block in a step, by step % size
+        self._ends: list[tuple[int, int, Sequence]] = []  # heap of last steps, some of them stale
 
     @property
     def slow(self) -> float:
-        """How many times as long as the profile says a step takes; set it at any time."""
+        """Factor of the profile's step times; may be set at any time."""
         return self._slow
 
     @slow.setter
@@ -127,23 +124,13 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of KV blocks in use, 0…1; cached blocks that nobody uses are free."""
+        """Fraction of KV blocks in use, 0…1; cached blocks without a user are free."""
         return self.pool.usage
 
     @property
     def capacity(self) -> int:
-        """Tokens the KV cache holds: no sequence can be longer."""
+        """Tokens of the KV cache: no sequence can be longer."""
         return self.pool.blocks * self.pool.block_size
-
-    @property
-    def next_end(self) -> float | None:
-        """When the step in progress ends; None where none is in progress."""
-        return self._step.ends_at if self._step else None
-
-    @property
-    def step(self) -> Step | None:
-        """The step in progress; None where none is."""
-        return self._step
 
     @property
     def decoding(self) -> Collection[Sequence]:
@@ -152,7 +139,7 @@ class Engine:
 
     @property
     def queued(self) -> Iterator[Sequence]:
-        """The others: first those whose prefill has begun, then the waiting in their order."""
+        """Sequences whose prompt is not computed: first the begun ones, then the waiting."""
         return chain(self._prefilling.values(), self._waiting)
 
     def generated(self, sequence: Sequence) -> int:
@@ -162,9 +149,7 @@ class Engine:
         return sequence.generated
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence; the next step that is scheduled may admit it.
-
-        With :meth:`advance`, advance to ``now`` first.
+        """Queue a sequence for the next step; with :meth:`advance`, advance to ``now`` first.
 
         Raises:
             ValueError: it has no prompt, or would never fit into the KV cache.
@@ -177,7 +162,7 @@ class Engine:
                 f"sequence {sequence.id} grows to {tokens} tokens; the KV cache holds "
                 f"{self.capacity}"
             )
-        if self._step is None and not self.running and not self._waiting:
+        if self.step is None and not self.running and not self._waiting:
             self._now = max(self._now, now)
         sequence.arrived = now
         if self.by_priority:
@@ -187,17 +172,15 @@ class Engine:
 
     def abort(self, sequence: Sequence, now: float) -> None:
         """End a sequence that has not finished: it gets nothing from the step in progress."""
-        if sequence.id in self._decoding:
-            self._stop_decoding(sequence)
-        elif sequence.id in self._prefilling:
-            self._stop_prefilling(sequence)
+        if sequence.id in self._decoding or sequence.id in self._prefilling:
+            self._stop(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
             return
         sequence.reason = FinishReason.ABORT
         sequence.finished = now
-        if self._step is None and not self.freezing_gauges:
+        if self.step is None and not self.freezing_gauges:
             self._show(self.waiting)
 
     def sleep(self, level: int) -> None:
@@ -212,16 +195,15 @@ class Engine:
         self.sleep_level = None
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``, the one before being complete; None where there is nothing to
-        do."""
+        """Begin a step at ``now``, the one before being complete; None: nothing can be done."""
         self._now = now
         return self._begin(now)
 
     def complete(self) -> Outcome:
-        """End the step in progress: hand out its tokens, let go what is finished."""
-        step = self._step
+        """End the step in progress: hand out its tokens, free what is finished."""
+        step = self.step
         assert step is not None, "no step is in progress"
-        self._step = None
+        self.step = None
         self._now = step.ends_at
         decoded = list(self._decoding.values())
         self.steps += step.steps
@@ -250,11 +232,9 @@ class Engine:
         end, as they would with :meth:`schedule`.
         """
         outcomes: list[Outcome] = []
-        while True:
-            step = self._step or self._begin(until)
-            if step is None or step.ends_at > until:
-                return outcomes
+        while (step := self.step or self._begin(until)) and step.ends_at <= until:
             outcomes.append(self.complete())
+        return outcomes
 
     def _begin(self, until: float) -> Step | None:
         """Schedule one step from now on, or as many like it as end by ``until``."""
@@ -268,14 +248,14 @@ class Engine:
         if chunks:
             self._stretch = None
             ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
-            self._step = Step(self._now, ends_at, self.waiting, 1, chunks)
+            self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            self._step = self._decode(until, single=preempted or self._drafted > 0)
-        return self._step
+            self.step = self._decode(until, single=preempted or self._drafted > 0)
+        return self.step
 
     def _make_room(self) -> bool:
-        """Have blocks for what runs: a token for all that decode, a chunk for whose prefill is not
-        complete. Returns whether sequences had to be preempted for it."""
+        """Preempt until all that run have blocks: for a token, or for a chunk of their prefill;
+        returns True if sequences were preempted."""
         preempted = False
         while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
             self._preempt()
@@ -286,23 +266,19 @@ class Engine:
         return self._needing[self.steps % self.pool.block_size]
 
     def _chunk_blocks(self) -> int:
-        left = self._prefilling.values()
-        return sum(self._blocks_missing(one, self._chunk(one)) for one in left)
+        return sum(self._blocks_missing(one, self._chunk(one)) for one in self._prefilling.values())
 
     def _chunk(self, sequence: Sequence) -> int:
         return min(sequence.context - sequence.computed, self._budget_left())
 
     def _preempt(self) -> None:
-        """Send the sequence admitted last back to the head of the queue; by priority, the one that
-        is the last in it to its place there."""
+        """Send the sequence admitted last back to the head of the queue; by priority, the sequence
+        that ranks last to its place."""
         if self.by_priority:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
             last = next(reversed((self._prefilling or self._decoding).values()))
-        if last.id in self._prefilling:
-            self._stop_prefilling(last)
-        else:
-            self._stop_decoding(last)
+        self._stop(last)
         last.preemptions += 1
         self.counters.preemptions += 1
         if self.by_priority:
@@ -311,7 +287,7 @@ class Engine:
             self._waiting.appendleft(last)
 
     def _continue_prefill(self) -> list[tuple[Sequence, int]]:
-        """Schedule the next chunk of the prefill that is not complete; there is at most one."""
+        """Schedule the next chunk of the prefill that is not complete, if any."""
         chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
         for sequence, chunk in chunks:
             self._extend(sequence, chunk)
@@ -340,9 +316,8 @@ class Engine:
         self._deferred = len(deferred)
 
     def _adapter_fits(self, sequence: Sequence) -> bool:
-        if self.adapters is None or not sequence.adapter:
-            return True
-        return self.adapters.admits(sequence.adapter, self._in_batch())
+        adapter, adapters = sequence.adapter, self.adapters
+        return not adapters or not adapter or adapters.admits(adapter, self._in_batch())
 
     def _in_batch(self) -> list[str]:
         return _adapters_of(chain(self._decoding.values(), self._prefilling.values()))
@@ -384,7 +359,7 @@ class Engine:
         return self.pool.blocks_for(sequence.computed + chunk) - sequence.blocks
 
     def _extend(self, sequence: Sequence, chunk: int) -> None:
-        """Take the blocks of a chunk; the full ones of them can be hit from now on."""
+        """Take the blocks of a chunk; the full ones can be hit from now on."""
         missing = self._blocks_missing(sequence, chunk)
         self.pool.take(missing)
         sequence.blocks += missing
@@ -399,10 +374,8 @@ class Engine:
             self.events.stored(sequence, first, new)
 
     def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
-        """Seconds for a step that prefills ``chunks`` and decodes the rest.
-
-        To verify a draft takes what to prefill as many tokens would.
-        """
+        """Seconds for a step that prefills ``chunks`` and decodes the rest; a draft costs as much
+        as its tokens in a prefill."""
         prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
         context = sum(sequence.computed for sequence, _ in chunks)
         # Each token of a chunk attends to all before it: on average to half the chunk.
@@ -411,11 +384,8 @@ class Engine:
         return self._model.step_time(prefill, self.running, self._kv + context, attention)
 
     def _decode(self, until: float, single: bool) -> Step:
-        """Schedule a step of decoding alone, and the steps after it that are like it.
-
-        Nothing comes in between before a sequence ends or blocks run out: whatever waits found no
-        room, and decoding makes none.
-        """
+        """Schedule a step of decoding alone, and the steps like it until a sequence ends or blocks
+        run out: waiting sequences found no room, and decoding makes none."""
         stretch = self._stretch
         if stretch is None or stretch.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
@@ -440,8 +410,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks of up to ``steps`` steps after the next; returns for how many there were
-        enough."""
+        """Take the blocks of up to ``steps`` steps after the next; returns the steps that got
+        theirs."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
@@ -458,8 +428,8 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Move sequences that decoded on by what is accepted of their drafts; returns the tokens
-        that each got so, by sequence id."""
+        """Move sequences that decoded on by their accepted drafts; returns these tokens, by
+        sequence id."""
         counters, gained = self.counters, {}
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens
@@ -472,12 +442,12 @@ class Engine:
         return gained
 
     def _room(self, sequence: Sequence) -> int:
-        """Tokens it may go on by, in the blocks it has and those that are free."""
+        """Tokens that fit into the blocks of a sequence and the free ones."""
         tokens, pool = sequence.offset + self.steps, self.pool
         return (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
 
     def _skip(self, sequence: Sequence, tokens: int) -> None:
-        """Move a decoding sequence on, as if it had begun so many steps before."""
+        """Move a decoding sequence on, as if it had begun ``tokens`` steps before."""
         before, pool = sequence.offset + self.steps, self.pool
         pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
         self._needing[-sequence.offset % pool.block_size] -= 1
@@ -491,7 +461,7 @@ class Engine:
     def _finish_decoded(self, now: float) -> Iterator[Sequence]:
         while self._decoding and self._last_end() <= self.steps:
             _, _, sequence = heapq.heappop(self._ends)
-            self._stop_decoding(sequence)
+            self._stop(sequence)
             self._finish(sequence, now)
             yield sequence
 
@@ -505,7 +475,7 @@ class Engine:
             sequence.first_token = now
         sequence.generated += sequence.output_tokens > 0
         if sequence.generated == sequence.output_tokens:
-            self._stop_prefilling(sequence)
+            self._stop(sequence)
             self._finish(sequence, now)
         else:
             self._start_decoding(sequence)
@@ -520,8 +490,17 @@ class Engine:
         self._kv += sequence.computed
         self._stretch = None
 
-    def _stop_decoding(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch, and its blocks back."""
+        if self._prefilling.pop(sequence.id, None) is None:
+            self._stop_decoding(sequence)
+        if self.adapters and sequence.adapter:
+            self.adapters.use([sequence.adapter])
+        self.pool.release(sequence.blocks - len(sequence.held), sequence.held)
+        sequence.held = []
+        sequence.blocks = sequence.computed = 0
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
         sequence.generated = self.generated(sequence)
         del self._decoding[sequence.id]
         tokens = sequence.offset + self.steps
@@ -529,22 +508,10 @@ class Engine:
         self._needing[-sequence.offset % self.pool.block_size] -= 1
         self._stretch = None
         # The step in progress has taken room for one more token.
-        sequence.blocks = self.pool.blocks_for(tokens + (self._step is not None))
+        sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
         if self.prefix_caching:
             size = self.pool.block_size
             self._publish(sequence, sequence.prompt_tokens // size, tokens // size)
-        self._release(sequence)
-
-    def _stop_prefilling(self, sequence: Sequence) -> None:
-        del self._prefilling[sequence.id]
-        self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        if self.adapters and sequence.adapter:
-            self.adapters.use([sequence.adapter])
-        self.pool.release(sequence.blocks - len(sequence.held), sequence.held)
-        sequence.held = []
-        sequence.blocks = sequence.computed = 0
 
     def _count(self, outcome: Outcome) -> None:
         if not outcome.decoded and not outcome.prefilled:

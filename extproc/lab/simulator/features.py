@@ -6,24 +6,24 @@ from random import Random
 
 
 class Adapters:
-    """A batch has at most ``slots`` adapters, and as many stay loaded after their last use.
+    """Slots for adapters: those of a batch, and those that stay loaded after their last use.
 
-    A step whose batch has one that is not loaded takes ``load_s`` longer for it; the one that was
-    used the longest ago is dropped for it.
+    A step takes ``load_s`` longer for each adapter that is not loaded; the adapter that was used
+    the longest ago is dropped for it.
     """
 
     def __init__(self, slots: int = 1, load_s: float = 0.0) -> None:
         self.slots = slots
-        self.loads = 0  # how often one was loaded
+        self.loads = 0
         self._load_s = load_s
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
     def admits(self, adapter: str, batch: Collection[str]) -> bool:
-        """Tells whether a sequence of that adapter may join a batch with these adapters."""
+        """True if a sequence of that adapter may join a batch with these adapters."""
         return adapter in batch or len(batch) < self.slots
 
     def use(self, adapters: Iterable[str]) -> float:
-        """A step uses these; returns the seconds it takes to load those that are not loaded."""
+        """Uses adapters in a step; returns the seconds to load those that are not loaded."""
         loads = self.loads
         for adapter in adapters:
             self.loads += adapter not in self._loaded
@@ -34,15 +34,14 @@ class Adapters:
         return (self.loads - loads) * self._load_s
 
 
-ACCEPTANCE = 0.7
-"""Probability unless another is given: about what vLLM reports of EAGLE drafts on conversations."""
+ACCEPTANCE = 0.7  # about what vLLM reports of EAGLE drafts on conversations
 
 
 class Speculation:
-    """In each step ``tokens`` are drafted for every sequence that decodes.
+    """Drafts of ``tokens`` tokens, in each step for every sequence that decodes.
 
-    A drafted token is accepted with the same probability whatever it is, as long as all before it
-    were: a step gives a sequence one token and those accepted, ``tokens + 1`` at most.
+    A drafted token is accepted with the same probability, as long as all before it were: a step
+    gives a sequence one token and the accepted ones, ``tokens + 1`` at most.
     """
 
     def __init__(self, tokens: int, acceptance: float, random: Random) -> None:

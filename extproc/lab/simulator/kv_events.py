@@ -20,7 +20,7 @@ _MEDIUM = "GPU"
 
 
 class BlockEvents:
-    """Blocks stored and removed that nobody was told of yet, in order."""
+    """Events that are not published yet, in order."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -28,10 +28,9 @@ class BlockEvents:
         self._some = asyncio.Event()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
-        """Of the blocks of a sequence from ``first`` on, those with these hashes can be hit now."""
+        """Adds the blocks of a sequence, from ``first`` on, that have these hashes."""
         new, end = set(hashes), sequence.hashes.index(hashes[-1]) + 1
-        blocks = groupby(range(first, end), lambda block: sequence.hashes[block] in new)
-        for is_new, run in blocks:
+        for is_new, run in groupby(range(first, end), lambda at: sequence.hashes[at] in new):
             if is_new:
                 self._add(self._stored(sequence, [*run]))
 

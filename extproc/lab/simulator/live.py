@@ -17,31 +17,14 @@ _BOUNDS_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a request."""
-
-    prompt: int
-    completion: int
-    cached: int  # prompt tokens taken from the prefix cache
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A generated sequence."""
-
-    text: str
-    tokens: int
-    reason: FinishReason
+MAX_LAG_S = 1.0  # of steps that are caught up on at once when the process was kept from running
 
 
 class Lateness:
     """Delays behind the times at which steps were due.
 
-    A simulated step ends on time only where its process gets CPU then. What is late here clients
-    see late: figures from a machine that was too busy give themselves away.
+    A simulated step ends on time only where its process gets CPU then. A late step is late for
+    clients, too: figures from a machine that was too busy give themselves away.
     """
 
     def __init__(self) -> None:
@@ -50,7 +33,7 @@ class Lateness:
         self._lost = 0.0
 
     def delivered(self, late_s: float) -> None:
-        """A step's tokens went out so many seconds after its end."""
+        """Counts a step whose tokens went out ``late_s`` seconds after its end."""
         self._late.observe(late_s)
         self._most = max(self._most, late_s)
 
@@ -63,16 +46,16 @@ class Lateness:
         steps = self._late.count
         nth = bisect_left(self._late.cumulative(), ceil(0.99 * steps))
         p99 = min([*_BOUNDS_S, self._most][nth], self._most)
-        mean = self._late.sum / max(steps, 1)
-        return {
-            "steps": steps,
-            "late_s": {"mean": mean, "p99": p99, "max": self._most},
-            "lost_s": self._lost,
-        }
+        late = {"mean": self._late.sum / max(steps, 1), "p99": p99, "max": self._most}
+        return {"steps": steps, "late_s": late, "lost_s": self._lost}
 
 
-MAX_LAG_S = 1.0
-"""Seconds of steps that are caught up on at once when the process was kept from running."""
+class Usage(NamedTuple):
+    """Tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int  # prompt tokens taken from the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +66,25 @@ class Answer:
     bound: int  # most tokens it may generate
     start: int  # where in the vocabulary its text begins
 
-    def output(self) -> Output:
-        generated = self.sequence.generated
-        text = tokens.generated_text(self.start, generated)
-        return Output(text, generated, self.sequence.reason)
+    @property
+    def text(self) -> str:
+        return tokens.generated_text(self.start, self.sequence.generated)
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.sequence.reason
 
 
 class Token(NamedTuple):
-    """What a step generated: its text, and the reason if it is the last of its answer."""
+    """The tokens that one answer got from a step."""
 
     answer: int
     text: str
-    reason: FinishReason | None
+    reason: FinishReason | None  # of the end of the answer, if this is its last token
 
 
 class Generation:
-    """The answers to one request, ``choices`` for each prompt, and what came of them so far."""
+    """The answers to one request, ``choices`` for each prompt, as far as they are generated."""
 
     def __init__(self, answers: list[Answer], choices: int, streamed: bool) -> None:
         self.answers = answers
@@ -108,9 +94,6 @@ class Generation:
         self._left = len(answers)
         self._tokens: list[Token] = []
         self._changed = asyncio.Event()
-
-    def outputs(self) -> list[Output]:
-        return [answer.output() for answer in self.answers]
 
     def usage(self) -> Usage:
         """Tokens so far; a prompt counts once, whatever the number of its choices."""
@@ -122,12 +105,10 @@ class Generation:
         )
 
     def longest(self) -> list[int]:
-        """Tokens of the longest choice for each prompt, once they have ended."""
+        """Tokens of the longest choice for each prompt."""
         generated = [answer.sequence.generated for answer in self.answers]
-        return [
-            max(generated[start : start + self.choices])
-            for start in range(0, len(generated), self.choices)
-        ]
+        starts = range(0, len(generated), self.choices)
+        return [max(generated[start : start + self.choices]) for start in starts]
 
     @property
     def complete(self) -> bool:
@@ -145,10 +126,10 @@ class Generation:
         await self._changed.wait()
 
     def add_tokens(self, index: int, count: int) -> None:
-        """Tokens of answer ``index`` were generated in a step: they are sent as one."""
+        """Adds what answer ``index`` got from a step, to be sent as one token."""
         if self._streamed:
             answer = self.answers[index]
-            reason = answer.sequence.reason if answer.sequence.finished is not None else None
+            reason = answer.reason if answer.sequence.finished is not None else None
             text = tokens.generated_text(answer.start + self._generated[index], count)
             self._tokens.append(Token(index, text, reason))
             self._changed.set()
@@ -171,7 +152,7 @@ class LiveEngine:
         self._metrics = metrics
         self._clock = clock
         self._started = clock()
-        self._owners: dict[int, tuple[Generation, int]] = {}
+        self._owners: dict[int, tuple[Generation, int]] = {}  # by sequence id
         self._next_id = 0
         self._arrival = asyncio.Event()
         self.working = asyncio.Event()  # while it is not set, the engine hangs
@@ -196,11 +177,10 @@ class LiveEngine:
 
     def sleep(self, level: int) -> None:
         """Abort every request, and begin no step until :meth:`wake`."""
-        for sequence, generation, index in self._unfinished():
-            self.engine.abort(sequence, self._now())
+        for answer, generation, index in [*self._unfinished()]:
+            self.engine.abort(answer.sequence, self._now())
             generation.add_tokens(index, 0)
-            generation.end()
-        self._owners.clear()
+            self._end(answer.sequence)
         self.engine.sleep(level)
 
     def wake(self) -> None:
@@ -215,15 +195,8 @@ class LiveEngine:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of the sequences that have no token yet."""
-        return sum(
-            sequence.prompt_tokens
-            for sequence, _, _ in self._unfinished()
-            if sequence.first_token is None
-        )
-
-    def _unfinished(self) -> Iterator[tuple[Sequence, Generation, int]]:
-        for generation, index in self._owners.values():
-            yield generation.answers[index].sequence, generation, index
+        sequences = (answer.sequence for answer, _, _ in self._unfinished())
+        return sum(one.prompt_tokens for one in sequences if one.first_token is None)
 
     async def run(self) -> NoReturn:
         """Run steps until cancelled. Each begins when the last was due, so delays do not add up."""
@@ -246,6 +219,10 @@ class LiveEngine:
     def _now(self) -> float:
         return (self._clock() - self._started) * self.speed
 
+    def _unfinished(self) -> Iterator[tuple[Answer, Generation, int]]:
+        for generation, index in self._owners.values():
+            yield generation.answers[index], generation, index
+
     def _deliver(self, outcome: Outcome, duration: float) -> None:
         self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
         for sequence in (*outcome.decoded, *outcome.prefilled):
@@ -255,7 +232,14 @@ class LiveEngine:
         for sequence in outcome.first:
             self._metrics.first_token_came(sequence, self.speed)
         for sequence in outcome.finished:
-            generation, index = self._owners.pop(sequence.id)
-            bound = generation.answers[index].bound
-            self._metrics.sequence_finished(sequence, bound, self.speed)
-            generation.end()
+            answer = self._end(sequence)
+            self._metrics.sequence_finished(sequence, answer.bound, self.speed)
+
+    def _end(self, sequence: Sequence) -> Answer:
+        """End a sequence; the prompts of a request count with the last one."""
+        generation, index = self._owners.pop(sequence.id)
+        generation.end()
+        if generation.complete:
+            for longest in generation.longest():
+                self._metrics.request_finished(longest, generation.choices)
+        return generation.answers[index]

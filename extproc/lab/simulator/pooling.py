@@ -24,11 +24,10 @@ Items = Item | list[Item]
 
 
 class PoolingBody(Body, ABC):
-    """A request that only computes prompts; each becomes an item of the reply."""
+    """A request that only computes prompts, an item of the reply for each."""
 
     id_prefix: ClassVar[str]
 
-    @property
     @abstractmethod
     def prompts(self) -> list[bytes]:
         """The encoded prompts."""
@@ -37,10 +36,11 @@ class PoolingBody(Body, ABC):
     def item(self, prompt: bytes) -> dict[str, Any]: ...
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The reply, once all prompts are computed: an item for each, in order."""
-        items = [{"index": index, **self.item(one)} for index, one in enumerate(self.prompts)]
+        """The reply, once all prompts are computed."""
+        prompts = self.prompts()
+        items = [{"index": index, **self.item(one)} for index, one in enumerate(prompts)]
         head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
-        total = sum(tokens.count(prompt) for prompt in self.prompts)
+        total = sum(tokens.count(prompt) for prompt in prompts)
         usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
         return {**head, "model": model, "data": items, "usage": usage}
 
@@ -55,7 +55,6 @@ class EmbeddingBody(PoolingBody):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
 
-    @property
     def prompts(self) -> list[bytes]:
         return encode_prompts(self.input)
 
@@ -70,7 +69,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class PoolBody(EmbeddingBody):
-    """The same, in the words of ``/pooling``."""
+    """``/pooling``."""
 
     id_prefix = "pool"
     result: ClassVar = "pooling"
@@ -89,7 +88,7 @@ class ClassifyBody(EmbeddingBody):
 
 
 class ScoreBody(PoolingBody):
-    """How well texts fit: one to many, or pair by pair. Each pair is one prompt."""
+    """Scores of pairs of texts, each pair a prompt: the first text with all, or pair by pair."""
 
     id_prefix = "score"
 
@@ -105,19 +104,17 @@ class ScoreBody(PoolingBody):
             raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
         return self
 
-    @property
     def prompts(self) -> list[bytes]:
-        right = _listed(self.right)
-        left = _listed(self.left)
+        left, right = _listed(self.left), _listed(self.right)
         pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
-        return [tokens.encode_content([one, other]) for one, other in pairs]
+        return [tokens.encode_content([*pair]) for pair in pairs]
 
     def item(self, prompt: bytes) -> dict[str, Any]:
         return {"object": "score", "score": _score(prompt)}
 
 
 class RerankBody(PoolingBody):
-    """Which documents fit a query best."""
+    """The best documents for a query."""
 
     id_prefix = "rerank"
 
@@ -125,7 +122,6 @@ class RerankBody(PoolingBody):
     documents: Items
     top_n: int = Field(default=0, ge=0)
 
-    @property
     def prompts(self) -> list[bytes]:
         documents = _listed(self.documents)
         if not documents:

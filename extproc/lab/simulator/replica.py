@@ -24,10 +24,9 @@ from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 def output_length(median: int, seed: int, prompt: bytes, choice: int) -> int:
     """Length of the ``choice``-th answer to an encoded prompt, at least 1.
 
-    Drawn from seed and prompt: the same prompt gets the same length on every replica of that seed,
-    so that runs which route differently compare. Lognormal; standard deviation 1 in log space makes
-    the mean 1.65 times the median, as in the conversation trace Azure published in 2023 (median
-    129, mean 211 tokens).
+    Drawn from seed and prompt: replicas of the same seed give a prompt the same length, so that
+    runs which route differently compare. Lognormal; standard deviation 1 in log space makes the
+    mean 1.65 times the median, as in Azure's conversation trace of 2023 (129 and 211 tokens).
     """
     digest = blake2b(prompt, digest_size=8).hexdigest()
     rng = Random(f"{seed}/{digest}/{choice}")
@@ -39,32 +38,30 @@ DEFAULT_MODEL_LEN = 32_768  # context length in tokens, unless the KV cache hold
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What a replica simulates. None: what the hardware profile says."""
+    """Options of a replica, vLLM's by their names; None: the value of the hardware profile."""
 
     model: str = "simulated"
     profile: str = DEFAULT_PROFILE
-    speed: float = 1.0  # how many times as fast as the profile it runs
+    speed: float = 1.0  # times as fast as the profile
     kv_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_num_queued_reqs: int | None = None  # sequences that run or wait, at most
     max_num_queued_tokens: int | None = None  # prompt tokens not computed yet, at most
-    scheduling_policy: str = "fcfs"  # in which order it admits requests: `fcfs` or by `priority`
+    scheduling_policy: str = "fcfs"  # or `priority`
     block_size: int = 16
     output_median: int = 120  # median of the output lengths, in tokens, before any bound
-    seed: int = 0  # of output lengths, and of what is accepted of drafts
-    draft_tokens: int = 0
-    """Tokens drafted for a sequence in each step; 0: it does not decode speculatively."""
-    acceptance: float = ACCEPTANCE
-    """Probability that a drafted token is accepted where those before it are."""
+    seed: int = 0  # of output lengths, and of the acceptance of drafts
+    draft_tokens: int = 0  # drafted for a sequence in each step; 0: no speculative decoding
+    acceptance: float = ACCEPTANCE  # probability of a drafted token after accepted ones
     prefix_caching: bool = True
     adapters: tuple[str, ...] = ()  # names of LoRA adapters of the model
     max_loras: int = 1  # adapters in a batch, at most
-    adapter_load_s: float = 0.1  # seconds that it takes to load one, at the profile's speed
-    enable_prompt_tokens_details: bool = False
-    """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
-    kv_events_ports: tuple[int, int] | None = None
-    """Where it tells of its KV blocks, and where it tells so again; None: it does not."""
+    adapter_load_s: float = 0.1  # seconds to load an adapter, at the profile's speed
+    enable_prompt_tokens_details: bool = False  # True: answers report cached prompt tokens
+    kv_events_ports: tuple[int, int] | None = (
+        None  # for publishing and for replays; None: no events
+    )
 
 
 class Replica:
@@ -78,18 +75,18 @@ class Replica:
             ValueError: the settings contradict each other.
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
+        speculation = Speculation(drafts, settings.acceptance, random) if drafts else None
+        loras = Adapters(settings.max_loras, settings.adapter_load_s) if settings.adapters else None
         self.settings = settings
         self.engine = Engine(
             hardware_profile(settings.profile),
             settings.block_size,
             settings.kv_tokens,
             settings.max_num_seqs,
-            prefix_caching=settings.prefix_caching,
-            speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
-            adapters=Adapters(settings.max_loras, settings.adapter_load_s)
-            if settings.adapters
-            else None,
-            events=BlockEvents(settings.block_size) if settings.kv_events_ports else None,
+            settings.prefix_caching,
+            speculation,
+            loras,
+            BlockEvents(settings.block_size) if settings.kv_events_ports else None,
             by_priority=settings.scheduling_policy == "priority",
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
@@ -103,27 +100,25 @@ class Replica:
 
     def check_model(self, model: str | None) -> None:
         if model and model != self.settings.model and model not in self.settings.adapters:
-            raise RequestError(
-                f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
-            )
+            message = f"The model `{model}` does not exist."
+            raise RequestError(message, "model", HTTPStatus.NOT_FOUND)
 
     def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
-        """Queue a request that generates text: so many tokens in each sequence, if it says so,
-        within its bound."""
-        prompts = body.prompts
-        bounds = [self._bound(body, tokens.count(prompt)) for prompt in prompts]
+        """Queue a request that generates text: ``output_tokens`` for each sequence, if given."""
+        bounds = [(prompt, self._bound(body, tokens.count(prompt))) for prompt in body.prompts()]
         answers = [
             self._answer(body, prompt, bound, choice, output_tokens)
-            for prompt, bound in zip(prompts, bounds, strict=True)
+            for prompt, bound in bounds
             for choice in range(body.choices)
         ]
         return self._submit(Generation(answers, body.choices, bool(body.stream)))
 
     def pool(self, body: PoolingBody) -> Generation:
-        """Queue prompts of which nothing is decoded."""
-        for prompt in body.prompts:
+        """Queue prompts that are computed, and nothing more."""
+        prompts = body.prompts()
+        for prompt in prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
-        answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]
+        answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in prompts]
         return self._submit(Generation(answers, 1, streamed=False))
 
     def _submit(self, generation: Generation) -> Generation:
@@ -142,23 +137,16 @@ class Replica:
         raise RequestError(message, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _answer(
-        self,
-        body: GenerateBody,
-        prompt: bytes,
-        bound: int,
-        choice: int,
-        output_tokens: int | None,
+        self, body: GenerateBody, prompt: bytes, bound: int, choice: int, length: int | None
     ) -> Answer:
         if body.ignore_eos:
-            output_tokens = bound
-        elif output_tokens is None:
-            median, seed = self.settings.output_median, self.settings.seed
-            output_tokens = output_length(median, seed, prompt, choice)
-        output_tokens = min(max(output_tokens, body.min_tokens), bound)
+            length = bound
+        elif length is None:
+            length = output_length(self.settings.output_median, self.settings.seed, prompt, choice)
+        length = min(max(length, body.min_tokens), bound)
         start = crc32(prompt) + choice
-        text = tokens.generated_text(start, output_tokens)
-        sequence = self._sequence(body, prompt, text, output_tokens)
-        if output_tokens == bound:
+        sequence = self._sequence(body, prompt, tokens.generated_text(start, length), length)
+        if length == bound:
             sequence.reason = FinishReason.LENGTH
         return Answer(sequence, bound, start)
 
@@ -179,30 +167,24 @@ class Replica:
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""
-        if body.bound is not None and body.bound > self.max_model_len:
-            raise RequestError(
-                f"max_tokens={body.bound} cannot be greater than "
-                f"max_model_len={self.max_model_len}. Please request fewer output tokens.",
-                "max_tokens",
-            )
-        self._check_length(prompt_tokens, self.max_model_len - 1)
-        left = self.max_model_len - prompt_tokens
-        bound = left if body.bound is None else min(left, body.bound)
+        limit, asked = self.max_model_len, body.bound
+        if asked is not None and asked > limit:
+            message = f"max_tokens={asked} cannot be greater than max_model_len={limit}."
+            raise RequestError(f"{message} Please request fewer output tokens.", "max_tokens")
+        self._check_length(prompt_tokens, limit - 1)
+        bound = min(limit - prompt_tokens, asked or limit)
         if body.min_tokens > bound:
-            raise RequestError(
-                f"min_tokens must be less than or equal to max_tokens={bound}, "
-                f"got {body.min_tokens}.",
-                "min_tokens",
-            )
+            message = f"min_tokens must be less than or equal to max_tokens={bound}"
+            raise RequestError(f"{message}, got {body.min_tokens}.", "min_tokens")
         return bound
 
     def _check_length(self, prompt_tokens: int, limit: int) -> None:
         if prompt_tokens < 1:
             raise RequestError("the prompt must not be empty", "prompt")
         if prompt_tokens > limit:
-            raise RequestError(
+            message = (
                 f"This model's maximum context length is {self.max_model_len} tokens. However, "
                 f"your prompt contains {prompt_tokens} input tokens. Please reduce the length of "
-                "the input prompt.",
-                "input_tokens",
+                "the input prompt."
             )
+            raise RequestError(message, "input_tokens")

@@ -14,21 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.answers import (
-    GENERATING,
-    Reply,
-    ResponsesReply,
-    ResponseStore,
-    error_body,
-)
+from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
 from extproc.lab.simulator.asks import (
     AudioBody,
     Body,
     GenerateBody,
-    Message,
     RequestError,
     ResponsesBody,
-    encode_chat,
+    TokenizeBody,
     invalid,
 )
 from extproc.lab.simulator.kv_events import publishing
@@ -41,22 +34,17 @@ from extproc.request.endpoint import Endpoint
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
+BACKLOG = 2048  # connections that wait to be accepted, as many as vLLM's own server lets wait
+VLLM_VERSION = "0.32.0"  # whose behaviour is simulated
 
 # Tokens to generate, within the request's bound; ``tracestate`` passes proxies that drop headers.
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
-
+# The client's name for a request, in ``tracestate`` too: some gateways set ``x-request-id``.
 REQUEST_STATE = "simulate-request"
-"""Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
-
-VLLM_VERSION = "0.32.0"  # whose behaviour is simulated
-
 RANK_HEADER = "x-data-parallel-rank"  # of an engine in the server, which has one
 PRIORITY_HEADER = "x-vllm-priority"  # counts instead of the `priority` in a body
-
 SERVED_BY_HEADER = "x-served-by"  # in every response: the `ip:port` that answered
-
-BACKLOG = 2048  # connections that wait to be accepted, as many as vLLM's own server lets wait
 
 AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
@@ -65,36 +53,24 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 Asked = TypeVar("Asked", bound=Body)
 Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class TokenizeBody(Body):
-    """``/tokenize``: a text or a conversation."""
-
-    prompt: str | None = None
-    messages: list[Message] | None = None
-
-
 Seconds = Annotated[float, Field(ge=0, le=60)]
 
 
 class Faults(BaseModel):
-    """``/simulate``: what shall go wrong from now on. For chaos tests and demos only.
-
-    What is not given stays as it is.
-    """
+    """``/simulate``: faults from now on, for chaos tests and demos; absent fields do not change."""
 
     model_config = ConfigDict(extra="forbid")
 
+    # Factor of every step's time, as on a throttled card.
     slow: float = Field(default=1.0, gt=0, le=1000)
-    """Every step takes so many times as long, as on a throttled card."""
+    # Accept and never answer: requests, streams, /health and /metrics stand still.
     hang: bool = False
-    """Accept, and never answer: requests, streams, /health and /metrics stand still."""
+    # Status that answers inference at once, /health and /metrics as ever; 0: none.
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
-    """Answer inference at once with this status, /health and /metrics as ever; 0: do not."""
+    # Keep the gauges when all requests are aborted, until the next one, as vLLM up to 0.10.1.
     freezing_gauges: bool = False
-    """Keep the gauges when all requests are aborted, until the next one, as vLLM up to 0.10.1."""
+    # Least and longest time in which /metrics is answered, drawn anew for each answer.
     metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Answer /metrics after a time between these two, drawn anew for each."""
 
 
 class ReplicaServer:
@@ -110,29 +86,34 @@ class ReplicaServer:
         self._in_flight: list[str] = []
 
     def app(self) -> web.Application:
-        """The application; it runs the replica's engine while it is up."""
+        """Application that runs the replica's engine while it is up."""
         app = web.Application(middlewares=[self._fault, _errors], client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._engine)
         app.on_response_prepare.append(_sign)
-        for path in GENERATING:
-            app.router.add_post(path, self._generate)
-        for path in POOLING:
-            app.router.add_post(path, self._pool)
-        for path in AUDIO:
-            app.router.add_post(path, self._transcribe)
-        app.router.add_get(f"{Endpoint.RESPONSES}/{{name}}", self._response)
-        app.router.add_post(f"{Endpoint.RESPONSES}/{{name}}/cancel", self._cancel_response)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/simulate", self._simulate)
-        app.router.add_get("/simulate/late", self._late)
-        app.router.add_get("/simulate/requests", self._requests)
-        app.router.add_post("/sleep", self._sleep)
-        app.router.add_post("/wake_up", self._wake_up)
-        app.router.add_get("/is_sleeping", self._is_sleeping)
-        app.router.add_get("/version", _version)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/health", _healthy)
+        engine, live, stored = self.replica.engine, self.replica.live, self._responses
+        response = f"{Endpoint.RESPONSES}/{{name}}"
+        asleep = _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
+        routes = [
+            *(web.post(path, self._generate) for path in GENERATING),
+            *(web.post(path, self._pool) for path in POOLING),
+            *(web.post(path, self._transcribe) for path in AUDIO),
+            web.get(response, _json(lambda ask: stored.response(ask.match_info["name"]))),
+            web.post(
+                f"{response}/cancel", _json(lambda ask: stored.cancel(ask.match_info["name"]))
+            ),
+            web.post("/tokenize", self._tokenize),
+            web.post("/sleep", _json(self._sleep)),
+            web.post("/wake_up", _json(self._wake_up)),
+            web.get("/is_sleeping", asleep),
+            web.post("/simulate", self._simulate),
+            web.get("/simulate/late", _json(lambda _: live.lateness.to_json())),
+            web.get("/simulate/requests", _json(lambda _: self._in_flight)),
+            web.get("/version", _json(lambda _: {"version": VLLM_VERSION})),
+            web.get("/v1/models", _json(self._models)),
+            web.get("/metrics", self._metrics),
+            web.get("/health", _healthy),
+        ]
+        app.add_routes(routes)
         return app
 
     async def _engine(self, app: web.Application) -> AsyncIterator[None]:
@@ -162,38 +143,37 @@ class ReplicaServer:
         body = await self._asked(request, body_type)
         self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
-        settings = self.replica.settings
-        reply = reply_type(
-            uuid4().hex,
-            body.model or settings.model,
-            int(time.time()),
-            generation.usage().prompt,
-            settings.enable_prompt_tokens_details,
-        )
+        prompt_tokens = generation.usage().prompt
+        details = self.replica.settings.enable_prompt_tokens_details
+        reply = reply_type(*self._head(body), prompt_tokens, details)
         if body.stream:
             stream = _stream(request, generation, reply, body.include_usage)
             return await self._finish(stream, body, reply, generation)
         work = self._finish(generation.done(), body, reply, generation)
-        if (
-            isinstance(body, ResponsesBody)
-            and isinstance(reply, ResponsesReply)
-            and body.background
-        ):
+        if isinstance(body, ResponsesBody) and body.background:
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
-        return web.json_response(reply.whole(generation.outputs(), generation.usage()))
+        return web.json_response(reply.whole(generation.answers, generation.usage()))
+
+    def _head(self, body: Body) -> tuple[str, str, int]:
+        """Id, model and time of an answer."""
+        return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
 
     async def _asked(self, request: web.Request, body: type[Asked]) -> Asked:
         """Parse a request for inference; the header's priority counts before the body's."""
-        asked = await _parse(request, body)
+        asked = await self._parse(request, body)
         if request.headers.get(RANK_HEADER, "0") != "0":
             raise RequestError("data_parallel_rank is out of range [0, 1)")
         try:
             asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
         except ValueError:
             raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
-        self.replica.check_model(asked.model)
         return asked
+
+    async def _parse(self, request: web.Request, body: type[Asked]) -> Asked:
+        parsed = await _parse(request, body)
+        self.replica.check_model(parsed.model)
+        return parsed
 
     async def _finish(
         self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
@@ -201,21 +181,19 @@ class ReplicaServer:
         try:
             return await work
         finally:
-            self._leave(generation)
+            self.replica.live.abort(generation)
             self._responses.keep(body, reply, generation)
 
-    async def _response(self, request: web.Request) -> web.Response:
-        return web.json_response(self._responses.response(request.match_info["name"]))
-
-    async def _cancel_response(self, request: web.Request) -> web.Response:
-        return web.json_response(self._responses.cancel(request.match_info["name"]))
+    async def _whole(self, generation: Generation) -> None:
+        try:
+            await generation.done()
+        finally:
+            self.replica.live.abort(generation)
 
     async def _pool(self, request: web.Request) -> web.Response:
         body = await self._asked(request, POOLING[request.path])
         await self._whole(self.replica.pool(body))
-        return web.json_response(
-            body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
-        )
+        return web.json_response(body.reply(*self._head(body)))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
         form = await request.post()
@@ -226,79 +204,45 @@ class ReplicaServer:
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
         await self._whole(generation)
-        text = "".join(output.text for output in generation.outputs())
+        text = "".join(answer.text for answer in generation.answers)
         usage = {"type": "duration", "seconds": body.seconds}
         return web.json_response({"text": text, "usage": usage})
 
-    async def _whole(self, generation: Generation) -> None:
-        try:
-            await generation.done()
-        finally:
-            self._leave(generation)
-
-    def _leave(self, generation: Generation) -> None:
-        """Count its prompts if it is complete; end what a client that hung up left behind."""
-        if generation.complete:
-            for longest in generation.longest():
-                self.replica.metrics.request_finished(longest, generation.choices)
-        else:
-            self.replica.live.abort(generation)
-
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await _parse(request, TokenizeBody)
-        self.replica.check_model(body.model)
-        if body.messages is not None:
-            encoded = encode_chat(body.messages)
-        elif body.prompt is not None:
-            encoded = tokens.encode(body.prompt)
-        else:
-            raise RequestError("either prompt or messages is needed", "prompt")
-        ids = tokens.token_ids(encoded)
-        limit = self.replica.max_model_len
-        return web.json_response(
-            {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
-        )
+        ids = tokens.token_ids((await self._parse(request, TokenizeBody)).encoded)
+        answer = {"count": len(ids), "max_model_len": self.replica.max_model_len}
+        return web.json_response(answer | {"tokens": ids, "token_strs": None})
 
     async def _simulate(self, request: web.Request) -> web.Response:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
-        self.replica.engine.slow = faults.slow
-        self.replica.engine.freezing_gauges = faults.freezing_gauges
-        working = self.replica.live.working
+        engine, working = self.replica.engine, self.replica.live.working
+        engine.slow, engine.freezing_gauges = faults.slow, faults.freezing_gauges
         (working.clear if faults.hang else working.set)()
         now = faults.model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
 
-    async def _sleep(self, request: web.Request) -> web.Response:
+    def _sleep(self, request: web.Request) -> dict[str, Any]:
         level = request.query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise RequestError(f"level: {level!r} is not 0, 1 or 2", "query.level")
         self.replica.live.sleep(int(level))
-        return web.json_response({"status": "sleeping", "level": int(level)})
+        return {"status": "sleeping", "level": int(level)}
 
-    async def _wake_up(self, request: web.Request) -> web.Response:
+    def _wake_up(self, request: web.Request) -> dict[str, Any]:
         self.replica.live.wake()
-        return web.json_response({"status": "awake", "tags": None})
+        return {"status": "awake", "tags": None}
 
-    async def _is_sleeping(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_sleeping": self.replica.engine.sleep_level is not None})
-
-    async def _late(self, request: web.Request) -> web.Response:
-        return web.json_response(self.replica.live.lateness.to_json())
-
-    async def _requests(self, request: web.Request) -> web.Response:
-        return web.json_response(self._in_flight)
-
-    async def _models(self, request: web.Request) -> web.Response:
+    def _models(self, request: web.Request) -> dict[str, Any]:
         settings = self.replica.settings
         base: dict[str, Any] = {"id": settings.model, "object": "model"}
         base |= {"created": int(time.time()), "owned_by": "vllm", "root": settings.model}
         base |= {"parent": None, "max_model_len": self.replica.max_model_len}
-        # Of an adapter vLLM tells no context length: it has its model's.
+        # vLLM tells no context length of an adapter: it has its model's.
         of_adapter = {"parent": settings.model, "max_model_len": None}
         adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
-        return web.json_response({"object": "list", "data": [base, *adapters]})
+        return {"object": "list", "data": [base, *adapters]}
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self._random.uniform(*self._faults.metrics_seconds))
@@ -307,13 +251,16 @@ class ReplicaServer:
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Say who answered, so that a client behind a proxy can tell replicas apart."""
+    """Name the replica, so that a client behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
 
 
-async def _version(request: web.Request) -> web.Response:
-    return web.json_response({"version": VLLM_VERSION})
+def _json(answer: Callable[[web.Request], Any]) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(answer(request))
+
+    return handle
 
 
 async def _healthy(request: web.Request) -> web.Response:
@@ -333,7 +280,7 @@ async def _stream(
         async for batch in generation.stream():
             pending += b"".join([reply.token(*token) for token in batch])
             if generation.complete:
-                pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
+                pending += reply.closing(generation.answers, generation.usage(), include_usage)
             await response.write(pending)
             pending = b""
     return response
@@ -347,7 +294,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """What the header says, or the trace state."""
+    """Output length by the header, or else by the trace state."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
@@ -358,11 +305,9 @@ def _output_tokens(request: web.Request) -> int | None:
 
 def _trace_state(request: web.Request, name: str) -> str | None:
     """An entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
-    for entry in ",".join(request.headers.getall("tracestate", [])).split(","):
-        key, _, value = entry.strip().partition("=")
-        if key == name:
-            return value
-    return None
+    entries = ",".join(request.headers.getall("tracestate", [])).split(",")
+    pairs = (entry.strip().partition("=") for entry in entries)
+    return next((value for key, _, value in pairs if key == name), None)
 
 
 @web.middleware
@@ -386,8 +331,7 @@ class Serving(NamedTuple):
 
     runner: web.AppRunner  # clean it up to end
     port: int
-    engine: asyncio.Task[NoReturn]
-    """Ends before only if the engine fails; nothing is answered from then on."""
+    engine: asyncio.Task[NoReturn]  # its early end is a failure: nothing is answered from then on
 
 
 async def start(replica: Replica, host: str, port: int) -> Serving:
@@ -396,16 +340,12 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     Raises:
         OSError: the address cannot be listened on.
     """
-    # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
-    # as they come, whatever encoding they claim, as vLLM takes them.
     server = ReplicaServer(replica, Random(replica.settings.seed))
     app = server.app()
+    # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
+    # as they come, whatever encoding they claim, as vLLM takes them.
     runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        shutdown_timeout=0.5,
+        app, shutdown_timeout=0.5, access_log=None, handler_cancellation=True, auto_decompress=False
     )
     if replica.engine.events and replica.settings.kv_events_ports:
         events = publishing(replica.engine.events, host, *replica.settings.kv_events_ports)

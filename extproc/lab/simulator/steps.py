@@ -16,8 +16,7 @@ class Histogram:
     def __init__(self, bounds: Items[float]) -> None:
         self.bounds = tuple(bounds)
         self.sum = 0.0
-        self.counts = [0] * (len(self.bounds) + 1)
-        """Values from bound to bound; the last entry counts those above all."""
+        self.counts = [0] * (len(self.bounds) + 1)  # from bound to bound, and above all
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -42,37 +41,33 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt, what will be generated for it, and what became of it.
-
-    Times are the caller's, in seconds; None until it happened.
-    """
+    """A prompt with the tokens to generate, and its course; times in the caller's seconds."""
 
     id: int
     prompt_tokens: int
-    output_tokens: int
-    """Tokens it will generate. 0: only its prompt is computed, as for an embedding."""
+    output_tokens: int  # to generate; 0: only the prompt is computed, as for an embedding
+    # Of the full blocks, prompt first, as far as they are known. Blocks of the prompt can be hit
+    # once they are scheduled, blocks of the output once the sequence has ended.
     hashes: Items[int] = ()
-    """Hashes of its full blocks, prompt first, as far as they are known. Blocks of the prompt can
-    be hit once they are scheduled, blocks of the output once the sequence has ended."""
-    adapter: str = ""  # LoRA adapter that it is computed with; empty: none
-    content: bytes = b""  # its tokens, four bytes each, as far as they are to be told
-    priority: int = 0  # the lower goes first, where the engine goes by it
-    reason: FinishReason = FinishReason.STOP  # how it will end; `ABORT` once it was aborted
+    adapter: str = ""  # LoRA adapter; empty: none
+    content: bytes = b""  # tokens of four bytes each, as far as KV events need them
+    priority: int = 0  # lower goes first, in an engine that schedules by priority
+    reason: FinishReason = FinishReason.STOP  # of its end; `ABORT` once it was aborted
 
     arrived: float | None = None
     admitted: float | None = None
     first_token: float | None = None  # end of its prefill
     finished: float | None = None
-    generated: int = 0
-    """Tokens generated up to its end or last preemption; ``Engine.generated`` knows the latest."""
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    generated: int = 0  # up to its end or last preemption; `Engine.generated` is up to date
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
 
-    computed: int = 0  # engine's: tokens in KV cache, while it prefills
-    held: list[int] = field(default_factory=list)  # engine's: hashed blocks it uses
-    blocks: int = 0  # engine's: blocks it has, while it prefills
-    offset: int = 0  # engine's: tokens in KV cache minus engine steps, constant while it decodes
-    last_step: int = 0  # engine's: the step after which it has generated all, while it decodes
+    # The engine's own, the first three while the sequence prefills, the last two while it decodes.
+    computed: int = 0  # tokens in KV cache
+    held: list[int] = field(default_factory=list)  # hashed blocks in use
+    blocks: int = 0  # blocks in use
+    offset: int = 0  # tokens in KV cache minus engine steps: a constant
+    last_step: int = 0  # step after which all is generated
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -81,7 +76,7 @@ class Sequence:
 
     @property
     def context(self) -> int:
-        """Tokens to be computed before it can go on: prompt and what was generated so far."""
+        """Tokens to compute before decoding goes on: the prompt and those generated so far."""
         return self.prompt_tokens + self.generated
 
 
@@ -89,8 +84,7 @@ class Sequence:
 class Stretch:
     """Steps over the same decoding sequences: each takes a little longer than the one before.
 
-    All end times are computed from its start, so that it does not matter in how many pieces it
-    is run.
+    All end times are computed from its start: the pieces in which it is run do not matter.
     """
 
     starts_at: float
@@ -116,8 +110,8 @@ class Stretch:
         return step
 
 
+# Bounds of vLLM's histogram of tokens per step.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds of vLLM's histogram of tokens per step."""
 
 
 @dataclass(slots=True)
@@ -126,10 +120,9 @@ class Step:
 
     starts_at: float
     ends_at: float
-    waiting: int  # sequences it left waiting
+    waiting: int  # sequences left waiting
     steps: int = 1
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Prompt tokens computed in it, by sequence."""
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # prompt tokens computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +132,9 @@ class Outcome:
     ends_at: float
     steps: int
     decoded: list[Sequence]  # generated one token in each step
-    accepted: dict[int, int]  # what drafts gave them on top, by sequence id
-    prefilled: list[Sequence]
-    """Ended their prefill, and with it generated one token, if they generate any."""
-    first: list[Sequence]
-    """Those of them that did so for the first time: not to compute again what preemption took."""
+    accepted: dict[int, int]  # tokens from drafts on top, by sequence id
+    prefilled: list[Sequence]  # ended their prefill, and generated one token, if any
+    first: list[Sequence]  # of the prefilled, those that were not preempted before
     finished: list[Sequence]
 
 
@@ -153,9 +144,8 @@ class Gauges(NamedTuple):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    deferred: int = 0
-    """Of those waiting, the ones that wait for the adapters of others to leave the batch."""
-    adapters: Items[str] = ()  # those with a sequence that has a token and goes on
+    deferred: int = 0  # of those waiting, the ones for which adapters must leave the batch
+    adapters: Items[str] = ()  # with a sequence that has a token and goes on
 
 
 @dataclass(slots=True)
@@ -168,16 +158,14 @@ class Counters:
     generated_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0
-    """Draft tokens accepted; vLLM counts also those that are cut since the sequence ends."""
+    accepted_tokens: int = 0  # of drafts, as in vLLM also those beyond the end of a sequence
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache, counted at admission
     prefix_hits: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    """Sequences that ended, by reason; vLLM does not count those whose client hung up."""
+    finished: Counter[str] = field(default_factory=Counter)  # by reason, aborted ones left out
+    # Of each step that gave a sequence something: tokens generated, and the computed prompt tokens
+    # of each prefill that ended.
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(ITERATION_TOKENS))
-    """Tokens of each step of which a sequence got something: prompt tokens computed, when their
-    prefill ends in it, and tokens generated."""
 
     @property
     def steps(self) -> int:

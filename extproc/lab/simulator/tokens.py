@@ -14,8 +14,7 @@ from typing import Any
 
 BYTES_PER_TOKEN = 4
 
-IMAGE_TOKENS = 576
-"""Tokens of an image: those of a 336 × 336 picture in patches of 14 × 14, as in LLaVA 1.5."""
+IMAGE_TOKENS = 576  # of a 336 × 336 picture in patches of 14 × 14, as in LLaVA 1.5
 
 _NOUNS = (
     "air ant ash bay bee box cat cod cup day dog ear elk elm eye fox gem hat hen ice ink jar key"
@@ -24,8 +23,7 @@ _VERBS = (
     "add ask buy cut dig eat fit get hum jog let mix nod own pay run saw see set sip tap use win"
 )
 
-WORDS = tuple(f"{word} " for word in f"{_NOUNS} {_VERBS}".split())
-"""What is generated, round and round."""
+WORDS = tuple(f"{word} " for word in f"{_NOUNS} {_VERBS}".split())  # generated round and round
 
 
 def encode(text: str) -> bytes:
@@ -45,19 +43,17 @@ def token_ids(tokens: bytes) -> list[int]:
 
 
 def count(tokens: bytes) -> int:
-    """How many tokens they are."""
+    """Number of encoded tokens."""
     return len(tokens) // BYTES_PER_TOKEN
 
 
 def encode_content(content: Any) -> bytes:
     """The tokens of a message's content: a string, or parts with text, images and other things.
 
-    What is neither text nor an image, a tool call for example, counts as its JSON.
+    Other parts, tool calls for example, count as their JSON.
     """
-    if content is None:
-        return b""
-    if isinstance(content, str):
-        return encode(content)
+    if not content or isinstance(content, str):
+        return encode(content or "")
     if isinstance(content, list):
         return b"".join(encode_content(part) for part in content)
     if isinstance(content, dict):

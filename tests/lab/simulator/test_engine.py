@@ -234,7 +234,7 @@ def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
         if when == "between steps" or engine.steps + 1 < steps:
             engine.complete()
     engine.abort(sequence, now)
-    if engine.next_end is not None:
+    if engine.step is not None:
         assert engine.complete().decoded == []
     assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
     assert sequence.reason == FinishReason.ABORT
@@ -312,11 +312,11 @@ def test_the_step_in_progress_stays_so() -> None:
     engine = Engine(PROFILE)
     engine.add(Sequence(1, 10, 1000), 0.0)
     engine.advance(1.0)
-    assert engine.next_end is not None
-    assert engine.next_end > 1.0
+    assert engine.step is not None
+    assert engine.step.ends_at > 1.0
     sequence = Sequence(2, 10, 1)
     engine.add(sequence, 1.0)
-    end = engine.next_end
+    end = engine.step.ends_at
     engine.advance(end)
     assert sequence.admitted == end
 

@@ -51,7 +51,7 @@ async def test_gauges_of_an_aborted_engine_freeze_where_vllm_freezes_them(
     await reply(client, "/simulate", {"freezing_gauges": freezing})
     async with running(client, replica, (CHAT, LONG), (CHAT, LONG)):
         await until(lambda: replica.engine.gauges.running == 2)
-    await until(lambda: replica.engine.running == 0 and replica.engine.next_end is None)
+    await until(lambda: replica.engine.running == 0 and replica.engine.step is None)
     seen = await gauges(client)
     assert (seen["num_requests_running"], seen["kv_cache_usage_perc"] > 0) == (
         (2, True) if freezing else (0, False)
