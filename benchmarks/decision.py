@@ -22,7 +22,7 @@ from benchmarks import arguments
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.lab.replay.served import VirtualClock
+from extproc.lab.replay.routers import VirtualClock
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint

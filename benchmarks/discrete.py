@@ -11,19 +11,17 @@ import numpy as np
 from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.oracle import Oracle
 from benchmarks.trace import ID_TOKENS, TracedRequest
-from extproc.config import HoldSettings, ServeSettings
+from extproc.config import Config, HoldSettings, RouteSettings
 from extproc.fleet.fleet import Fleet
 from extproc.lab.replay import simulation
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
-from extproc.lab.replay.routers import Node, Routers
-from extproc.lab.replay.served import Arrival, Traced, VirtualClock
+from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
 from extproc.predict.inputs import FleetView, Floats
-from extproc.predict.lengths import OutputLengths
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
@@ -204,9 +202,8 @@ class Simulation(simulation.Simulation):
         return Machine(name, self.fleet_file.members[name], engine)
 
     def _node(self, number: int) -> Node:
-        random = Random(self.seed + 1000 * number)
-        fleet = Fleet(OutputLengths(), self.clock, self.clock)
-        return Node(fleet, self.policy, random, self.clock, _HOLD, ServeSettings().chunks_per_s)
+        config = Config(route=RouteSettings(policy=self.policy), hold=_HOLD)
+        return Node(config, Random(self.seed + 1000 * number), self.clock)
 
     def _watch(self, machine: Machine, typical: Typical, poll_s: float) -> Watch:
         known = "coefficients" in self.know

@@ -10,8 +10,7 @@ import numpy as np
 
 from extproc.fleet.prefixes import Held
 from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.routers import News, Routers
-from extproc.lab.replay.served import Arrival, Served, VirtualClock
+from extproc.lab.replay.routers import Arrival, News, Routers, Served, VirtualClock
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections

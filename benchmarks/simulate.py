@@ -23,7 +23,7 @@ from benchmarks.oracle import WEIGHTS
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
 from extproc.cli.arguments import above_zero, number, probability
 from extproc.lab.replay.figures import progress
-from extproc.lab.replay.served import Served
+from extproc.lab.replay.routers import Served
 from extproc.request.objective import Objective
 from extproc.route.policies import POLICIES
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import imbalance
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
-from extproc.lab.replay.served import Failed, Served, Traced
+from extproc.lab.replay.routers import Failed, Served, Traced
 
 Run = dict[str, Any]  # one run's figures, in the form of the JSON report; times in seconds
 _PARTS = ("ttft_s", "e2e_s")

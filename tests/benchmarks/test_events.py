@@ -10,7 +10,7 @@ from benchmarks import fleet
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
-from extproc.lab.replay.served import Served
+from extproc.lab.replay.routers import Served
 
 FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import fleet, trace
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
-from extproc.lab.replay.served import Served
+from extproc.lab.replay.routers import Served
 
 CONVERSATION = Path(__file__).parents[2] / "benchmarks/traces/azure-2023-conv.jsonl.gz"
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.trace import TracedRequest
-from extproc.lab.replay.served import Served
+from extproc.lab.replay.routers import Served
 from extproc.observe.metrics import Demand
 from extproc.route.router import Decision, Router
 from extproc.route.waiting import Waiting

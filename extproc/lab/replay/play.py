@@ -1,4 +1,4 @@
-"""A scene, played: by the router as it would decide, or with every request where it went."""
+"""Plays a scene: the router decides, or every request goes where and when it went."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -9,29 +9,24 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from extproc.fleet.fleet import Fleet
-from extproc.fleet.members import ModelNames
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
-from extproc.lab.replay.routers import Node, Routers
+from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
 from extproc.lab.replay.scene import Asked, Member, Scene, Turn
-from extproc.lab.replay.served import Arrival, Traced, VirtualClock
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
 from extproc.predict.inputs import Floats
-from extproc.predict.lengths import OutputLengths
 
-_JITTER_S = 0.02
-"""No traffic comes twice to the millisecond: so much later, drawn, requests come in a replay."""
+_JITTER_S = 0.02  # drawn delays of the requests: no traffic comes twice to the millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of each request of a scene, in its order; not a number where it was not served.
+    """Times of the requests of a scene, in its order; not a number if a request was not served.
 
-    Times are since it came, or where it is forced to go where and when it went since it was sent.
+    They count from the arrival of a request or, if it is forced, from its sending.
     """
 
     ttft_s: Floats
@@ -42,33 +37,27 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Plays a scene.
+    """Plays a scene; raises ValueError if the replicas cannot carry it.
 
     Args:
-        scene: what is played.
-        seed: of the policy's draws, and of when requests come to the hundredth of a second.
-        forced: each request goes where and when it went.
-        show: told the share that is done, now and then.
-
-    Raises:
-        ValueError: the replicas cannot carry it.
+        scene: to be played.
+        seed: of the policy's draws, and of small delays of the requests.
+        forced: send each request where and when it went.
+        show: called with the share that is done.
     """
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
     jitter = Random(f"{seed} jitter")
     later = (
-        # from when it was sent, or from about when it came
         replace(one, at=one.at + (one.waited_s if forced else _JITTER_S * jitter.random()))
         for one in scene.requests
     )
     requests = sorted(later, key=lambda one: one.at)
     replicas = [""] * len(requests)
     for done, served in enumerate(simulation.run(requests)):
-        asked = served.traced
-        assert isinstance(asked, Asked)
-        ttft[asked.index] = served.ttft
-        completion[asked.index] = served.completion
-        replicas[asked.index] = served.replica
+        assert isinstance(served.traced, Asked)
+        at = served.traced.index
+        ttft[at], completion[at], replicas[at] = served.ttft, served.completion, served.replica
         show(done / len(requests))
     return Played(ttft, completion, replicas)
 
@@ -89,24 +78,14 @@ class _Replay(Simulation):
             for name, one in scene.members.items()
             for turn in one.turns
         ]
-        node = Node(
-            Fleet(OutputLengths(), clock, clock, ModelNames(config.route.models)),
-            config.route.policy,
-            random,
-            clock,
-            config.hold,
-            config.serve.chunks_per_s,
-            config.route.session_cost_s,
-        )
         hold = config.hold.longest_s > 0.0 and not forced
-        routers = Routers([node], None, clock, random)
-        every = watches.values()
-        super().__init__(machines, every, routers, clock, interval_s, hold, events)
+        routers = Routers([Node(config, random, clock)], None, clock, random)
+        super().__init__(machines, watches.values(), routers, clock, interval_s, hold, events)
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         assert isinstance(traced, Asked)
-        profile, sequences = traced.profile, partial(_sequences, traced)
-        among = frozenset({traced.replica}) if self._forced else None
+        profile, among = traced.profile, frozenset({traced.replica}) if self._forced else None
+        sequences = partial(_sequences, traced)
         return Arrival(number, traced, profile, profile.objective, sequences, among)
 
     def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:

@@ -1,55 +1,160 @@
-"""Routers of the simulation, each with its own ledger, that share digests as in production."""
+"""Requests of a simulation, and its routers, which share digests as in production."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
 from random import Random
+from typing import Protocol
 
-from extproc.config import HoldSettings
+from extproc.config import Config
 from extproc.fleet.digest import EVERY_S, Digest, decode
-from extproc.fleet.fleet import Ended, Fleet
+from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.ground.clock import Clock
-from extproc.lab.replay.served import Arrival, Served, VirtualClock
-from extproc.proxy.services import Reader
+from extproc.fleet.members import ModelNames
+from extproc.lab.simulator.steps import Sequence as EngineSequence
+from extproc.predict.lengths import OutputLengths
+from extproc.proxy.services import Reader, router_of
 from extproc.replica_state import ReplicaState
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
 from extproc.route.queue import Queue
-from extproc.route.router import Decision, Router
+from extproc.route.router import Decision
+
+
+class VirtualClock:
+    """Clock that shows the time it was set to."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Traced(Protocol):
+    """Request of a trace or a record."""
+
+    @property
+    def at(self) -> float:
+        """Seconds from the start."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens as an engine counts them."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that each of its sequences will generate; no policy may see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Request that came."""
+
+    number: int
+    traced: Traced
+    profile: RequestProfile  # the router's knowledge of it
+    objective: Objective  # true one, which the router may not know
+    sequences: Callable[[int], list[EngineSequence]]
+    """Makes new sequences, at least one, for an engine with KV blocks of that many tokens."""
+    among: frozenset[str] | None = None  # the only replicas that it may be sent to; None: any
+
+
+@dataclass(slots=True)
+class Served:
+    """Request that was sent to a replica."""
+
+    arrival: Arrival
+    decision: Decision
+    watched: bool  # the router reads the response's chunks
+    replica: str  # after a retry the second one
+    sent: float  # after a wait at the router
+    sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
+    frontend: float = 0.0  # seconds on the replica outside of the engine's steps
+    answered: bool = False  # response headers came: from then on there is no retry
+    retried: bool = False
+    first_token: float | None = None
+    finished: float | None = None  # when it was complete; None until then, or if it failed
+
+    @property
+    def number(self) -> int:
+        return self.arrival.number
+
+    @property
+    def traced(self) -> Traced:
+        return self.arrival.traced
+
+    @property
+    def sequence(self) -> EngineSequence:
+        return self.sequences[0]
+
+    @property
+    def profile(self) -> RequestProfile:
+        return self.decision.profile
+
+    @property
+    def prefill_seen(self) -> bool:
+        """True if the router knows that the prompt was computed."""
+        first_seen = self.profile.stream and self.first_token is not None
+        return self.watched and (first_seen or self.finished is not None)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from its arrival to its first token."""
+        assert self.first_token is not None
+        return self.first_token - self.traced.at + self.frontend
+
+    @property
+    def completion(self) -> float:
+        assert self.finished is not None
+        return self.finished - self.traced.at + self.frontend
+
+    @property
+    def in_time(self) -> bool:
+        aim = self.arrival.objective
+        return self.ttft <= aim.ttft_s and self.completion <= aim.completion_s
+
+    @property
+    def group(self) -> str:
+        """Name of its objective or its tenant, by which figures are grouped."""
+        return self.arrival.objective.name or self.profile.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Request that got no whole answer."""
+
+    traced: Traced
+    replica: str  # the last one; empty: none was known to work
+    at: float
 
 
 class Node:
-    """One router: its decisions, and what it hears of requests."""
+    """Router of the simulation: its decisions, and its events of requests."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: str,
-        random: Random,
-        clock: Clock,
-        hold: HoldSettings,
-        chunks_per_s: float,
-        session_cost_s: float = 0.0,
-    ) -> None:
-        self.fleet = fleet
-        self.router = Router(fleet, policy, random, session_cost_s)
-        self._reader = Reader(chunks_per_s)
+    def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
+        names = ModelNames(config.route.models)
+        self.fleet = Fleet(OutputLengths(), clock, clock, names)
+        self.router = router_of(config.route, self.fleet, random)
+        self.queue = Queue(self.fleet, config.hold, clock)
+        self._reader = Reader(config.serve.chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self.queue = Queue(fleet, hold, clock)
 
     def sent(self, served: Served) -> None:
-        """A request was sent; whether a streamed answer is read is decided now."""
+        """Enters a request into the ledger, and decides whether to read a streamed answer."""
         decision, profile = served.decision, served.profile
         ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
         self._tickets[served.number] = ticket
         self.fleet.sessions.saw(profile.session, decision.replica)
-        chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
         if profile.stream:
+            chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
             served.watched = self._reader.reads(self._clock(), chunks, teaches)
 
     def retried(self, served: Served) -> None:
-        """It is served by another replica than it was sent to, which failed."""
+        """Moves a request to another replica after the first one failed."""
         self.fleet.eligibility.failed(served.decision.replica)
         self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 
@@ -64,27 +169,25 @@ class Node:
             self.fleet.first_token(self._tickets[served.number])
 
     def ended(self, served: Served) -> None:
-        if served.watched and served.profile.stream:
-            expected = served.decision.prediction.output_tokens
-            self._reader.came(served.sequence.output_tokens, expected)
+        """Releases a request and learns from its answer."""
+        tokens, streamed = served.sequence.output_tokens, served.profile.stream
+        if served.watched and streamed:
+            self._reader.came(tokens, served.decision.prediction.output_tokens)
         ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
-        if served.finished is not None:
-            self._learn(served, ended)
+        forecast, replica = served.decision.forecast(), served.replica
+        if served.finished is None:
+            return
+        if not served.watched:
+            self.router.learn_counted(forecast, replica, ended, None)
+            return
+        waited = served.sent - served.traced.at
+        took, ttft = served.completion - waited, served.ttft - waited if streamed else None
+        if replica == forecast.replica:
+            self.router.margins.completion.observe(forecast.predicted_completion, took)
+        self.router.learn(forecast, replica, tokens, took, ttft, ended.alone)
 
     def let_go(self, served: Served) -> None:
         self.queue.let_go(served.replica)
-
-    def _learn(self, served: Served, ended: Ended) -> None:
-        forecast, replica = served.decision.forecast(), served.replica
-        if served.watched:
-            tokens, waited = served.sequence.output_tokens, served.sent - served.traced.at
-            seen = served.ttft - waited if served.profile.stream else None
-            took = served.completion - waited
-            if replica == forecast.replica:
-                self.router.margins.completion.observe(forecast.predicted_completion, took)
-            self.router.learn(forecast, replica, tokens, took, seen, ended.alone)
-        else:
-            self.router.learn_counted(forecast, replica, ended, None)
 
 
 News = Callable[[Node, Served], None]
@@ -96,7 +199,7 @@ class Routers:
     def __init__(
         self, nodes: Sequence[Node], share_lag: float | None, clock: VirtualClock, random: Random
     ) -> None:
-        """``share_lag``: seconds that a digest takes to the others; None: it never arrives."""
+        """Digests take ``share_lag`` seconds to the others; None: they never arrive."""
         self.nodes = nodes
         self._share_lag = None if len(nodes) == 1 else share_lag
         self._next = cycle(nodes)
@@ -107,7 +210,7 @@ class Routers:
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
-        """The decision of a router drawn at random; None where no replica can be used."""
+        """Decision of a router drawn at random; None if no replica can be used."""
         owner = self._owner[arrival.number] = self._random.choice(self.nodes)
         return owner.router.decide(arrival.profile, among=arrival.among)
 
@@ -121,12 +224,12 @@ class Routers:
         self.tell(served, Node.ended)
 
     def publish(self, state: ReplicaState) -> None:
-        """Reaches every router at once."""
+        """Puts a state into every router at once."""
         for node in self.nodes:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """Each router's turn comes as often as in production; all digests take equally long."""
+        """Sends and delivers digests, each router's as often as in production."""
         if self._share_lag is None:
             return
         while True:

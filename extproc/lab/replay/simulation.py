@@ -9,8 +9,7 @@ from operator import itemgetter
 
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
-from extproc.lab.replay.routers import Node, Routers
-from extproc.lab.replay.served import Arrival, Failed, Served, Traced, VirtualClock
+from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, Traced, VirtualClock
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
 from extproc.route.queue import LET_GO_EVERY_S
