@@ -1,4 +1,4 @@
-"""What replays say beside what was recorded, and beside each other."""
+"""Comparison of replays with the record, and with each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,39 +10,36 @@ from extproc.lab.replay.play import Played
 from extproc.lab.replay.scene import Scene
 from extproc.predict.inputs import Floats, Indices
 
-_MOST_OFF = 0.15
-"""Of median and 95th percentile of completions, and of the median request: a replay that is further
-from what happened says nothing."""
+_MOST_OFF = 0.15  # error of a replay in the median, the 95th percentile and the median request
 _WARM, _MOST_WARM_S = 0.1, 60.0
-"""Share of a record, and seconds, at its beginning and its end of which no figures are made: caches
-are empty then, and requests in flight are not in it."""
+"""Share of a record, and seconds, that are left out at both ends: caches are empty at first, and
+requests in flight are not in the record."""
 _PARTS, _STUDENT = 3, 2.92
-"""Of a record, one of which is left out at a time; and how many standard errors it takes then for
-nine of ten (Student's t of two degrees of freedom). More parts hang together where a queue is
-remembered for minutes, and tell of less than there is: with ten, on half an hour of a queue at 85%
-of what it carries, the truth is outside every fourth time, and not every tenth."""
+"""Parts of a record, one of which is left out at a time, and standard errors that contain nine of
+ten values (Student's t of two degrees of freedom). More parts depend on each other if a queue lasts
+for minutes: with ten, on half an hour at 85% load, the truth is outside every fourth time."""
 _PART = 10.0  # times the 95th percentile of completions that each part should last
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How far the replay of what happened is from it."""
+    """Error of the replay of a record."""
 
     recorded: dict[str, float]
     replayed: dict[str, float]
     off: dict[str, float]  # 0.1: 10% too long
-    request: float  # median over the requests, without the sign
+    request: float  # median of the requests' absolute errors
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure, with the change and without it, in seconds."""
+    """Figure without a change and with it, in seconds."""
 
     before: float
     after: float
     low: float
-    high: float  # between these it is in nine of ten records like this one
+    high: float  # the difference is between these in nine of ten records like this one
 
     @property
     def seconds(self) -> float:
@@ -50,13 +47,13 @@ class Difference:
 
 
 def recorded(scene: Scene) -> Played:
-    """What came of each request in truth, since it was sent."""
+    """Recorded times of the requests since they were sent."""
     ttft, completion = (np.array([getattr(one, kind) for one in scene.requests]) for kind in KINDS)
     return Played(ttft, completion, [one.replica for one in scene.requests])
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
-    """The requests that figures of that kind are made of."""
+    """Requests that count for figures of a kind."""
     at = _times(scene)
     edge = min(scene.lasts_s * _WARM, _MOST_WARM_S)
     seen = np.isfinite(recorded(scene).completion_s)
@@ -66,11 +63,7 @@ def counted(scene: Scene, kind: str = "completion_s") -> Indices:
 
 
 def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
-    """How far the replay is from what happened.
-
-    Raises:
-        ValueError: there is nothing to tell by.
-    """
+    """Errors of the replay by kind of time; raises ValueError without any recorded completion."""
     found, truth = {}, recorded(scene)
     for kind in KINDS:
         real, ours = (getattr(one, kind)[counted(scene, kind)] for one in (truth, replayed))
@@ -86,7 +79,7 @@ def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
 
 
 def too_far(fit: dict[str, Fit]) -> str:
-    """Why nothing is to be concluded from the replay, and what to do; empty: it is near enough."""
+    """Reason why the replay says nothing, and remedy; empty if it is near enough."""
     ours = fit["completion_s"]
     off = {
         "at the median of completions": ours.off["p50"],
@@ -105,7 +98,7 @@ def too_far(fit: dict[str, Fit]) -> str:
 
 
 def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
-    """Whether parts of the record may hang together."""
+    """True if parts of the record are too short to be independent."""
     among = counted(scene)
     longest = np.nanpercentile([one.completion_s[among] for one in runs], 95)
     return bool(np.ptp(_times(scene)[among]) < _PARTS * _PART * longest)
@@ -114,8 +107,7 @@ def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
 def differences(
     scene: Scene, before: Sequence[Played], after: Sequence[Played]
 ) -> dict[str, dict[str, Difference]]:
-    """Each figure with the change and without, of all runs together; bounds by the jackknife over
-    parts of the record."""
+    """Figures of all runs without and with a change, bounded by the jackknife over parts."""
     found = {}
     for kind in KINDS:
         among = counted(scene, kind)
@@ -132,11 +124,8 @@ def differences(
         changes = [_figures(with_it[:, few]) - _figures(without[:, few]) for few in others]
         squares = np.square(np.array(changes) - difference).sum(axis=0)
         bound = _STUDENT * np.sqrt(squares * (_PARTS - 1) / _PARTS)
-        every = *whole, difference - bound, difference + bound
-        found[kind] = {
-            name: Difference(*each)
-            for name, *each in zip(FIGURES, *(one.tolist() for one in every), strict=True)
-        }
+        every = np.transpose([*whole, difference - bound, difference + bound]).tolist()
+        found[kind] = {name: Difference(*each) for name, each in zip(FIGURES, every, strict=True)}
     return found
 
 

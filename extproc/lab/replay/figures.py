@@ -12,7 +12,7 @@ FIGURES = ("mean", "p50", "p95", "p99")
 
 
 def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
-    """Those figures; None of nothing."""
+    """Figures of at least one time, else None."""
     if not len(seconds):
         return None
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
@@ -20,15 +20,15 @@ def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
 
 
 def rank_correlation(one: ArrayLike, other: ArrayLike) -> float:
-    """Spearman's."""
+    """Spearman's rank correlation."""
     ranks = np.array([np.argsort(np.argsort(values)) for values in (one, other)])
     return float(np.corrcoef(ranks)[0, 1])
 
 
 def progress(label: str) -> Callable[..., None]:
-    """Returns ``show(done, note="")``; ``done`` is a share, 0…1.
+    """Returns ``show(done, note="")``, which draws a bar for a share of 0…1 on stderr.
 
-    The bar is on stderr, and gone when all is done. Where stderr is no terminal, nothing is shown.
+    The bar disappears at 1. Without a terminal nothing is drawn.
     """
     shown = ""
 

@@ -1,4 +1,4 @@
-"""A record of traffic, read again from the files that routers wrote."""
+"""Reads the record of traffic that routers wrote."""
 
 import re
 from collections import Counter, defaultdict
@@ -13,28 +13,28 @@ from msgspec.structs import replace
 
 from extproc.observe.record import FORMAT, PATTERN, Line, Lost, Refused, Replica, Request, Start
 
-_UNREADABLE, _FEW_UNREADABLE = 0.01, 10
-"""Share of the lines that may be, or so many: those a crash or a full disk cut short."""
-_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # what names of one router's files differ in
+_UNREADABLE, _FEW_UNREADABLE = 0.01, 10  # share and number of lines cut by a crash or full disk
+_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the names of a router's files differ in this
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What happened, since the routers last began to decide otherwise than before."""
+    """Record since the routers last changed the way they decide."""
 
-    start: Start  # what they decided by; `at`: since when all was recorded but what is left out
-    requests: list[Request]  # those that were served, in the order they came
-    replicas: dict[str, list[Replica]]  # what was known of each, in order of time
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Requests that are not among them, by why."""
+    start: Start  # their configuration, and the time from which on the record is complete
+    requests: list[Request]  # those that were served, in the order of arrival
+    replicas: dict[str, list[Replica]]  # their states, in order of time
+    left_out: Counter[str] = field(
+        default_factory=Counter
+    )  # requests that are not replayed, by why
 
 
 def read(path: Path, pool: str = "") -> Recorded:
-    """The record in a file, or in all files of a folder.
+    """Record in a file, or in all files of a folder.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: there is no record of the pool, or none that can be replayed.
+        ValueError: there is no record of the pool that can be replayed.
     """
     if not path.exists():
         raise ValueError(
@@ -89,7 +89,7 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
-    """The record, from when every router wrote, and all decided as they did in the end."""
+    """Record from when all routers wrote and decided by their last configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, Start)]
     same = replace(starts[-1], at=0.0)
@@ -106,16 +106,17 @@ def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
     for line in lines:
         if line.at < start.at:
             continue
-        if isinstance(line, Refused):
-            left_out[f"refused ({line.why})"] += 1
-        elif isinstance(line, Lost):
-            left_out["not written (the disk was full, or too slow)"] += line.requests
-        elif isinstance(line, Request) and line.failed:
-            left_out["failed"] += 1
-        elif isinstance(line, Request) and line.replica not in told:
-            left_out["on an unknown replica"] += 1
-        elif isinstance(line, Request):
-            recorded.requests.append(line)
+        match line:
+            case Refused():
+                left_out[f"refused ({line.why})"] += 1
+            case Lost():
+                left_out["not written (the disk was full, or too slow)"] += line.requests
+            case Request(failed=True):
+                left_out["failed"] += 1
+            case Request() if line.replica not in told:
+                left_out["on an unknown replica"] += 1
+            case Request():
+                recorded.requests.append(line)
     if not recorded.requests:
         raise ValueError("the record holds no request that was served")
     return recorded

@@ -1,4 +1,4 @@
-"""What is replayed: requests, replicas and what the router decides by, as recorded or changed."""
+"""Scene of a replay: requests, replicas and configuration, as recorded or changed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,28 +18,27 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import RequestProfile
 
-_JOINED_S = 5.0
-"""Seconds after the start of a record within which it tells of every replica that there is."""
+_JOINED_S = 5.0  # after the start of a record every replica has a line
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request of the record."""
+    """Request of the record."""
 
     index: int  # among all
     at: float  # seconds from the start
     prompt_tokens: int
     output_tokens: int  # of each of its sequences
     profile: RequestProfile
-    held: Keys  # keys of its prompt and, as far as a later prompt shows them, of its answer
+    held: Keys  # keys of its prompt and, if a later prompt shows them, of its answer
     unit: float  # tokens of each of these, the same in all requests for the model
     replica: str
     waited_s: float
-    ttft_s: float  # these two since it was sent; not a number where they were not seen
+    ttft_s: float  # since it was sent, as the next; not a number if it was not seen
     completion_s: float
 
     def hashes(self, block_size: int) -> list[int]:
-        """Of its blocks, equal where the beginnings are."""
+        """Hashes of its blocks, equal for equal beginnings."""
         ends = np.arange(1, int(len(self.held) * self.unit / block_size) + 1) * block_size
         units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.held)) - 1
         hashes: list[int] = (self.held[units] + ends.astype(np.uint64)).tolist()
@@ -48,7 +47,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is so of a replica from some time on."""
+    """Speed and state of a replica from some time on."""
 
     at: float
     step: StepModel
@@ -57,10 +56,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica: its limits, and what became of it."""
+    """Replica with its limits and its history."""
 
     hardware: HardwareProfile
-    turns: tuple[Turn, ...]  # the first is so from the start
+    turns: tuple[Turn, ...]  # the first one from the start
 
     @property
     def state(self) -> ReplicaState:
@@ -72,7 +71,7 @@ class Member:
         return replace(self, turns=tuple(turns))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
-        """The same on other hardware, with these step times, or those of its profile."""
+        """Replica on other hardware, with these step times or those of the profile."""
         capacity = hardware.kv_tokens
         told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
         if (longest := self.state.max_model_len) is not None:
@@ -86,17 +85,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All that a replay begins with."""
+    """Input of a replay."""
 
-    config: Config  # what the router decides by
+    config: Config  # of the router
     members: Mapping[str, Member]  # by `ip:port`
     requests: Sequence[Asked]
     lasts_s: float
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica, by what people call it, in that order; that itself, where
-        others have its name."""
+        """``ip:port`` of each replica by its name or, if another has that, by itself; sorted."""
         found = dict[str, str]()
         for replica, member in self.members.items():
             name = member.state.name
@@ -105,15 +103,11 @@ class Scene:
 
 
 def scene_of(recorded: Recorded) -> Scene:
-    """What happened.
-
-    Raises:
-        ValueError: something in it cannot be replayed.
-    """
+    """Scene of a record; raises ValueError if a part of it cannot be replayed."""
     start = recorded.start
     began = start.at
     try:
-        # Where drafts are accepted, as many steps as there are: the engine decodes one by one.
+        # The engine decodes a token a step: with accepted drafts there are fewer steps.
         per_step = {
             name: next(line.tokens_per_step for line in reversed(lines) if line.state is not None)
             for name, lines in recorded.replicas.items()

@@ -1,11 +1,10 @@
-"""How fast the replicas of a record were, told with hindsight.
+"""Speeds of the replicas of a record, with hindsight.
 
-What a router learned while it ran is made for its next decision: it follows the last seconds, and
-of what a step's time consists it is often wrong by tens of percent, which matters as soon as the
-load is another. The record has the replicas' counters over all of its time, in stretches of ten
-seconds. And of a stream whose first token was seen it knows the time from there to its end, in
-which there was a step for each token. Where every ten seconds are alike, counters do not tell
-steps from prompts; streams do, for some had company and others had none.
+A router's own estimate is made for its next decision: it follows the last seconds, and is often
+wrong by tens of percent on the parts of a step's time, which matters under another load. The record
+has the replicas' counters in stretches of ten seconds, and the time of each stream from its first
+token to its end, with a step for each token. Streams, some alone and some not, tell steps from
+prompts even if all stretches are alike.
 """
 
 from collections import defaultdict
@@ -22,22 +21,17 @@ from extproc.predict.step import StepModel, profile_or_default
 from extproc.predict.windows import Work, coefficients, descend, relative
 from extproc.replica_state import ReplicaState
 
-_STRETCH_S = 9.0
-"""Seconds between two lines of a replica that are compared, at least: a prompt counts when its
-prefill ends, which blurs shorter ones."""
-_LEAST_S = 0.5  # seconds of work in one, at least
-_PRIOR = 1e-3
-"""Weight of the profile beside ten seconds of work: it keeps what these do not tell apart."""
-_COUNTED = 0.1
-"""Weight of what counters tell beside as many seconds of a stream: these are what is replayed."""
+_STRETCH_S = 9.0  # least time between two lines: a prompt counts when its prefill ends
+_LEAST_S = 0.5  # least seconds of work in a stretch
+_PRIOR = 1e-3  # weight of the profile beside ten seconds of work
+_COUNTED = 0.1  # weight of counters beside as many seconds of streams, which are replayed
 _FITS, _ROUNDS = 8, 50
 _ODD, _EXACT = 4.0, 1e-6
-"""A stretch whose time departs from what is expected of it, as a logarithm, twice as far as is
-usual in the record counts half (Cauchy's weights): others were late with what the engine did, or it
-was preempted. Times that agree to a thousandth are no further apart."""
+"""Cauchy's weights: a stretch counts half if the logarithm of actual ÷ expected time is twice the
+median, for it was disturbed. Times that agree to a thousandth are no further apart."""
 _LEAST_EXPECTED = 1e-3  # of the time that work took
-_SMOOTHED_S = 60.0  # seconds before and after a moment whose work tells the speed then
-_AT_ONCE_S = 1e-6  # what came at once came in that many seconds
+_SMOOTHED_S = 60.0  # before and after a moment, of the work that tells the speed then
+_AT_ONCE_S = 1e-6  # least time in which anything comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +43,9 @@ class _Stretch:
 def step_times(
     lines: Mapping[str, Sequence[Replica]], requests: Sequence[Request]
 ) -> dict[str, list[StepModel]]:
-    """By replica, the step times at each of its lines that tells of it.
+    """Step times by replica, at each of its lines with a state.
 
-    Of what they consist is the same at all times; how long they are on the whole may change.
+    Their parts keep their proportions; only the whole changes over time.
     """
     served = defaultdict[str, list[Request]](list)
     for one in requests:
@@ -80,7 +74,7 @@ def _states(lines: Sequence[Replica]) -> list[ReplicaState]:
 def _stretches(
     states: Sequence[ReplicaState], requests: Sequence[Request]
 ) -> tuple[list[_Stretch], list[_Stretch]]:
-    """What streams tell of a replica, and what its counters do."""
+    """Stretches of a replica's work by its streams, and by its counters."""
     rows = [
         (
             one.at + one.waited_s,
@@ -112,7 +106,7 @@ def _stretches(
     preemptions = np.array([one.preemptions for one in states], float)
 
     def preempted(*span: float) -> bool:
-        """Whether any request was, as far as lines tell."""
+        """True if the lines tell of a preemption."""
         return bool(np.ptp(np.interp(span, scraped, preemptions)))
 
     streams = [
@@ -134,7 +128,7 @@ def _stretches(
 
 
 class _Total:
-    """What came until any moment of many that each come evenly, from a beginning to an end."""
+    """Integral over time of amounts that each come evenly from a start to an end."""
 
     def __init__(self, starts: Floats, ends: Floats, amounts: Floats) -> None:
         ends = np.maximum(ends, starts + _AT_ONCE_S)
@@ -145,13 +139,13 @@ class _Total:
         self._until = np.append(0.0, (rates[:-1] * np.diff(self._times)).cumsum())
 
     def __call__(self, start: float, end: float) -> float:
-        """How much came between two moments."""
+        """Amount that came between two moments."""
         before, after = np.interp((start, end), self._times, self._until)
         return float(after - before)
 
 
 def _together(starts: Floats, ends: Floats) -> tuple[Floats, Floats, Floats]:
-    """The seconds in which any of them was there: pieces that do not overlap."""
+    """Union of intervals as disjoint pieces: starts, ends and lengths."""
     order = starts.argsort()
     reached = np.maximum.accumulate(ends[order])
     begun = np.maximum(starts[order], np.append(starts.min(), reached[:-1]))
@@ -160,7 +154,7 @@ def _together(starts: Floats, ends: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _counts(state: ReplicaState) -> tuple[float, float, float]:
-    """Steps, prompt tokens prefilled, tokens generated."""
+    """Counters of steps, prompt tokens prefilled and tokens generated."""
     prefilled = state.prompt_tokens - state.cached_tokens
     return state.steps, prefilled, state.generated_tokens - state.accepted_tokens
 
@@ -191,8 +185,7 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
 
 
 def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> tuple[Indices, Indices]:
-    """Which stretches, in order of time, tell of the speed at each moment: the first of them, and
-    the first after them. Where none is near it is the nearest."""
+    """Slice of the stretches near each moment, or of the nearest: its first, and the next one."""
     at, when = np.array([one.at for one in counted]), np.array(moments)
     nearest = ((at[1:] + at[:-1]) / 2.0).searchsorted(when)
     first = np.minimum(at.searchsorted(when - _SMOOTHED_S), nearest)
@@ -201,7 +194,7 @@ def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> tuple[Indice
 
 
 def _slower(near: tuple[Indices, Indices], counted: Sequence[_Stretch], costs: Floats) -> Floats:
-    """How many times as long as over the whole record work took about each moment."""
+    """Slowness about each moment, relative to the whole record."""
     first, after = near
     if not counted:
         return np.ones(len(first))

@@ -34,11 +34,10 @@ class Change:
 
     policy: str = ""
     more: Sequence[str] = ()  # replicas of which there is one more, by name
-    less: Sequence[str] = ()  # those that are not there
-    hardware: Sequence[tuple[str, str]] = ()
-    """Replicas, and the profile of what they run on instead."""
-    traffic: float = 1.0  # how many times as many requests come
-    hold: bool | None = None  # whether requests wait at the router; None: as they do
+    less: Sequence[str] = ()  # replicas that are removed
+    hardware: Sequence[tuple[str, str]] = ()  # replicas, and the profiles they get
+    traffic: float = 1.0  # factor of the rate of requests
+    hold: bool | None = None  # requests wait at the router; None: as recorded
 
     def __str__(self) -> str:
         parts = [
@@ -91,9 +90,8 @@ class Answer:
 
     change: str  # in words
     differences: dict[str, dict[str, Difference]]  # by kind of time, and figure
-    short: bool  # the record is, for intervals to be sure
-    unserved: tuple[float, float]
-    """Share of the requests that nobody would serve, without the change and with it."""
+    short: bool  # the record is too short for sure intervals
+    unserved: tuple[float, float]  # share of requests without a replica, before and after
 
     def to_json(self) -> dict[str, Any]:
         differing = {
@@ -133,11 +131,7 @@ class Answer:
 
 
 def changed(scene: Scene, change: Change) -> Scene:
-    """The scene as it is to be.
-
-    Raises:
-        ValueError: a replica or a profile does not exist, or none is left.
-    """
+    """Scene with a change; raises ValueError for unknown names, or if no replica is left."""
     members = dict(scene.members)
     for name, profile in change.hardware:
         replica = _named(scene, name)
@@ -170,21 +164,13 @@ def changed(scene: Scene, change: Change) -> Scene:
 
 
 def replay(scene: Scene, show: Show) -> Replayed:
-    """Plays what happened, each request where it went.
-
-    Raises:
-        ValueError: there is nothing to compare it with, or the replicas cannot carry it.
-    """
+    """Plays the record, each request where it went; raises ValueError if that fails."""
     played = play(scene, SEEDS[0], forced=True, show=show)
     return Replayed(scene, len(counted(scene)), fits(scene, played))
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
-    """Plays the scene without a change and with it.
-
-    Raises:
-        ValueError: the replicas cannot carry it.
-    """
+    """Plays the scene without a change and with it; raises ValueError if that fails."""
     runs = [(one, seed) for seed in SEEDS for one in (scene, other)]
 
     def shown(number: int) -> Show:
@@ -216,7 +202,7 @@ def _named(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Returns that hardware, as learned if a replica of the record runs on it."""
+    """Hardware of a name, as learned if a replica of the record runs on it."""
     profile = hardware_profile(name)
     alike = [one for one in scene.members.values() if one.state.profile == name]
     return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)
