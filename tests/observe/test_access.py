@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import aiohttp
@@ -17,6 +18,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged
 
 TOKEN = "an-example"
+write = Path.write_text
 OPEN, CLOSED = ("/livez", "/healthz", "/readyz", "/public"), ("/metrics", "/private", "/none")
 
 
@@ -24,7 +26,9 @@ async def hello(_: web.Request) -> web.Response:
     return web.Response(text="hello")
 
 
-PUBLIC, PRIVATE = [web.get("/public", hello)], [web.get("/private", hello)]
+def serving(access: AdminSettings) -> AbstractAsyncContextManager[str]:
+    private, public = [web.get("/private", hello)], [web.get("/public", hello)]
+    return serve_admin("127.0.0.1:0", CollectorRegistry(), private, public, access)
 
 
 @pytest.fixture
@@ -34,42 +38,34 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def write(file: Path, text: str) -> None:
-    file.write_text(text)
-
-
-async def status(url: str, **headers: str) -> int:
+async def status(url: str, authorization: str = "") -> int:
+    headers = {"Authorization": authorization} if authorization else {}
     async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
         return response.status
 
 
-async def test_without_the_token_only_health_and_what_is_public_is_shown(file: Path) -> None:
-    access = AdminSettings(token_file=file)
-    registry = CollectorRegistry()
-    async with serve_admin("127.0.0.1:0", registry, PRIVATE, PUBLIC, access) as address:
+async def test_token_is_needed_for_all_but_health_and_public_pages(file: Path) -> None:
+    async with serving(AdminSettings(token_file=file)) as address:
         for path in OPEN:
             assert await status(f"http://{address}{path}") == 200
         for path in CLOSED:
             url = f"http://{address}{path}"
-            assert await status(url) == 401
-            for wrong in ("Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é"):
-                assert await status(url, Authorization=wrong) == 401
-            for scheme in ("Bearer", "bearer"):
-                right = await status(url, Authorization=f"{scheme} {TOKEN}")
-                assert right == (404 if path == "/none" else 200)
+            wrong = ("", "Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é")
+            assert {await status(url, one) for one in wrong} == {401}
+            right = {await status(url, f"{scheme} {TOKEN}") for scheme in ("Bearer", "bearer")}
+            assert right == {404 if path == "/none" else 200}
 
 
-async def test_a_token_that_changes_holds_from_then_on(file: Path, logged: Logged) -> None:
-    access = AdminSettings(token_file=file)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), access=access) as address:
+async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> None:
+    async with serving(AdminSettings(token_file=file)) as address:
         url = f"http://{address}/metrics"
         write(file, "another-one")
-        assert await status(url, Authorization=f"Bearer {TOKEN}") == 401
-        assert await status(url, Authorization="Bearer another-one") == 200
+        assert await status(url, f"Bearer {TOKEN}") == 401
+        assert await status(url, "Bearer another-one") == 200
         write(file, "")
         for _ in range(2):
-            assert await status(url, Authorization="Bearer ") == 401
-            assert await status(url, Authorization="Bearer another-one") == 200
+            assert await status(url, "Bearer ") == 401
+            assert await status(url, "Bearer another-one") == 200
         (line,) = logged.lines("admin token is not usable, keeping its last content")
         assert "holds no token" in str(line["error"])
 
@@ -78,17 +74,16 @@ async def test_a_token_that_changes_holds_from_then_on(file: Path, logged: Logge
     ("spoil", "said"),
     [(Path.unlink, "No such file"), (lambda file: file.write_text(" \n"), "holds no token")],
 )
-async def test_a_token_that_cannot_be_read_stops_the_start(
+async def test_unusable_token_file_stops_the_start(
     file: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     spoil(file)
-    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), access=AdminSettings(token_file=file))
     with pytest.raises(ValueError, match=rf"admin\.token_file: .*{said}"):
-        await serving.__aenter__()
+        await serving(AdminSettings(token_file=file)).__aenter__()
 
 
 async def reached(address: str, cert: Path) -> bool:
-    """Whether one that trusts this certificate finds it there."""
+    """Whether a client that trusts this certificate gets an answer."""
     connector = aiohttp.TCPConnector(ssl=trusting(cert))
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
@@ -98,18 +93,17 @@ async def reached(address: str, cert: Path) -> bool:
             return False
 
 
-async def test_of_a_chain_its_own_certificate_alone_is_trusted(tmp_path: Path) -> None:
+async def test_first_certificate_of_a_chain_is_trusted_alone(tmp_path: Path) -> None:
     between = Authority(tmp_path / "between", Authority(tmp_path / "root"))
     (ours, key), (others, _) = between.sign("ours"), between.sign("others")
     for one in (ours, others):
         one.write_text(one.read_text() + between.file.read_text())
-    files = AdminSettings(tls_cert=ours, tls_key=key)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), access=files) as address:
+    async with serving(AdminSettings(tls_cert=ours, tls_key=key)) as address:
         assert await reached(address, ours)
         assert not await reached(address, others)
 
 
-async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Logged) -> None:
+async def test_renewed_certificate_is_shown(tmp_path: Path, logged: Logged) -> None:
     authority = Authority(tmp_path / "authority")
     files = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key"}
 
@@ -120,8 +114,7 @@ async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Lo
         return cert
 
     first = put("first")
-    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), access=AdminSettings(**files))
-    async with serving as address:
+    async with serving(AdminSettings(**files)) as address:
         assert await reached(address, first)
         second = put("second")
         assert await reached(address, second)
@@ -143,7 +136,7 @@ async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Lo
         ({"tls_cert": "none"}, "tls_cert and tls_key go together"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(
+def test_unusable_file_is_named(
     command: str, given: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ports = ("--serve.admin=127.0.0.1:0", "--poll.admin=127.0.0.1:0")
@@ -152,7 +145,7 @@ def test_a_file_that_cannot_be_used_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_check_warns_of_a_certificate_that_has_expired(
+def test_check_warns_of_an_expired_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = Authority(tmp_path / "authority").sign("router", days=-1)

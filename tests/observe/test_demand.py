@@ -73,7 +73,7 @@ def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: f
         if (one.finished or 0.0) >= seconds:
             break
         ended.append(one)
-    # More came than they can do; this is what they did.
+    # More came than the replicas can do; `ended` is what they did.
     clock = ManualClock(0.0)
     demand = Demand(clock)
     for one in ended:

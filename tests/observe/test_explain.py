@@ -1,8 +1,7 @@
-"""The command against a router's admin address in this process, and against what is none."""
+"""``extproc explain`` against a router's admin address in this process, and against others."""
 
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,44 +16,27 @@ from extproc.config import Config
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
 from extproc.predict.inputs import Excluded
-from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
-from extproc.request.profile import RequestProfile
-from extproc.route.router import Decision
-from tests.commands import printed, secured
 from tests.fakes import ManualClock, chat, embedding, replica, state
+from tests.observe.conftest import Run, decide, secured
 
 ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
-Explain = Callable[..., Awaitable[list[str]]]
 
 
 @pytest.fixture
 def services() -> Services:
-    return two_replicas()
-
-
-def two_replicas() -> Services:
     """A router that knows an idle replica of each of two kinds."""
-    registry = CollectorRegistry()
-    made = build(Config.model_validate({"route": {"seed": 1}}), registry)
+    made = build(Config.model_validate({"route": {"seed": 1}}), CollectorRegistry())
     for number, profile in enumerate(("llama-8b-h100", "llama-8b-a10"), start=1):
         made.fleet.put(state(number, profile, ManualClock()))
     return made
 
 
 @pytest.fixture
-async def router(services: Services) -> AsyncIterator[str]:
-    routes = admin_routes(services)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
-        yield address
-
-
-@pytest.fixture
-def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
+def explain(run: Run) -> Run:
     async def explain(*arguments: str, status: int = 0) -> list[str]:
-        """The lines it prints; on standard error where it fails."""
-        lines = await printed(capsys, "explain", *arguments, status=status)
+        lines = await run("explain", *arguments, status=status)
         assert status or "--json" in arguments or all(len(line) <= 120 for line in lines)
         return lines
 
@@ -62,15 +44,8 @@ def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
 
 
 @pytest.fixture
-def show(router: str, explain: Explain) -> Explain:
+def show(router: str, explain: Run) -> Run:
     return partial(explain, "--router", router)
-
-
-def decide(services: Services, profile: RequestProfile, request_id: str = ID) -> Decision:
-    decision = services.router.decide(profile)
-    assert decision is not None
-    services.log.add(request_id, 1_700_000_000.0, decision)
-    return decision
 
 
 def in_words(lines: list[str]) -> str:
@@ -85,10 +60,9 @@ def compared(lines: list[str]) -> tuple[list[dict[str, str]], list[str]]:
     return [dict(zip(names, row, strict=True)) for row in rows], lines[at + 3 :]
 
 
-async def test_last_decisions_are_a_table(services: Services, show: Explain) -> None:
+async def test_last_decisions_are_a_table(services: Services, show: Run) -> None:
     for number in range(3):
-        decide(services, chat(100, 50), f"request-{number}")
-    outcome = services.log.of_request("request-2")[0].outcome
+        outcome = decide(services, chat(100, 50), f"request-{number}").outcome
     outcome.served_by, outcome.status, outcome.completion_s = replica(1), 200, 0.375
     header, _, *lines = await show("--last", "2")
     rows = [line for line in lines if line[2] == ":"]
@@ -102,10 +76,10 @@ async def test_last_decisions_are_a_table(services: Services, show: Explain) -> 
 
 
 async def test_one_request_is_compared_on_every_replica(
-    services: Services, router: str, explain: Explain
+    services: Services, router: str, explain: Run
 ) -> None:
-    decision = decide(services, chat(1234, 50))
-    outcome = services.log.of_request(ID)[0].outcome
+    record = decide(services, chat(1234, 50), ID)
+    outcome = record.outcome
     outcome.served_by, outcome.status = replica(1), 200
     outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
     lines = await explain("--router", f"http://{router}/", ID)
@@ -120,21 +94,20 @@ async def test_one_request_is_compared_on_every_replica(
     ):
         assert words in text
     assert [line[:5] for line in lines if line[3:5] in ("r1", "r2")] == [">  r1", "   r2"]
-    for cells, predicted in zip(compared(lines)[0], decision.prediction.completion, strict=True):
+    predictions = record.decision.prediction.completion
+    for cells, predicted in zip(compared(lines)[0], predictions, strict=True):
         terms = [float(cells[name]) for name in ("step", "admit", "prefill", "decode")]
         assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
 
 
-async def test_stretch_is_shown_where_predictions_were_off(
-    services: Services, show: Explain
-) -> None:
+async def test_stretch_is_shown_where_predictions_were_off(services: Services, show: Run) -> None:
     decide(services, chat(100, 50), "before")
     assert not any("×" in line for line in await show("before"))
     for _ in range(20):
         services.fleet.decoded(replica(1), 1.0, 1.5)
     services.fleet.put(next(iter(services.fleet.members)))
-    stretch = decide(services, chat(100, 50), "after").situation.view.stretch[0]
+    stretch = decide(services, chat(100, 50), "after").decision.situation.view.stretch[0]
     (first, second), legend = compared(await show("after"))
     assert stretch > 1.2
     assert (first["×"], second["×"]) == (f"{stretch:.2f}", "1.00")
@@ -142,7 +115,7 @@ async def test_stretch_is_shown_where_predictions_were_off(
 
 
 async def test_adapter_terms_are_shown_where_a_request_is_for_one(
-    services: Services, show: Explain
+    services: Services, show: Run
 ) -> None:
     for number in (1, 2):
         served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
@@ -151,7 +124,7 @@ async def test_adapter_terms_are_shown_where_a_request_is_for_one(
     ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
     decide(services, chat(100, 50), "plain")
     assert not any("adapter" in line for line in await show("plain"))
-    decision = decide(services, replace(chat(100, 5), model="law"), "adapted")
+    decision = decide(services, replace(chat(100, 5), model="law"), "adapted").decision
     services.fleet.release(ticket)
     (first, second), legend = compared(await show("adapted"))
     assert (first["replica"], first["adapter"]) == ("r2", "0.000")
@@ -163,35 +136,31 @@ async def test_adapter_terms_are_shown_where_a_request_is_for_one(
     assert any(line.startswith("adapter: wait for a place of its LoRA") for line in legend)
 
 
-async def test_excluded_replicas_are_listed_with_the_reason(
-    services: Services, show: Explain
-) -> None:
-    decision = decide(services, chat(10))
-    decision.situation.view.excluded = (
+async def test_excluded_replicas_are_listed_with_the_reason(services: Services, show: Run) -> None:
+    decide(services, chat(10), ID).decision.situation.view.excluded = (
         Excluded(replica(3), "r3", "the last poll failed: connection refused"),
         Excluded(replica(4), "a-longer-name", "does not serve llama"),
     )
-    services.log.add("other", 1.0, decision)
-    assert (await show("other"))[-3:] == [
+    assert (await show(ID))[-3:] == [
         "left out",
         "r3             the last poll failed: connection refused",
         "a-longer-name  does not serve llama",
     ]
 
 
-async def test_alias_is_shown_beside_the_served_name(services: Services, show: Explain) -> None:
-    decide(services, replace(chat(10), asked="chat"))
+async def test_alias_is_shown_beside_the_served_name(services: Services, show: Run) -> None:
+    decide(services, replace(chat(10), asked="chat"), ID)
     assert "model chat (served as llama), 10 prompt tokens" in in_words(await show(ID))
 
 
-async def test_json_is_the_answer_of_the_router(services: Services, show: Explain) -> None:
-    decide(services, chat(10))
+async def test_json_is_the_answer_of_the_router(services: Services, show: Run) -> None:
+    kept = decide(services, chat(10), ID)
     (record,) = json.loads("\n".join(await show("--json", ID)))
-    assert record == to_builtins(services.log.of_request(ID)[0].record())
+    assert record == to_builtins(kept.record())
     assert json.loads("\n".join(await show("--json"))) == [record]
 
 
-async def test_more_decisions_than_a_page_are_read(services: Services, show: Explain) -> None:
+async def test_more_decisions_than_a_page_are_read(services: Services, show: Run) -> None:
     for number in range(1, 131):
         decide(services, chat(10), f"request-{number}")
     for asked, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
@@ -199,22 +168,19 @@ async def test_more_decisions_than_a_page_are_read(services: Services, show: Exp
         assert [record["number"] for record in records] == list(range(131 - shown, 131))
 
 
-async def test_failed_answer_is_remarked(services: Services, show: Explain) -> None:
-    decide(services, chat(10))
-    outcome = services.log.of_request(ID)[0].outcome
+async def test_failed_answer_is_remarked(services: Services, show: Run) -> None:
+    outcome = decide(services, chat(10), ID).outcome
     outcome.served_by, outcome.status = replica(2), 503
     assert in_words(await show()).endswith("[served by r2, answered with status 503]")
     assert "served by r2 (10.0.0.2:8000) with status 503" in in_words(await show(ID))
 
 
 async def test_time_at_the_router_is_shown_where_a_request_waited(
-    services: Services, show: Explain
+    services: Services, show: Run
 ) -> None:
     decide(services, chat(10), "at-once")
-    decide(services, chat(10), "later")
-    outcome = services.log.of_request("later")[0].outcome
-    outcome.waited_s = 3.2
-    outcome.waited_for = "r1 would have needed 98% of its KV cache"
+    outcome = decide(services, chat(10), "later").outcome
+    outcome.waited_s, outcome.waited_for = 3.2, "r1 would have needed 98% of its KV cache"
     waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
     listed = in_words(await show())
     assert listed.endswith(f"[{waited}]")
@@ -227,7 +193,7 @@ async def test_time_at_the_router_is_shown_where_a_request_waited(
 
 
 async def test_text_of_clients_is_neither_obeyed_nor_too_wide(
-    services: Services, show: Explain
+    services: Services, show: Run
 ) -> None:
     profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
     decide(services, profile, "i" * 128)
@@ -236,7 +202,7 @@ async def test_text_of_clients_is_neither_obeyed_nor_too_wide(
         assert any("?[31m" in line for line in await show(*arguments))
 
 
-async def test_large_fleet_with_long_names_fits_the_page(services: Services, show: Explain) -> None:
+async def test_large_fleet_with_long_names_fits_the_page(services: Services, show: Run) -> None:
     for number in range(3, 60):
         name = f"a-long-name-in-some-namespace-{number}"
         services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
@@ -244,24 +210,22 @@ async def test_large_fleet_with_long_names_fits_the_page(services: Services, sho
         services.fleet.dispatch(replica(2), chat(100_000, 5000))
         services.fleet.decoded(replica(2), 1.0, 3.0)
     services.fleet.put(state(2, "llama-8b-a10", ManualClock()))
-    decide(services, chat(10_000))
+    decide(services, chat(10_000), ID)
     lines = await show(ID)
     assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
 
 
-async def test_a_router_without_decisions(router: str, explain: Explain) -> None:
-    assert await explain("--router", router) == ["no decisions yet"]
+async def test_router_without_decisions_says_so(show: Run) -> None:
+    assert await show() == ["no decisions yet"]
 
 
-async def test_an_unknown_request_is_one_line(router: str, explain: Explain) -> None:
-    (line,) = await explain("--router", router, "nobody", status=1)
-    start = (
-        f"extproc explain: the router at http://{router} keeps no decision about request 'nobody'"
-    )
-    assert line.startswith(start)
+async def test_unknown_request_is_one_line(router: str, show: Run) -> None:
+    (line,) = await show("nobody", status=1)
+    reason = f"the router at http://{router} keeps no decision about request 'nobody'"
+    assert line.startswith(f"extproc explain: {reason}")
 
 
-async def test_no_router_is_one_line(explain: Explain) -> None:
+async def test_missing_router_is_one_line(explain: Run) -> None:
     address = f"127.0.0.1:{free_port()}"
     (line,) = await explain("--router", address, status=1)
     assert line.startswith(f"extproc explain: no router answers at http://{address}: ")
@@ -283,8 +247,8 @@ async def test_no_router_is_one_line(explain: Explain) -> None:
         ),
     ],
 )
-async def test_what_is_no_router_is_one_line(
-    explain: Explain, status: int, body: str, seen: str
+async def test_server_that_is_no_router_is_one_line(
+    explain: Run, status: int, body: str, seen: str
 ) -> None:
     kind = "application/json" if body[0] in "{[" else "text/html"
 
@@ -297,8 +261,8 @@ async def test_what_is_no_router_is_one_line(
     assert seen in line
 
 
-async def test_the_router_of_the_configuration_is_asked(
-    router: str, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_router_of_the_configuration_is_asked(
+    router: str, explain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "extproc.yaml"
     file.write_text(f"serve: {{admin: '{router}'}}")
@@ -310,19 +274,28 @@ async def test_the_router_of_the_configuration_is_asked(
     assert "serve.admin" in line
 
 
-@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "5", ID], [""], [" "]])
-def test_what_cannot_be_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--last", "0"], "'0' is not a whole number from 1 on"),
+        (["--last", "5", ID], "not allowed with argument --last"),
+        ([""], "the request id is empty"),
+        ([" "], "the request id is empty"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["explain", *arguments])
     assert caught.value.code == 2
-    if not arguments[0].strip():
-        assert "the request id is empty" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
-async def test_a_router_with_tls_and_a_token(
-    services: Services, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_router_with_tls_and_a_token_is_asked(
+    services: Services, explain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide(services, chat(10))
+    decide(services, chat(10), ID)
     async with secured(services, tmp_path, monkeypatch) as other:
         assert (await explain(ID))[0] == f"request   {ID}"
         monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))

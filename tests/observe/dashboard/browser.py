@@ -18,18 +18,10 @@ from tests.waiting import PATIENCE_S, until
 BINARY = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-_FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-    ),
-    *("--disable-quic", "--no-first-run", "--no-default-browser-check", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-extensions"),
-    "--remote-debugging-port=0",
-)
+_FLAGS = """--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars
+--disable-quic --no-first-run --no-default-browser-check --disable-sync
+--disable-background-networking --disable-component-update --disable-extensions
+--remote-debugging-port=0"""
 
 
 class Page:
@@ -38,10 +30,9 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._numbers = count(1)
-        self.problems: list[str] = []
-        """What the console, the content security policy or a script complained of."""
-        self.requested: list[str] = []  # every address that was asked for
-        self.received = 0  # pieces of answers that came
+        self.problems: list[str] = []  # of the console, the content security policy and scripts
+        self.requested: list[str] = []  # every address
+        self.received = 0  # pieces of answers
 
     async def ask(self, method: str, **parameters: object) -> dict[str, Any]:
         """One command, and its result."""
@@ -77,9 +68,13 @@ class Page:
         await self.until("document.readyState == 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript, awaited."""
+        """The value of an expression of JavaScript, awaited; ``$`` and ``$$`` find elements."""
         answer = await self.ask(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            includeCommandLineAPI=True,
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -123,7 +118,7 @@ async def chromium(directory: Path) -> AsyncIterator[Page]:
     async def ready() -> bool:
         return told.exists() and len(told.read_text().splitlines()) == 2
 
-    argv = [BINARY, *_FLAGS, f"--user-data-dir={told.parent}", "about:blank"]
+    argv = [BINARY, *_FLAGS.split(), f"--user-data-dir={told.parent}", "about:blank"]
     log = directory / "chromium.log"
     process = await Process.start("chromium", argv, log=log, ready=ready, ready_s=PATIENCE_S)
     async with process, aiohttp.ClientSession() as session:

@@ -7,12 +7,15 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock, monotonic
+from extproc.observe.decision_log import PredictionResult
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
+from extproc.request.objective import Objective
 from extproc.route.queue import Queue
 from extproc.route.router import Router
-from tests.fakes import ManualClock, state
+from extproc.route.waiting import Waiting
+from tests.fakes import ManualClock, chat, replica, state
 
 H100 = "llama-8b-h100"
 
@@ -35,12 +38,37 @@ def services(clock: Clock) -> Services:
         clock=clock,
         wall=clock,
     )
-    poll(made, clock)
+    poll(made)
     return made
 
 
-def poll(services: Services, clock: Clock, *only: int, **figures: float | str | bool) -> None:
-    """News of all four, or only of some."""
+def poll(services: Services, *only: int, **figures: float | str | bool) -> None:
+    """A poll of all four replicas, or only of some."""
+    polled: dict[str, float | str | bool] = {"measured": True, "kv_tokens": 42_000}
     for number in only or range(1, 5):
-        told: dict[str, float | str | bool] = {"measured": True, "kv_tokens": 42_000} | figures
-        services.fleet.put(state(number, H100, ManualClock(clock()), **told))
+        services.fleet.put(state(number, H100, ManualClock(services.clock()), **polled | figures))
+
+
+def wait(services: Services, tenant: str, priority: int = 0) -> None:
+    """A request waits that no replica can carry."""
+    profile = replace(chat(41_000, 1000), tenant=tenant, objective=Objective(priority=priority))
+    decision = services.router.decide(profile)
+    assert decision is not None
+    decide, now = (lambda: services.router.decide(chat(41_000, 1000))), services.clock()
+    services.queue.enter(Waiting(decision, now, decide, lambda _: None))
+
+
+def ended(
+    services: Services,
+    predicted: float = 1.0,
+    actual: float = 1.0,
+    *,
+    on: int = 1,
+    ago: float = 0.0,
+    expected: float = 0.0,
+    cached: int | None = None,
+) -> None:
+    """A request ended, some seconds ago, on a replica that found so many tokens cached."""
+    at = services.clock() - ago
+    result = PredictionResult(at, replica(on), predicted, actual, expected, cached)
+    services.accuracy.add(result)

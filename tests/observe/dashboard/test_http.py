@@ -10,25 +10,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
-import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry
+from aiohttp import ClientResponse, ClientSession
 
 from extproc.config import AdminSettings
 from extproc.ground.address import split_address
-from extproc.ground.clock import Clock
 from extproc.observe import dashboard
-from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard import routes
-from extproc.observe.dashboard.routes import Live, page_routes
-from extproc.observe.decision_log import PredictionResult
+from extproc.observe.dashboard.routes import Live
 from extproc.observe.explain import comparison
-from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
-from tests.fakes import chat, replica
+from tests.fakes import chat
 from tests.large import REPLICAS, hold_nobody_up, thousand
+from tests.observe.conftest import decide, serving
+from tests.observe.dashboard.conftest import ended
 from tests.waiting import PATIENCE_S, until
 
 KINDS = {".css": "text/css", ".js": "text/javascript"}
@@ -40,21 +37,16 @@ FILES = {"/": "text/html"} | {
 
 
 @pytest.fixture
-async def client(services: Services) -> AsyncIterator[aiohttp.ClientSession]:
-    """Asks the admin address of a router."""
-    routes = admin_routes(services)
-    async with (
-        serve_admin("127.0.0.1:0", CollectorRegistry(), routes, page_routes()) as address,
-        aiohttp.ClientSession(f"http://{address}") as session,
-    ):
+async def client(router: str) -> AsyncIterator[ClientSession]:
+    async with ClientSession(f"http://{router}") as session:
         yield session
 
 
-async def news(response: aiohttp.ClientResponse, events: int) -> list[dict[str, Any]]:
-    """The first so many events."""
+async def events(response: ClientResponse, most: int) -> list[dict[str, Any]]:
+    """The first so many snapshots."""
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(PATIENCE_S):
-        while len(found) < events:
+        while len(found) < most:
             line = await response.content.readuntil(b"\n\n")
             assert line.startswith(b"data: ")
             found.append(json.loads(line.removeprefix(b"data: ")))
@@ -62,9 +54,7 @@ async def news(response: aiohttp.ClientResponse, events: int) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("path", FILES)
-async def test_the_page_may_load_only_its_own_files(
-    client: aiohttp.ClientSession, path: str
-) -> None:
+async def test_the_page_may_load_only_its_own_files(client: ClientSession, path: str) -> None:
     async with client.get(path) as response:
         assert (response.status, response.content_type) == (200, FILES[path])
         policy = response.headers["Content-Security-Policy"]
@@ -78,7 +68,7 @@ async def test_the_page_may_load_only_its_own_files(
     assert named or path != "/"
 
 
-async def test_all_who_look_share_the_same_snapshots(services: Services) -> None:
+async def test_viewers_share_the_same_snapshots(services: Services) -> None:
     live = Live([services])
     viewers = [live.frames() for _ in range(3)]
     first, second = [{*await asyncio.gather(*map(anext, viewers))} for _ in range(2)]
@@ -86,63 +76,52 @@ async def test_all_who_look_share_the_same_snapshots(services: Services) -> None
     assert first != second
 
 
-async def test_the_news_are_events_and_no_other_site_reads_them(
-    client: aiohttp.ClientSession,
-) -> None:
+async def test_snapshots_are_events_that_no_other_site_reads(client: ClientSession) -> None:
     async with client.get("/dashboard/events") as response:
         assert response.content_type == "text/event-stream"
         assert "Content-Security-Policy" in response.headers
-        for told in await news(response, 2):
-            names = told["pools"][0]["replicas"]["columns"][0]["values"]
+        for snapshot in await events(response, 2):
+            names = snapshot["pools"][0]["replicas"]["columns"][0]["values"]
             assert names == ["r1", "r2", "r3", "r4"]
 
 
-async def test_what_is_beyond_all_figures_is_null(
-    client: aiohttp.ClientSession, services: Services, clock: Clock
-) -> None:
+async def test_infinite_figures_are_null(client: ClientSession, services: Services) -> None:
     for predicted in (inf, 1.0):
-        services.accuracy.add(PredictionResult(clock(), replica(1), predicted, 2.0, 0.0, None))
+        ended(services, predicted, 2.0)
     async with client.get("/dashboard/events") as response:
-        (told,) = await news(response, 1)
-    accuracy = told["pools"][0]["accuracy"]
+        (snapshot,) = await events(response, 1)
+    accuracy = snapshot["pools"][0]["accuracy"]
     assert [predicted for predicted, _ in accuracy["points"]] == [1.0, None]
     assert accuracy["quantiles"] == [2.0, 2.0, 2.0]
 
 
-async def test_the_news_end_when_the_token_is_another_one(
-    services: Services, tmp_path: Path
-) -> None:
+async def test_events_end_when_the_token_changes(services: Services, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("an-example")
-    access, shown = AdminSettings(token_file=file), {"Authorization": "Bearer an-example"}
-    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services), access=access)
     async with (
-        serving as address,
-        aiohttp.ClientSession(f"http://{address}", headers=shown) as client,
-        client.get("/dashboard/events") as response,
+        serving(services, AdminSettings(token_file=file)) as address,
+        ClientSession(headers={"Authorization": "Bearer an-example"}) as client,
+        client.get(f"http://{address}/dashboard/events") as response,
     ):
-        await news(response, 1)
+        await events(response, 1)
         file.write_text("another-one")
         async with asyncio.timeout(PATIENCE_S):
             await response.read()
 
 
-async def test_who_takes_nothing_is_given_up_and_leaves_its_place(
+async def test_stuck_viewer_is_given_up_and_leaves_its_place(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
     await apply(Snapshot(thousand()), services.fleet)
-    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services))
-    async with serving as address, aiohttp.ClientSession(f"http://{address}") as client:
+    async with serving(services) as address, ClientSession() as client:
+        url = f"http://{address}/dashboard/events"
 
         async def alone() -> bool:
             """Whether there is a place, and then none for another."""
-            async with (
-                client.get("/dashboard/events") as one,
-                client.get("/dashboard/events") as two,
-            ):
+            async with client.get(url) as one, client.get(url) as two:
                 return (one.status, two.status) == (200, 503)
 
         with socket.socket() as stuck:
@@ -153,29 +132,25 @@ async def test_who_takes_nothing_is_given_up_and_leaves_its_place(
             await until(alone)
 
 
-async def test_a_large_fleet_is_shown_without_holding_requests_up(
-    client: aiohttp.ClientSession, services: Services
+async def test_large_fleet_is_shown_without_delaying_requests(
+    client: ClientSession, services: Services
 ) -> None:
     await apply(Snapshot(thousand()), services.fleet)
     for number in range(50):
-        decision = services.router.decide(chat(500, 200))
-        assert decision is not None
-        services.log.add(f"request-{number}", services.wall(), decision)
+        decide(services, chat(500, 200), f"request-{number}")
 
     async def look() -> None:
         async with client.get("/dashboard/events") as response:
-            found = await news(response, 2)
+            found = await events(response, 2)
         assert len(found[-1]["pools"][0]["replicas"]["keys"]) == REPLICAS + 4
 
     await hold_nobody_up(look)
 
 
-async def test_a_decision_is_compared_in_the_words_of_explain(
-    client: aiohttp.ClientSession, services: Services
+async def test_decision_is_compared_in_the_words_of_explain(
+    client: ClientSession, services: Services
 ) -> None:
-    decision = services.router.decide(chat(1234, 50))
-    assert decision is not None
-    record = services.log.add("the-id", services.wall(), decision)
+    record = decide(services, chat(1234, 50), "the-id")
     async with client.get("/dashboard/decision", params={"number": "1"}) as response:
         shown = await response.json()
     text = comparison(record.record())
@@ -187,26 +162,19 @@ async def test_a_decision_is_compared_in_the_words_of_explain(
     assert all(line in text for line in shown["legend"])
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [("2", 404), ("0", 404), ("", 400), ("x", 400), ("1" * 99, 400)]
-)
-async def test_a_decision_that_is_not_there(
-    client: aiohttp.ClientSession, number: str, status: int
-) -> None:
-    async with client.get("/dashboard/decision", params={"number": number}) as response:
-        assert response.status == status
+WRONG = {"2": 404, "0": 404, "": 400, "x": 400, "1" * 99: 400}
+REFUSED = [
+    *(("GET", f"/dashboard/decision?number={number}", status) for number, status in WRONG.items()),
+    *(("HEAD", path, 405) for path in ("/dashboard/events", "/decisions", "/fleet")),  # streamed
+    *(
+        (method, path, 405)  # nothing can be changed
+        for path in (*FILES, "/dashboard/events", "/dashboard/decision")
+        for method in ("POST", "PUT", "DELETE", "PATCH")
+    ),
+]
 
 
-@pytest.mark.parametrize("path", ["/dashboard/events", "/decisions", "/fleet"])
-async def test_what_is_made_piece_by_piece_has_no_head_alone(
-    client: aiohttp.ClientSession, path: str
-) -> None:
-    async with client.head(path) as response:
-        assert response.status == 405
-
-
-async def test_nothing_can_be_changed(client: aiohttp.ClientSession) -> None:
-    for path in (*FILES, "/dashboard/events", "/dashboard/decision"):
-        for method in ("POST", "PUT", "DELETE", "PATCH"):
-            async with client.request(method, path) as response:
-                assert response.status == 405
+async def test_wrong_requests_are_refused(client: ClientSession) -> None:
+    for method, path, status in REFUSED:
+        async with client.request(method, path) as response:
+            assert response.status == status, (method, path)

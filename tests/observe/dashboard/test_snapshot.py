@@ -10,14 +10,13 @@ from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.decision_log import DecisionLog, PredictionResult
+from extproc.observe.decision_log import DecisionLog, KeptDecision
 from extproc.proxy.services import Services
-from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
-from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.observe.dashboard.conftest import H100, poll
+from tests.observe.conftest import decide
+from tests.observe.dashboard.conftest import H100, ended, poll, wait
 from tests.proxy.conftest import on_fleet
 
 
@@ -51,23 +50,14 @@ def warned(services: Services) -> list[str]:
     return list(shown(services)["warnings"])
 
 
-def decide(services: Services, request_id: str = "one") -> str:
-    """The replica that a request goes to."""
-    decision = services.router.decide(chat(1000, 100))
-    assert decision is not None
-    services.fleet.dispatch(decision.replica, decision.profile)
-    services.log.add(request_id, services.wall(), decision, services.config.pool)
-    return decision.replica
+def sent(services: Services, request_id: str = "one") -> KeptDecision:
+    """A request is decided and sent."""
+    record = decide(services, request_id=request_id)
+    services.fleet.dispatch(record.decision.replica, record.decision.profile)
+    return record
 
 
-def wait(services: Services, tenant: str, priority: int = 0) -> None:
-    """A request waits that no replica can carry."""
-    objective = Objective(priority=priority)
-    profile = replace(chat(41_000, 1000), tenant=tenant, objective=objective)
-    decision = services.router.decide(profile)
-    assert decision is not None
-    decide, now = (lambda: services.router.decide(chat(41_000, 1000))), services.clock()
-    services.queue.enter(Waiting(decision, now, decide, lambda _: None))
+ALONE = Config.model_validate({"state": "memory"})
 
 
 @pytest.fixture
@@ -80,7 +70,7 @@ def fill(services: Services, clock: ManualClock) -> None:
     for number in range(1, 5):
         services.fleet.dispatch(replica(number), chat(40_000, 2000))
     clock.advance(5.0)
-    poll(services, clock, running=1, kv_usage=0.95)
+    poll(services, running=1, kv_usage=0.95)
 
 
 def test_healthy_fleet_has_no_warnings(services: Services) -> None:
@@ -108,13 +98,13 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
 def test_speed_by_hardware_profile_is_marked_as_estimated(
     services: Services, clock: ManualClock
 ) -> None:
-    poll(services, clock, 2, measured=False)
+    poll(services, 2, measured=False)
     assert [of(services, number)["Prompt/s estimated"] for number in (1, 2)] == [False, True]
 
 
 def test_replicas_are_sorted_by_number(services: Services, clock: ManualClock) -> None:
     for number, name in enumerate(("r10", "r9", "R1", "a"), start=1):
-        poll(services, clock, number, name=name)
+        poll(services, number, name=name)
     names = [one["Replica"] for one in rows(shown(services)["replicas"]).values()]
     assert names == ["a", "R1", "r9", "r10"]
 
@@ -129,10 +119,10 @@ def test_warm_tokens_are_those_of_the_prompts_that_were_sent(services: Services)
 
 
 def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:
-    decide(services, "long-ago")
+    sent(services, "long-ago")
     clock.advance(61.0)
-    poll(services, clock)
-    chosen = [decide(services, str(number)) for number in range(9)]
+    poll(services)
+    chosen = [sent(services, str(number)).decision.replica for number in range(9)]
     found = shown(services)
     assert {key: row["Share"] for key, row in rows(found["replicas"]).items()} == {
         replica(number): round(chosen.count(replica(number)) / 9, 3) for number in range(1, 5)
@@ -146,10 +136,9 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
 
 
 def test_decision_served_by_another_replica_names_it(services: Services) -> None:
-    chosen = decide(services)
-    other = 2 if chosen == replica(1) else 1
-    outcome = services.log.last(1)[0].outcome
-    outcome.served_by, outcome.status = replica(other), 200
+    record = sent(services)
+    other = 2 if record.decision.replica == replica(1) else 1
+    record.outcome.served_by, record.outcome.status = replica(other), 200
     (row,) = rows(shown(services)["decisions"]).values()
     assert row["model: why"].endswith(f" [served by r{other}]")
 
@@ -160,7 +149,7 @@ def test_decision_rate_covers_only_the_decisions_kept(
     few = replace(services, log=DecisionLog(4))
     for number in range(8):
         clock.advance(2.0)
-        decide(few, str(number))
+        sent(few, str(number))
     clock.advance(2.0)
     found = shown(few)
     assert found["figures"]["decisions a second"] == "0.5"  # 4 in 8 s
@@ -202,29 +191,27 @@ def test_waiting_tenants_beyond_fifty_are_counted_and_not_listed(
     assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
 
 
-def test_predictions_of_the_last_five_minutes_are_compared(
-    services: Services, clock: ManualClock
-) -> None:
+def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
     assert shown(services)["accuracy"]["quantiles"] == []
-    services.accuracy.add(PredictionResult(clock() - 301.0, replica(1), 1.0, 99.0, 0.0, None))
+    ended(services, actual=99.0, ago=301.0)
     for actual in (0.5, 1.0, 2.0):
-        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, actual, 0.0, None))
+        ended(services, actual=actual)
     found = shown(services)["accuracy"]
     assert found["words"].startswith("Of the last 3 requests that ended, half took at most 1.00 ")
     assert found["quantiles"] == pytest.approx([0.6, 1.0, 1.8])
     assert sorted(actual for _, actual in found["points"]) == [0.5, 1.0, 2.0]
 
 
-def test_of_many_predictions_some_are_drawn_and_all_are_counted(
+def test_many_predictions_are_all_counted_and_some_drawn(
     services: Services, clock: ManualClock
 ) -> None:
     for _ in range(4000):
         clock.advance(0.01)
-        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
+        ended(services)
     found = shown(services)["accuracy"]
     assert "last 4,000 requests" in found["words"]
     assert 100 < len(found["points"]) < 500
-    services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
+    ended(services)
     assert abs(len(shown(services)["accuracy"]["points"]) - len(found["points"])) <= 1
 
 
@@ -236,8 +223,8 @@ def test_routers_and_pollers_are_named(services: Services) -> None:
     ]
     services.fleet.pollers = None
     assert ["Pollers", "unknown: Redis does not answer"] in shown(services)["facts"]
-    alone = replace(services, config=Config.model_validate({"state": "memory"}))
-    assert ["Pollers", "this router polls the replicas itself"] in shown(alone)["facts"]
+    alone = shown(replace(services, config=ALONE))
+    assert ["Pollers", "this router polls the replicas itself"] in alone["facts"]
 
 
 def test_two_pools_are_told_apart(services: Services) -> None:
@@ -257,32 +244,28 @@ def test_two_pools_are_told_apart(services: Services) -> None:
 def test_replica_that_is_down_is_warned_of_with_the_reason(
     services: Services, clock: ManualClock
 ) -> None:
-    poll(services, clock, 2, healthy=False, problem="cannot connect")
+    poll(services, 2, healthy=False, problem="cannot connect")
     assert warned(services) == ["r2 is left out: cannot connect."]
     two = of(services, 2)
     assert (two["Health"], two["Health note"]) == ("down", "cannot connect")
     assert shown(services)["figures"]["replicas in use"] == "3 of 4"
-    poll(services, clock, 1, 3, 4, healthy=False, problem="cannot connect")
+    poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
     assert warned(services) == [
         "No replica is healthy: Envoy's own load balancing serves.",
         "r1, r2, r3 and 1 more are left out: cannot connect.",
     ]
 
 
-def test_failing_replicas_are_warned_of_though_used_for_want_of_others(
-    services: Services,
-) -> None:
-    for number in range(1, 5):
-        for _ in range(3):
-            services.fleet.eligibility.failed(replica(number))
-    assert warned(services) == [
-        "r1, r2, r3 and 1 more are left out: it failed several requests in a row."
-    ]
+def test_failing_replicas_are_warned_of_though_used_for_want_of_others(services: Services) -> None:
+    for number in (1, 2, 3, 4) * 3:
+        services.fleet.eligibility.failed(replica(number))
+    reason = "it failed several requests in a row"
+    assert warned(services) == [f"r1, r2, r3 and 1 more are left out: {reason}."]
     assert of(services, 1)["Health"] == "left out"
 
 
-def test_draining_replica_is_not_warned_of(services: Services, clock: ManualClock) -> None:
-    poll(services, clock, 2, draining=True)
+def test_draining_replica_is_not_warned_of(services: Services) -> None:
+    poll(services, 2, draining=True)
     assert warned(services) == []
     two = of(services, 2)
     assert (two["Health"], two["Health note"]) == ("draining", "")
@@ -291,7 +274,7 @@ def test_draining_replica_is_not_warned_of(services: Services, clock: ManualCloc
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
     assert warned(services) == ["Stale news: nothing was heard of any replica for more than 5 s."]
-    poll(services, clock)
+    poll(services)
     assert warned(services) == []
 
 
@@ -301,8 +284,7 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     services.fleet.pollers = None
     (warning,) = warned(services)
     assert warning.startswith("Redis does not answer")
-    alone = Config.model_validate({"state": "memory"})
-    assert warned(replace(services, config=alone)) == []
+    assert warned(replace(services, config=ALONE)) == []
 
 
 @pytest.mark.parametrize(
@@ -335,17 +317,16 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     assert warning.startswith(begin)
     assert of(services, int(drifting[1]))["×"] > 2
     clock.advance(300.0)  # what was seen fades
-    poll(services, clock, *replicas)
+    poll(services, *replicas)
     assert warned(services) == []
 
 
-def test_a_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
-    decide(services)
-    services.log.last(1)[0].outcome.overloaded = True
+def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
+    sent(services).outcome.overloaded = True
     (warning,) = warned(services)
     assert warning.startswith("A circuit breaker of Envoy was full in the last minute")
     clock.advance(61.0)
-    poll(services, clock)
+    poll(services)
     assert warned(services) == []
 
 
@@ -354,12 +335,12 @@ def test_age_of_a_snapshot_counts_as_news_age(services: Services, clock: ManualC
     assert of(services, 1)["News"] == 9.0
 
 
-def test_cold_prefix_cache_is_warned_of(services: Services, clock: ManualClock) -> None:
+def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
     for _ in range(10):
-        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 1000.0, 0))
-        services.accuracy.add(PredictionResult(clock(), replica(2), 1.0, 1.0, 1000.0, 900))
-        services.accuracy.add(PredictionResult(clock(), replica(3), 1.0, 1.0, 1000.0, None))
-        services.accuracy.add(PredictionResult(clock(), replica(4), 1.0, 1.0, 10.0, 0))
+        ended(services, on=1, expected=1000.0, cached=0)
+        ended(services, on=2, expected=1000.0, cached=900)
+        ended(services, on=3, expected=1000.0)
+        ended(services, on=4, expected=10.0, cached=0)
     (warning,) = warned(services)
     assert warning.startswith("r1 is not finding in the prefix cache half of what")
 
@@ -375,7 +356,7 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     (warning,) = warned(replace(services, config=few))
     assert warning.startswith("This router is nearly full: it looks after at most 14 requests")
     clock.advance(151.0)
-    poll(services, clock, running=1, kv_usage=0.95)
+    poll(services, running=1, kv_usage=0.95)
     assert any("there are too few replicas" in one for one in warned(services))
 
 

@@ -6,7 +6,6 @@ import pty
 import signal
 import sys
 import termios
-from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,32 +14,22 @@ from msgspec.json import decode, encode
 from prometheus_client import CollectorRegistry
 
 from extproc.cli.look import screen
-from extproc.ground.clock import Clock
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
-from tests.commands import printed, secured
 from tests.fakes import chat, replica
 from tests.large import thousand
+from tests.observe.conftest import Run, decide, secured, serving
 from tests.observe.dashboard.conftest import poll
 from tests.waiting import PATIENCE_S
 
-Top = Callable[..., Awaitable[list[str]]]
-
 
 @pytest.fixture
-async def router(services: Services) -> AsyncIterator[str]:
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
-        yield address
-
-
-@pytest.fixture
-def top(capsys: pytest.CaptureFixture[str]) -> Top:
-    return partial(printed, capsys, "top")
+def top(run: Run) -> Run:
+    return partial(run, "top")
 
 
 def rows(lines: list[str]) -> list[str]:
@@ -49,9 +38,9 @@ def rows(lines: list[str]) -> list[str]:
     return [line.split()[0] for line in lines[begin + 1 :] if line.startswith("r")]
 
 
-async def test_trouble_is_on_top(services: Services, router: str, top: Top, clock: Clock) -> None:
+async def test_worst_replicas_are_on_top(services: Services, router: str, top: Run) -> None:
     services.fleet.dispatch(replica(3), chat(50_000, 100))
-    poll(services, clock, 4, healthy=False, problem="/health answered 503")
+    poll(services, 4, healthy=False, problem="/health answered 503")
     lines = await top("--router", router)
     assert "3 of 4 replicas in use, 1 requests in flight, 0 waiting at" in lines[0]
     assert any(line.startswith("! r4 is left out: ") for line in lines)
@@ -59,19 +48,17 @@ async def test_trouble_is_on_top(services: Services, router: str, top: Top, cloc
     assert "down" in next(line for line in lines if line.startswith("r4"))
 
 
-async def test_decisions_are_listed(services: Services, router: str, top: Top) -> None:
-    decision = services.router.decide(chat(1234, 50))
-    assert decision is not None
-    services.log.add("request-7", 1_700_000_000.0, decision)
+async def test_decisions_are_listed(services: Services, router: str, top: Run) -> None:
+    decide(services, chat(1234, 50), "request-7")
     lines = await top("--once", "--router", router)
     (line,) = (line for line in lines if "request-7" in line)
     assert " 1234 " in line
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
-async def test_it_fits_the_width(services: Services, clock: Clock, width: int) -> None:
-    poll(services, clock, 1, name="\x1b[2Jr1")
-    poll(services, clock, 4, healthy=False, problem="/health answered 503")
+async def test_screen_fits_the_width(services: Services, width: int) -> None:
+    poll(services, 1, name="\x1b[2Jr1")
+    poll(services, 4, healthy=False, problem="/health answered 503")
     lines = screen(decode(encode(await snapshot([services]))), width)
     assert all(len(line) <= width for line in lines)
     assert not any("\x1b" in line for line in lines)
@@ -80,13 +67,13 @@ async def test_it_fits_the_width(services: Services, clock: Clock, width: int) -
     assert not header.endswith("...")
 
 
-async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Top) -> None:
+async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Run) -> None:
     await apply(Snapshot(thousand()), services.fleet)
     assert len(await top("--router", router)) > 1000
 
 
 async def test_token_and_tls_are_those_of_the_admin_address(
-    services: Services, top: Top, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    services: Services, top: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with secured(services, tmp_path, monkeypatch) as other:
         assert rows(await top()) == ["r1", "r2", "r3", "r4"]
@@ -95,7 +82,7 @@ async def test_token_and_tls_are_those_of_the_admin_address(
         assert error.endswith("asks for another token (admin.token_file)")
 
 
-async def test_what_is_no_router_is_one_line(top: Top) -> None:
+async def test_server_that_is_no_router_is_one_line(top: Run) -> None:
     (error,) = await top("--router", f"127.0.0.1:{free_port()}", status=1)
     assert "no router answers" in error
     async with serve_admin("127.0.0.1:0", CollectorRegistry()) as poller:
@@ -103,9 +90,8 @@ async def test_what_is_no_router_is_one_line(top: Top) -> None:
         assert "is not the admin address (serve.admin) of a router: it answers status 404" in error
 
 
-async def test_terminal_is_redrawn_until_interrupted(services: Services, clock: Clock) -> None:
+async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None:
     address = f"127.0.0.1:{free_port()}"
-    routes = admin_routes(services)
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
     seen, more = bytearray(), asyncio.Event()
@@ -121,16 +107,16 @@ async def test_terminal_is_redrawn_until_interrupted(services: Services, clock: 
                 await more.wait()
 
     asyncio.get_running_loop().add_reader(master, read)
-    async with serve_admin(address, CollectorRegistry(), routes):
+    async with serving(services, address=address):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "extproc", "top", "--router", address,
             stdin=slave, stdout=slave, stderr=slave,
         )  # fmt: skip
         await shows(b"4 of 4 replicas in use")
-        poll(services, clock, 4, healthy=False, problem="/health answered 503")
+        poll(services, 4, healthy=False, problem="/health answered 503")
         await shows(b"r4 is left out")
     await shows(b"! no router answers")  # above the last snapshot
-    async with serve_admin(address, CollectorRegistry(), routes):
+    async with serving(services, address=address):
         await shows(b"3 of 4 replicas in use", seen.count(b"3 of 4") + 2)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
