@@ -2,7 +2,7 @@
 watched file."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.ground.address import join_address, with_name
+from extproc.ground.clock import Clock, monotonic
 from extproc.ground.files import Watched
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.resolve import Host, Resolve, resolve_host
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 RESOLVE_S = 2.0
 """Seconds between two looks at DNS names and the replicas file, and for an answer to the first."""
+_UNNAMED_S = 10.0
+"""Seconds without an answer that names an address after which it drains: partial answers of a name
+server that has many addresses name each of them sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,10 @@ class Target:
 
 
 class Discovery:
-    """Looks up the replicas, again and again; what fails keeps its last answer."""
+    """Looks up the replicas, again and again; what fails keeps its last answer.
+
+    An address that DNS no longer names stays while the replica answers, and drains after a while.
+    """
 
     def __init__(
         self,
@@ -65,7 +72,10 @@ class Discovery:
         resolve: Resolve = resolve_host,
         drains: Drains | None = None,
         random: Random | None = None,
+        answers: Callable[[str], bool] = lambda _: False,
+        clock: Clock = monotonic,
     ) -> None:
+        """``answers``: tells whether a replica answers its scrapes."""
         self._sources = tuple(sources)
         self._file = file and Watched("replicas file", partial(read_replicas, file), file)
         self._listed: tuple[ReplicaSource, ...] = ()
@@ -74,6 +84,9 @@ class Discovery:
         self._drains = drains or Drains()
         self._timeout_s = timeout_s
         self._random = random or Random()
+        self._answers = answers
+        self._clock = clock
+        self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # by ``ip:port``
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
@@ -85,6 +98,7 @@ class Discovery:
         self._follow({source.kubernetes for source in sources if source.kubernetes})
         services = (service.look_up() for service in self._services.values())
         await asyncio.gather(self._look_up(hosts), *services)
+        self._named_at = {one: self._named(one) for one in sources if not one.kubernetes}
         found: dict[str, Target] = {}
         for source in sources:
             for target in self._targets_of(source):
@@ -116,12 +130,20 @@ class Discovery:
                 name = "/".join(filter(None, (source.name, pod.name or address)))
                 yield target(address, name, draining=pod.terminating, ready=pod.ready)
             return
+        named_at = self._named_at[source]
+        last = max(named_at.values(), default=0.0)
+        for address, at in named_at.items():
+            name = f"{source.name}/{address}" if source.name and source.dns else source.name
+            yield target(address, name or address, draining=last - at > _UNNAMED_S)
+
+    def _named(self, source: ReplicaSource) -> dict[str, float]:
+        """Returns the addresses of a source, and when an answer named each last."""
         host, port = source.host_and_port
         addresses = self._hosts[host].addresses
-        for ip in addresses if source.dns else addresses[:1]:
-            address = join_address(ip, port)
-            name = f"{source.name}/{address}" if source.name and source.dns else source.name
-            yield target(address, name or address)
+        named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]
+        before = self._named_at.get(source, {}) if source.dns or not named else {}
+        stay = {id_: at for id_, at in before.items() if self._answers(id_)}
+        return {**stay, **dict.fromkeys(named, self._clock())}
 
     def _follow(self, services: set[KubernetesService]) -> None:
         for gone in self._services.keys() - services:

@@ -48,6 +48,7 @@ class Poller:
             RESOLVE_S,
             drains=into.drains,
             random=random,
+            answers=lambda id_: id_ in self._polled and self._polled[id_].replica.healthy,
         )
         self.unlisted = self._discovery.unlisted
         self._new_replica = partial(

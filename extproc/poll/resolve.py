@@ -17,18 +17,25 @@ from extproc.ground.runtime import in_daemon_thread
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
-"""Host name to IP addresses; raises ``OSError`` when there are none."""
+"""Host name to IP addresses, perhaps none; raises ``OSError`` when no name server tells."""
+
+_NONE = socket.EAI_NONAME, socket.EAI_NODATA
 
 
 async def resolve_host(host: str) -> Sequence[str]:
     """Asks the system's resolver, on a thread of its own.
 
     Raises:
-        OSError: the name has no address.
+        OSError: no name server tells whether the name has addresses.
         UnicodeError: no host can have that name.
     """
     ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
+    try:
+        return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
+    except socket.gaierror as error:
+        if error.errno in _NONE:
+            return []
+        raise
 
 
 class Host:
@@ -63,7 +70,10 @@ class Host:
         except (OSError, UnicodeError) as error:
             self._trouble.failed(error)
         else:
-            self._trouble.works()
+            if self.addresses:
+                self._trouble.works()
+            else:
+                self._trouble.failed("the name has no address")
 
     async def _found(self) -> Sequence[str]:
         if is_address(self._name):

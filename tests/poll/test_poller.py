@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import socket
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from math import inf
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import aiohttp
 import pytest
@@ -262,6 +265,25 @@ async def test_a_replica_that_starts_late_and_dies(
         await replica.stop()
         await seen.replica(replica, unhealthy)
     assert len(logged.lines("replica is not healthy")) == 2
+
+
+async def test_replica_that_dns_names_now_and_then_stays_while_it_answers(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_of_dns, answer = cycle(["127.0.0.1", "127.0.0.2"]), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+        return answer(next(answers_of_dns) if host == "vllm" else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    async with serving() as replica:
+        other = f"127.0.0.2:{replica.port}"  # nobody is there
+        settings = config(redis_server, replicas=[{"dns": f"vllm:{replica.port}"}])
+        async with watching(settings) as seen:
+            await seen.until(lambda _: seen.removed.count(other) == 3)
+            assert {*seen.removed} == {other}
+            await replica.stop()
+            await seen.until(lambda _: replica.id in seen.removed)
 
 
 @pytest.mark.parametrize("steps", [3, 1000])  # fewer than before, and more
