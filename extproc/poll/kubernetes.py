@@ -227,23 +227,24 @@ def _name(one: EndpointSlice) -> str | None:
 
 
 def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
-    """Returns the pods in all slices of a Service by ``ip:port``; of two families, IPv4.
+    """Returns the pods in all slices of a Service by ``ip:port``: its IPv4, or else its IPv6.
 
     Args:
         slices: all of the Service. A pod may be in two of them for a moment, and the older one may
             say less.
         port: a pod's own, or the name by which slices have it.
     """
-    slices = [one for one in slices if one.addressType in ("IPv4", "IPv6")]
-    family = min((one.addressType for one in slices), default="")
+    families: dict[str, str] = {}  # by pod
     found: dict[str, Pod] = {}
-    for one in slices:
+    for one in sorted(slices, key=lambda one: one.addressType):
         number = _number(one, port)
-        if number is None or one.addressType != family:
+        if number is None or one.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in one.endpoints or ():
             address = join_address(endpoint.addresses[0], number)  # others are the same pod's
             pod = _pod(endpoint)
+            if families.setdefault(pod.name or address, one.addressType) != one.addressType:
+                continue
             other = found.get(address, pod)
             found[address] = Pod(
                 pod.name, pod.ready or other.ready, pod.terminating or other.terminating

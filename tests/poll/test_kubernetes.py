@@ -419,7 +419,17 @@ def test_a_pod_with_two_families_counts_once() -> None:
     name = endpoint_slice(endpoint("vllm.example.org", ""), name="name", family="FQDN")
     assert list(pods([six, four, name])) == ["10.1.0.1:8000"]
     assert list(pods([six, name])) == ["[fd00::1]:8000"]
-    assert not pods([six, endpoint_slice(name="four")])  # which was emptied a moment sooner
+
+
+def test_pods_are_found_by_the_family_that_each_has() -> None:
+    six = endpoint_slice(
+        endpoint("fd00::1", "vllm-0"), endpoint("fd00::2", "vllm-1"), name="six", family="IPv6"
+    )
+    both = ["[fd00::1]:8000", "[fd00::2]:8000"]
+    for empty in (endpoint_slice(name="four"), {**endpoint_slice(name="four"), "endpoints": None}):
+        assert list(pods([six, empty])) == list(pods([empty, six])) == both
+    four = endpoint_slice(TWO[1], endpoint("10.1.0.3", "vllm-2"), name="four")
+    assert list(pods([six, four])) == ["10.1.0.2:8000", "10.1.0.3:8000", "[fd00::1]:8000"]
 
 
 def test_a_port_by_its_name_is_each_slices_own() -> None:
