@@ -14,8 +14,7 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import Config, HoldSettings, RouteSettings
 from extproc.fleet.fleet import Fleet
 from extproc.lab.replay import simulation
-from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine

@@ -9,8 +9,7 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
 from extproc.lab.replay.scene import Asked, Member, Scene, Turn
 from extproc.lab.replay.simulation import Simulation

@@ -7,8 +7,7 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
-from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, Traced, VirtualClock
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
@@ -22,7 +21,7 @@ Event = tuple[float, Callable[[], None]]  # something that happens, and when
 
 
 class Simulation(ABC):
-    """Replicas, and whoever decides which gets a request; what the requests are, subclasses say."""
+    """Replicas and routers under a virtual clock; subclasses define the requests."""
 
     def __init__(
         self,
@@ -52,10 +51,10 @@ class Simulation(ABC):
 
     @abstractmethod
     def _arrival(self, number: int, traced: Traced) -> Arrival:
-        """A request as the router and the engines see it."""
+        """Request as the router and the engines see it."""
 
     def run(self, trace: Items[Traced]) -> Iterator[Served]:
-        """Plays the trace; yields every request that was answered when it has finished.
+        """Plays the trace; yields every answered request when it has finished.
 
         Raises:
             ValueError: hours after the last request some have not ended.
@@ -145,7 +144,7 @@ class Simulation(ABC):
             self._answer(served, well=True)  # headers come at once, only tokens take time
 
     def _retry(self, served: Served) -> None:
-        """Its replica is gone; Envoy tries the second choice, once and only before an answer."""
+        """Tries the second choice after the replica is gone, once and only before an answer."""
         second = served.decision.second
         if served.answered or served.retried or second is None:
             self._fail(served)
@@ -162,7 +161,7 @@ class Simulation(ABC):
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
     def _answer(self, served: Served, well: bool) -> None:
-        """Response headers pass, once; they say which replica it was in the end."""
+        """Passes response headers, once; they name the replica that answers."""
         if served.answered:
             return
         served.answered = True
@@ -171,31 +170,27 @@ class Simulation(ABC):
         self._routers.tell(served, Node.answered if well else Node.failed)
 
     def _give_up_on_hung(self) -> None:
-        """The last requests wait for replicas that never come back."""
+        """Fails the last requests if they wait for replicas that never come back."""
         if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
 
     def _went_down(self, machine: Machine) -> None:
-        """What it was doing is tried again elsewhere."""
-        for served in list(self._open.values()):
-            if served.replica == machine.name:
-                self._retry(served)
+        """Retries its requests elsewhere."""
+        for served in [one for one in self._open.values() if one.replica == machine.name]:
+            self._retry(served)
 
     # -- replicas ---------------------------------------------------------------------------
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to a time; the routers hear of what happened in its order."""
+        """Runs every engine up to a time, and tells routers of the events in order."""
         while self._held and (step_ends := self._next_step()) < until:
             yield from self._advance_at_once(step_ends)
-            self._look(step_ends)
+            if step_ends >= self._look_at:
+                self._look_at = step_ends + LET_GO_EVERY_S
+                for node in self._routers.nodes:
+                    node.queue.look()
         yield from self._advance_at_once(until)
-
-    def _look(self, now: float) -> None:
-        if now >= self._look_at:
-            self._look_at = now + LET_GO_EVERY_S
-            for node in self._routers.nodes:
-                node.queue.look()
 
     def _next_step(self) -> float:
         ends = (machine.step_ends_at for machine in self.machines.values())

@@ -2,8 +2,7 @@ from random import Random
 
 import pytest
 
-from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
