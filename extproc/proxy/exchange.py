@@ -54,6 +54,7 @@ class Exchange:
         self._trace = trace
         self._first: ProcessingRequest | None = None  # the first message, until it is answered
         self._response_body_mode = messages.NONE
+        self._request_ended = False  # in full duplex: the body's last chunk has come
         self._in_flight: InFlight | None = None
 
     # -- messages ---------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Exchange:
             Left: there is none.
         """
         while True:
-            message, self._first = self._first or await self._call.read(), None
+            message, self._first = self._first or await self._next(), None
             if message is None:
                 raise Left
             if message.WhichOneof("request") in phases:
@@ -108,12 +109,23 @@ class Exchange:
 
     async def pass_one(self) -> bool:
         """Answers the next message as it is; returns whether there was one."""
-        if (message := await self._call.read()) is None:
+        if (message := await self._next()) is None:
             return False
         reply = self._reply_to(message)
         del message  # it may be a body of many MB, and Envoy slow to read
         await self.write(reply)
         return True
+
+    async def _next(self) -> ProcessingRequest | None:
+        """The next message, but for chunks after a body's last, which Envoy 1.35 to 1.37 repeats
+        (https://github.com/envoyproxy/envoy/issues/46237)."""
+        while (message := await self._call.read()) is not None and self.full_duplex:
+            if message.WhichOneof("request") != "request_body":
+                break
+            if not self._request_ended:
+                self._request_ended = message.request_body.end_of_stream
+                break
+        return message
 
     async def write(self, reply: bytes) -> None:
         await self._call.write(reply)

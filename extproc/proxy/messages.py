@@ -44,6 +44,7 @@ _SEND, _SKIP = 1, 2
 """Of headers and trailers. Envoy closes the stream when it has nothing more to send: a request in
 flight would be taken for one that has ended, were it not for trailers that may come."""
 _OVERWRITE_OR_ADD = 2
+_CONTINUE_AND_REPLACE = 1  # ``CommonResponse.ResponseStatus``
 
 _PHASES = (
     "request_headers",
@@ -168,6 +169,16 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
     common.body_mutation.body = body
     if length is not None:
         _set_header(common.header_mutation, "content-length", b"%d" % length)
+    return changed.SerializeToString()
+
+
+def with_whole_request(reply: bytes, body: bytes) -> bytes:
+    """A reply to a request's headers that brings its body, too; Envoy asks for nothing more of it,
+    and lets the trailers follow that came."""
+    changed = ProcessingResponse.FromString(reply)
+    common = changed.request_headers.response
+    common.status = _CONTINUE_AND_REPLACE
+    common.body_mutation.body = body
     return changed.SerializeToString()
 
 

@@ -106,14 +106,18 @@ async def _full_duplex(exchange: Exchange) -> None:
             if exchange.services.body_memory.free < 0 or len(exchange.body) >= LARGE_BODY:
                 break
     del message
-    await exchange.write(await choose(exchange, "request_headers", asked, partial=not ended))
-    body, last = exchange.body.take(), ended and not trailers
+    reply = await choose(exchange, "request_headers", asked, partial=not ended)
+    if trailers:
+        # Before trailers that are answered for themselves Envoy sends a body twice
+        # (https://github.com/envoyproxy/envoy/issues/45470).
+        await exchange.write(messages.with_whole_request(reply, exchange.body.take()))
+        return
+    await exchange.write(reply)
+    body, last = exchange.body.take(), ended
     for start in range(0, len(body) or last, _PIECE):
         end = start + _PIECE
         piece = messages.pass_chunk("request_body", body[start:end], last and end >= len(body))
         await exchange.write(piece)
-    if trailers:
-        await exchange.write(messages.proceed("request_trailers"))
 
 
 async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | None:

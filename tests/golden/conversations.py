@@ -273,7 +273,7 @@ def _plain() -> list[Conversation]:
             *(chunk(DONE), RESPONSE_TRAILERS),
         ],
         "gateway, trailers": [
-            *(headers(**_HELD), body(BODY, False, 0), Step(REQUEST_TRAILERS.message, 3)),
+            *(headers(**_HELD), body(BODY, False, 0), Step(REQUEST_TRAILERS.message)),
         ],
         "gateway, subset": [headers(**_HELD, subset=[SLOW]), body(CHAT, replies=2)],
         "gateway, no member": [headers(**_HELD, subset=[GONE]), body(CHAT)],

@@ -5,9 +5,9 @@ import json
 import pytest
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, Metadata
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    HttpTrailers,
-    ProcessingRequest,
+    CommonResponseResponseStatus as Status,
 )
+from envoy_data_plane.envoy.service.ext_proc.v3 import HttpTrailers, ProcessingRequest
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.config import Config
@@ -19,8 +19,10 @@ from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, headers_message
 from tests.proxy.replies import (
     MEMBERS,
     BodyMode,
+    body_of,
     chosen,
     chunk_of,
+    common,
     destination,
     error_of,
     refusal_header,
@@ -50,14 +52,16 @@ async def test_duplex_headers_wait_for_unchanged_body(envoy: EnvoySide, services
     assert services.fleet.in_flight == 0
 
 
-async def test_duplex_trailers_end_the_body(envoy: EnvoySide) -> None:
+async def test_duplex_body_before_trailers_returns_with_headers(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.write_headers(**DUPLEX)
         await stream.write_body(BODY, end_of_stream=False)
         await stream.write(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
-        assert set(destination(await stream.read())) == MEMBERS
-        assert chunk_of(await stream.read()) == (BODY, False)
-        assert (await stream.read()).request_trailers is not None
+        reply = await stream.read()
+        assert set(destination(reply)) == MEMBERS
+        assert body_of(reply) == BODY
+        assert common(reply).status == Status.CONTINUE_AND_REPLACE
+        assert (await stream.response_headers()).response_headers is not None
 
 
 async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: Services) -> None:
@@ -75,6 +79,23 @@ async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: 
         assert chunk_of(await stream.read()) == (piece, False)
         await stream.write_body(b"}")
         assert chunk_of(await stream.read()) == (b"}", True)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_duplex_chunks_after_the_end_are_dropped(envoy: EnvoySide, path: str) -> None:
+    """Envoy 1.35 to 1.37 sends the last chunk of a large body twice."""
+    async with envoy.stream() as stream:
+        await stream.write_headers(path, **DUPLEX)
+        for chunk, ended in ((BODY[:9], False), (BODY[9:], True), (BODY[9:], True)):
+            await stream.write_body(chunk, ended)
+        assert set(destination(await stream.read())) == MEMBERS
+        body, ended = b"", False
+        while not ended:
+            chunk, ended = chunk_of(await stream.read())
+            body += chunk
+        assert body == BODY
+        assert (await stream.response_headers()).response_headers is not None
+        await stream.end()
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])

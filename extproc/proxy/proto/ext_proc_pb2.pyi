@@ -154,14 +154,16 @@ class BodyMutation(_message.Message):
     def __init__(self, body: _Optional[bytes] = ..., clear_body: _Optional[bool] = ..., streamed_response: _Optional[_Union[StreamedBodyResponse, _Mapping]] = ...) -> None: ...
 
 class CommonResponse(_message.Message):
-    __slots__ = ("header_mutation", "body_mutation", "clear_route_cache")
+    __slots__ = ("status", "header_mutation", "body_mutation", "clear_route_cache")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
     HEADER_MUTATION_FIELD_NUMBER: _ClassVar[int]
     BODY_MUTATION_FIELD_NUMBER: _ClassVar[int]
     CLEAR_ROUTE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    status: int
     header_mutation: HeaderMutation
     body_mutation: BodyMutation
     clear_route_cache: bool
-    def __init__(self, header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body_mutation: _Optional[_Union[BodyMutation, _Mapping]] = ..., clear_route_cache: _Optional[bool] = ...) -> None: ...
+    def __init__(self, status: _Optional[int] = ..., header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body_mutation: _Optional[_Union[BodyMutation, _Mapping]] = ..., clear_route_cache: _Optional[bool] = ...) -> None: ...
 
 class HeadersResponse(_message.Message):
     __slots__ = ("response",)
