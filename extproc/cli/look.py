@@ -40,27 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--once", action="store_true", help=once)
     else:
         parser.usage = "%(prog)s [OPTION]... [REQUEST_ID]"
-        which = parser.add_mutually_exclusive_group()
-        which.add_argument(
-            "request_id",
-            nargs="?",
-            type=_request_id,
-            metavar="REQUEST_ID",
-            help="show the whole comparison for this request (its x-request-id)",
-        )
+        add = parser.add_mutually_exclusive_group().add_argument
+        request = "show the whole comparison for this request (its x-request-id)"
+        add("request_id", nargs="?", type=_request_id, metavar="REQUEST_ID", help=request)
         last = "show so many of the last decisions (default: %(default)s)"
-        which.add_argument("--last", type=whole(1), default=20, metavar="N", help=last)
+        add("--last", type=whole(1), default=20, metavar="N", help=last)
         parser.add_argument("--router", metavar="URL", help=router)
         parser.add_argument("--json", action="store_true", help="print what the router answers")
     add_file(parser)
 
 
 def _request_id(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError(
-            "the request id is empty; without one, the last decisions are shown"
-        )
-    return text
+    if text.strip():
+        return text
+    raise argparse.ArgumentTypeError(
+        "the request id is empty; without one, the last decisions are shown"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

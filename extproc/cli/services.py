@@ -14,12 +14,10 @@ from extproc.observe import logs
 
 logger = logging.getLogger(__name__)
 
+_POLL = ("", "poll", "redis", "admin", "log")
 _SHOWN = {  # sections and keys in the help of each command
-    "serve": (
-        *("", "serve", "route", "request", "hold", "record", "traces"),
-        *("redis", "poll", "admin", "log"),
-    ),
-    "poll": ("", "poll", "redis", "admin", "log"),
+    "serve": (*_POLL, "serve", "route", "request", "hold", "record", "traces"),
+    "poll": _POLL,
     "eds": ("pool", "pools", "eds", "redis", "log"),
 }
 

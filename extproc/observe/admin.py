@@ -1,13 +1,13 @@
 """HTTP server for people and Prometheus: metrics, health, and what a process adds."""
 
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -50,6 +50,7 @@ async def serve_admin(
         ValueError: not ``host:port``, or a file of ``access`` cannot be used.
     """
     health = {"/livez": live, "/healthz": live, "/readyz": ready}
+    open_to_all = {*health, *(route.path for route in public)}
 
     async def metrics(_: web.Request) -> web.Response:
         page = generate_latest(registry)
@@ -59,11 +60,19 @@ async def serve_admin(
         why = health[request.path]()
         return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
 
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in open_to_all or app[MAY_LOOK](request):
+            return await handler(request)
+        raise web.HTTPUnauthorized(
+            text="show the token (admin.token_file): Authorization: Bearer ...\n",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
     host, port = split_address(address)
     context = server_context(access, "admin")
-    app = web.Application()
+    app = web.Application(middlewares=[guard])
     app[MAY_LOOK] = _token_check(access)
-    app.middlewares.append(_asking({*health, *(route.path for route in public)}))
     app.add_routes([web.get(path, answer) for path in health])
     app.add_routes([web.get("/metrics", metrics), *public, *routes])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
@@ -114,16 +123,3 @@ def _token_check(access: AdminSettings) -> Callable[[web.Request], bool]:
         return right and scheme.lower() == "bearer"
 
     return shows_token
-
-
-def _asking(open_to_all: Container[str]) -> Middleware:
-    @web.middleware
-    async def asking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in open_to_all or request.app[MAY_LOOK](request):
-            return await handler(request)
-        raise web.HTTPUnauthorized(
-            text="show the token (admin.token_file): Authorization: Bearer ...\n",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-    return asking
