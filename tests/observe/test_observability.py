@@ -1,4 +1,4 @@
-"""Rules and dashboard of docs/observability/ ask for what routers and pollers show."""
+"""Rules and dashboard of docs/observability/ use metrics that routers and pollers show."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.observe.test_reference import DOCS, labels, series
+from tests.observe.test_reference import DOCS, series
 
 FOLDER = DOCS / "observability"
 RULES = FOLDER / "rules.yaml"
@@ -28,73 +28,67 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def panels() -> list[dict[str, Any]]:
-    return [one for one in DASHBOARD["panels"] if one["type"] != "row"]
+def provisioned(path: str) -> Any:
+    return yaml.safe_load((FOLDER / path).read_text(encoding="utf-8"))
+
+
+def targets() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Expressions of the dashboard, each with a name."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            yield f"{panel['title']}, {target['refId']}", target
 
 
 def expressions() -> dict[str, str]:
     found = {rule["alert"]: rule["expr"] for rule in rules()}
-    for panel in panels():
-        for target in panel["targets"]:
-            found[f"{panel['title']}, {target['refId']}"] = target["expr"]
+    found |= {name: target["expr"] for name, target in targets()}
     return {name: text.replace("$__rate_interval", "5m") for name, text in found.items()}
 
 
-def selectors(node: Any, inside: str = "") -> Iterator[tuple[str, set[str], str]]:
-    """Each one's metric, the labels it matches, and the function that gets it as a range."""
+def selectors(
+    node: Any, inside: str = "", grouped: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, frozenset[str], str]]:
+    """Metrics, each with labels that are matched or grouped by, and the function of its range."""
     match node:
         case promql.VectorSelector():
-            yield node.name or "", {one.name for one in node.matchers.matchers}, inside
+            yield node.name or "", grouped | {one.name for one in node.matchers.matchers}, inside
         case promql.MatrixSelector():
-            yield from selectors(node.vector_selector, f"{inside} of a range")
+            yield from selectors(node.vector_selector, f"{inside} of a range", grouped)
         case promql.Call():
             for argument in node.args:
-                yield from selectors(argument, node.func.name)
+                yield from selectors(argument, node.func.name, grouped)
         case promql.BinaryExpr():
-            yield from selectors(node.lhs)
-            yield from selectors(node.rhs)
-        case promql.AggregateExpr() | promql.ParenExpr():
-            yield from selectors(node.expr)
+            for side in (node.lhs, node.rhs):
+                yield from selectors(side, grouped=grouped)
+        case promql.AggregateExpr():
+            labels = node.modifier.labels if node.modifier else ()
+            yield from selectors(node.expr, grouped=grouped.union(labels))
+        case promql.ParenExpr():
+            yield from selectors(node.expr, grouped=grouped)
         case _:
             assert isinstance(node, promql.NumberLiteral), type(node)
 
 
 @pytest.mark.parametrize(("name", "text"), expressions().items(), ids=expressions())
-def test_an_expression_asks_for_what_is_shown_as_what_it_is(name: str, text: str) -> None:
-    asked = list(selectors(promql.parse(text)))
-    assert asked
-    for metric, matched, function in asked:
-        assert (function in OF_COUNTERS) == (series()[metric] == "counter"), metric
-        assert matched <= labels()[metric] | BY_PROMETHEUS
+def test_expression_uses_metrics_and_labels_that_are_shown(name: str, text: str) -> None:
+    used = list(selectors(promql.parse(text)))
+    assert used
+    for metric, named, function in used:
+        counts, labels = series()[metric]
+        assert (function in OF_COUNTERS) == counts, metric
+        assert named <= labels | BY_PROMETHEUS
 
 
-@pytest.mark.parametrize(("name", "text"), expressions().items(), ids=expressions())
-def test_an_expression_groups_by_labels_that_there_are(name: str, text: str) -> None:
-    def check(node: Any) -> None:
-        if isinstance(node, promql.AggregateExpr):
-            grouped = set(node.modifier.labels) if node.modifier else set()
-            for metric, _, _ in selectors(node.expr):
-                assert grouped <= labels()[metric] | BY_PROMETHEUS
-        for part in ("lhs", "rhs", "expr"):
-            if (inner := getattr(node, part, None)) is not None:
-                check(inner)
-        for inner in getattr(node, "args", ()):
-            check(inner)
-
-    check(promql.parse(text))
-
-
-def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
+def test_alerts_have_severity_and_text() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
-def test_legends_name_labels_that_the_expression_leaves() -> None:
-    for panel in panels():
-        for target in panel["targets"]:
-            for word in target["legendFormat"].split("{{")[1:]:
-                assert word.partition("}}")[0] in target["expr"], target
+def test_legends_name_labels_of_the_expression() -> None:
+    for _, target in targets():
+        for word in target["legendFormat"].split("{{")[1:]:
+            assert word.partition("}}")[0] in target["expr"], target
 
 
 def test_panels_do_not_overlap() -> None:
@@ -108,7 +102,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("name", ["prometheus", "grafana"])
-def test_compose_brings_files_that_are_there_and_shows_nothing_to_others(name: str) -> None:
+def test_compose_mounts_existing_files_and_listens_on_loopback(name: str) -> None:
     service = COMPOSE[name]
     assert service["profiles"] == ["observe"]
     assert service["image"].rpartition(":")[2] not in ("", "latest")
@@ -119,31 +113,33 @@ def test_compose_brings_files_that_are_there_and_shows_nothing_to_others(name: s
         assert mode == "ro"
 
 
-def test_prometheus_finds_routers_pollers_and_rules_and_grafana_finds_it() -> None:
-    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
-    (source,) = yaml.safe_load(
-        (FOLDER / "provisioning" / "datasources" / "prometheus.yaml").read_text(encoding="utf-8")
-    )["datasources"]
-    targets = [target for job in config["scrape_configs"] for one in job["static_configs"]
-               for target in one["targets"]]  # fmt: skip
-    for target in targets:
+def test_prometheus_scrapes_routers_and_pollers() -> None:
+    config = provisioned("prometheus.yml")
+    jobs = [one for job in config["scrape_configs"] for one in job["static_configs"]]
+    addresses = [target for one in jobs for target in one["targets"]]
+    for target in addresses:
         service, _, port = target.partition(":")
         setting = {"router": "EXTPROC_SERVE__ADMIN", "poller": "EXTPROC_POLL__ADMIN"}[service]
         assert COMPOSE[service]["environment"][setting].endswith(f":{port}")
-    assert len(targets) == 2
-    mounted = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
-    assert set(config["rule_files"]) < mounted
+    assert len(addresses) == 2
+    assert set(config["rule_files"]) < mounted("prometheus")
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    (source,) = provisioned("provisioning/datasources/prometheus.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
-    (provider,) = yaml.safe_load(
-        (FOLDER / "provisioning" / "dashboards" / "extproc.yaml").read_text(encoding="utf-8")
-    )["providers"]
+    (provider,) = provisioned("provisioning/dashboards/extproc.yaml")["providers"]
     home = COMPOSE["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert Path(home).parent == Path(provider["options"]["path"])
-    assert home in {volume.split(":")[1] for volume in COMPOSE["grafana"]["volumes"]}
+    assert home in mounted("grafana")
+
+
+def mounted(service: str) -> set[str]:
+    return {volume.split(":")[1] for volume in COMPOSE[service]["volumes"]}
 
 
 @with_promtool
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     checked = subprocess.run([PROMTOOL or "", "check", "rules", RULES], capture_output=True)
     assert checked.returncode == 0, checked.stderr
     assert f"{len(rules())} rules found".encode() in checked.stdout

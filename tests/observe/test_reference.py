@@ -1,9 +1,6 @@
-"""The metrics' reference in docs/operations.md is what routers and pollers show, and no page names
-a metric that there is not.
+"""The reference of metrics in docs/operations.md, and metrics that other pages name.
 
-    python -m tests.observe.test_reference
-
-writes it anew.
+``python -m tests.observe.test_reference`` writes the reference anew.
 """
 
 import re
@@ -23,17 +20,12 @@ BEGIN, END = (
 )
 
 
-def registry() -> CollectorRegistry:
-    """Of a router that polls: both kinds of metrics."""
-    found = CollectorRegistry()
-    RouterMetrics(found)
-    PollMetrics(found)
-    return found
-
-
 def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
-    """Each with its labels, in the order of the page."""
-    for collector in registry()._collector_to_names:
+    """Metrics of a router that polls, with their labels, in the order of the page."""
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    PollMetrics(registry)
+    for collector in registry._collector_to_names:
         (family,) = collector.collect()
         own: Sequence[str] = getattr(collector, "_labels", ())
         found: Sequence[str] = getattr(collector, "_labelnames", own)
@@ -41,7 +33,7 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
 
 
 def names(family: Metric) -> list[str]:
-    """Those that can be asked for."""
+    """Names of the series of a metric."""
     match family.type:
         case "counter":
             return [f"{family.name}_total"]
@@ -50,18 +42,13 @@ def names(family: Metric) -> list[str]:
     return [family.name]
 
 
-def series() -> dict[str, str]:
-    """What can be asked for, and whether that is a gauge or counts."""
+def series() -> dict[str, tuple[bool, set[str]]]:
+    """Series by name: whether it counts, and its labels."""
     return {
-        name: "gauge" if family.type == "gauge" else "counter"
-        for family, _ in families()
+        name: (family.type != "gauge", set(found))
+        for family, found in families()
         for name in names(family)
     }
-
-
-def labels() -> dict[str, set[str]]:
-    """The labels of each that can be asked for."""
-    return {name: set(found) for family, found in families() for name in names(family)}
 
 
 def reference() -> Iterator[str]:
@@ -80,12 +67,12 @@ def parts(text: str) -> tuple[str, str, str]:
     return before, table, after
 
 
-def test_the_reference_says_what_is_shown() -> None:
+def test_reference_shows_the_metrics() -> None:
     _, table, _ = parts(PAGE.read_text())
     assert table == "\n".join(reference()), "run: python -m tests.observe.test_reference"
 
 
-def test_no_page_names_a_metric_that_there_is_not() -> None:
+def test_pages_name_only_metrics_that_exist() -> None:
     shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series()}
     pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CHANGELOG.md"]
     texts = (re.sub("### Removed.*?(?=\n### )", "", page.read_text(), flags=re.S) for page in pages)

@@ -1,7 +1,6 @@
 """A headless Chromium, driven through its DevTools protocol."""
 
 import asyncio
-import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -35,30 +34,21 @@ class Page:
         self.received = 0  # pieces of answers
 
     async def ask(self, method: str, **parameters: object) -> dict[str, Any]:
-        """One command, and its result."""
+        """Gives a command and returns its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(PATIENCE_S):
-            while True:
-                message = await self._socket.receive_json()
-                if message.get("id") == number:
-                    assert "error" not in message, message["error"]
-                    return dict(message["result"])
-                self._note(message)
+            while (message := await self._socket.receive_json()).get("id") != number:
+                self._note(message.get("method", ""), message.get("params", {}))
+        assert "error" not in message, message["error"]
+        return dict(message["result"])
 
-    def _note(self, event: dict[str, Any]) -> None:
-        told = event.get("params", {})
-        match event.get("method"):
-            case "Network.requestWillBeSent":
-                self.requested.append(told["request"]["url"])
-            case "Network.dataReceived":
-                self.received += 1
-            case "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(told["exceptionDetails"]))
-            case "Log.entryAdded":
-                self.problems.append(told["entry"]["text"])
-            case "Runtime.consoleAPICalled":
-                self.problems.append(json.dumps(told["args"]))
+    def _note(self, event: str, about: dict[str, Any]) -> None:
+        if event == "Network.requestWillBeSent":
+            self.requested.append(about["request"]["url"])
+        self.received += event == "Network.dataReceived"
+        if event in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+            self.problems.append(json.dumps(about))
 
     async def open(self, url: str) -> None:
         """Goes to an address; returns when all of it is loaded."""
@@ -68,14 +58,9 @@ class Page:
         await self.until("document.readyState == 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript, awaited; ``$`` and ``$$`` find elements."""
-        answer = await self.ask(
-            "Runtime.evaluate",
-            expression=expression,
-            awaitPromise=True,
-            returnByValue=True,
-            includeCommandLineAPI=True,
-        )
+        """Returns an expression of JavaScript, awaited; ``$`` and ``$$`` find elements."""
+        flags = dict.fromkeys(("awaitPromise", "returnByValue", "includeCommandLineAPI"), True)
+        answer = await self.ask("Runtime.evaluate", expression=expression, **flags)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -84,45 +69,34 @@ class Page:
         await until(lambda: self.evaluate(f"Boolean({expression})"))
 
     async def press(self, key: str, code: int) -> None:
-        """One key, down and up."""
-        text = {"text": "\r"} if key == "Enter" else {}
+        """Presses a key and lets go of it."""
+        event = {"key": key, "windowsVirtualKeyCode": code}
+        event |= {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            await self.ask(
-                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text
-            )
+            await self.ask("Input.dispatchKeyEvent", type=kind, **event)
 
     async def look(self, width: int, height: int, scheme: str = "light") -> None:
-        """As on a screen of that size, in CSS pixels, light or dark."""
-        await self.ask(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        """Imitates a screen of that size, in CSS pixels, light or dark."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.ask("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.ask("Emulation.setEmulatedMedia", features=features)
-
-    async def screenshot(self) -> bytes:
-        """A picture (PNG) of the whole page."""
-        answer = await self.ask("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(answer["data"])
 
 
 @asynccontextmanager
 async def chromium(directory: Path) -> AsyncIterator[Page]:
     """A browser with an empty tab, in a profile of its own; it ends with the block."""
     assert BINARY is not None
-    told = directory / "profile" / "DevToolsActivePort"
+    ports = directory / "profile" / "DevToolsActivePort"
 
     async def ready() -> bool:
-        return told.exists() and len(told.read_text().splitlines()) == 2
+        return ports.exists() and len(ports.read_text().splitlines()) == 2
 
-    argv = [BINARY, *_FLAGS.split(), f"--user-data-dir={told.parent}", "about:blank"]
+    argv = [BINARY, *_FLAGS.split(), f"--user-data-dir={ports.parent}", "about:blank"]
     log = directory / "chromium.log"
     process = await Process.start("chromium", argv, log=log, ready=ready, ready_s=PATIENCE_S)
     async with process, aiohttp.ClientSession() as session:
-        port = told.read_text().splitlines()[0]
+        port = ports.read_text().splitlines()[0]
         async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
             tab = next(one for one in await response.json() if one["type"] == "page")
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:

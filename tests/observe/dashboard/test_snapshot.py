@@ -1,6 +1,7 @@
-"""What the page is told, and what it warns of."""
+"""Snapshots that the page shows, and their warnings."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
 from tests.proxy.conftest import on_fleet
 
+ALONE = Config.model_validate({"state": "memory"})
+NONE_KNOWN = "No replica is known yet: Envoy's own load balancing serves."
+
 
 def shown(services: Services) -> dict[str, Any]:
     """The snapshot of the only pool, as it arrives at the page."""
@@ -28,22 +32,22 @@ def shown(services: Services) -> dict[str, Any]:
 
 
 def rows(table: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The rows of a table by their keys."""
-    found: dict[Any, dict[str, Any]] = {key: {} for key in table["keys"]}
-    for place, row in enumerate(found.values()):
-        for column in table["columns"]:
-            for part, name in (
-                ("values", column["title"]),
-                ("notes", f"{column['title']} note"),
-                ("estimated", f"{column['title']} estimated"),
-            ):
-                if part in column:
-                    row[name] = column[part][place]
-    return found
+    """The rows of a table by their keys; notes and estimates as columns of their own."""
+    columns = {}
+    for column in table["columns"]:
+        title = column["title"]
+        columns[title] = column["values"]
+        columns |= {f"{title} {part}": column.get(part) for part in ("notes", "estimated")}
+    return {
+        key: {title: cells[place] for title, cells in columns.items() if cells}
+        for place, key in enumerate(table["keys"])
+    }
 
 
-def of(services: Services, number: int) -> dict[str, Any]:
-    return rows(shown(services)["replicas"])[replica(number)]
+def cells(services: Services, number: int, *titles: str) -> list[Any]:
+    """Cells of a replica's row."""
+    row = rows(shown(services)["replicas"])[replica(number)]
+    return [row[title] for title in titles]
 
 
 def warned(services: Services) -> list[str]:
@@ -55,9 +59,6 @@ def sent(services: Services, request_id: str = "one") -> KeptDecision:
     record = decide(services, request_id=request_id)
     services.fleet.dispatch(record.decision.replica, record.decision.profile)
     return record
-
-
-ALONE = Config.model_validate({"state": "memory"})
 
 
 @pytest.fixture
@@ -80,42 +81,36 @@ def test_healthy_fleet_has_no_warnings(services: Services) -> None:
 def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock) -> None:
     services.fleet.dispatch(replica(2), chat(20_000, 100))
     clock.advance(0.3)
-    one, two = (of(services, number) for number in (1, 2))
-    assert (one["Replica"], one["Replica note"]) == ("r1", f"{replica(1)} llama")
-    assert (one["Health"], one["Health note"]) == ("ok", "")
-    assert (one["Running"], one["Waiting"], one["Backlog"]) == (0, 0, 0)
-    assert (two["Running"], two["Waiting"]) == (0, 1)
+    poll(services, 3, measured=False)
+    names = ("Replica", "Replica notes", "Health", "Health notes", "Running", "Waiting", "Backlog")
+    assert cells(services, 1, *names) == ["r1", f"{replica(1)} llama", "ok", "", 0, 0, 0]
+    assert cells(services, 2, "Running", "Waiting", "News") == [0, 1, 0.3]
+    [backlog] = cells(services, 2, "Backlog")
     # 20,000 tokens at 38 µs, less the third of a second that has passed.
-    assert two["Backlog"] == pytest.approx(0.76 - 0.3, abs=0.05)
-    assert two["Prompt/s"] == pytest.approx(1e6 / 38, rel=0.01)
-    assert one["Output/s"] == pytest.approx(1 / 6.5e-3, rel=0.05)
-    assert not one["Output/s estimated"]
-    assert two["News"] == 0.3
-    assert shown(services)["figures"]["requests in flight"] == "1"
-    assert shown(services)["figures"]["replicas in use"] == "4 of 4"
+    assert backlog == pytest.approx(0.76 - 0.3, abs=0.05)
+    assert cells(services, 2, "Prompt/s") == pytest.approx([1e6 / 38], rel=0.01)
+    assert cells(services, 1, "Output/s") == pytest.approx([1 / 6.5e-3], rel=0.05)
+    for number, by_profile in ((1, False), (3, True)):
+        estimated = cells(services, number, "Prompt/s estimated", "Output/s estimated")
+        assert estimated == [by_profile, by_profile]
+    figures = shown(services)["figures"]
+    assert (figures["requests in flight"], figures["replicas in use"]) == ("1", "4 of 4")
+    services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
+    assert cells(services, 1, "News") == [9.0]
 
 
-def test_speed_by_hardware_profile_is_marked_as_estimated(
-    services: Services, clock: ManualClock
-) -> None:
-    poll(services, 2, measured=False)
-    assert [of(services, number)["Prompt/s estimated"] for number in (1, 2)] == [False, True]
-
-
-def test_replicas_are_sorted_by_number(services: Services, clock: ManualClock) -> None:
+def test_replicas_are_sorted_by_number(services: Services) -> None:
     for number, name in enumerate(("r10", "r9", "R1", "a"), start=1):
         poll(services, number, name=name)
     names = [one["Replica"] for one in rows(shown(services)["replicas"]).values()]
     assert names == ["a", "R1", "r9", "r10"]
 
 
-def test_warm_tokens_are_those_of_the_prompts_that_were_sent(services: Services) -> None:
+def test_warm_tokens_are_those_of_prompts_sent(services: Services) -> None:
     prefix = replace(NO_PREFIX, keys=np.arange(1, 4, dtype=np.uint64), unit=64.0, tokens=192)
-    prompt = replace(chat(200, 10), prefix=prefix)
-    services.fleet.dispatch(replica(3), prompt)
-    assert of(services, 3)["Warm"] == 192
-    assert of(services, 4)["Warm"] == 0
-    assert of(services, 3)["Warm estimated"]
+    services.fleet.dispatch(replica(3), replace(chat(200, 10), prefix=prefix))
+    assert cells(services, 3, "Warm", "Warm estimated") == [192, True]
+    assert cells(services, 4, "Warm") == [0]
 
 
 def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:
@@ -169,26 +164,19 @@ def test_waiting_requests_are_grouped_by_priority_and_tenant(
     for tenant, priority in (("red", 5), ("blue", 0)):
         wait(services, tenant, priority)
     found = shown(services)
-    first, second = rows(found["waiting"]).values()
-    assert (first["Tenant"], first["Priority"], first["Requests"]) == ("red", 5, 1)
-    assert (second["Tenant"], second["Priority"], second["Requests"]) == ("blue", 0, 2)
-    assert (first["Longest"], second["Longest"]) == (0.0, 2.0)
-    assert first["For replica"].endswith(" (1)")
-    assert found["figures"]["waiting at this router"] == "3"
-    assert found["waiting"]["note"] == ""
-
-
-def test_waiting_tenants_beyond_fifty_are_counted_and_not_listed(
-    services: Services, clock: ManualClock
-) -> None:
-    fill(services, clock)
+    groups = list(rows(found["waiting"]).values())
+    assert [
+        [one[title] for title in ("Tenant", "Priority", "Requests", "Longest")] for one in groups
+    ] == [["red", 5, 1, 0.0], ["blue", 0, 2, 2.0]]
+    assert groups[0]["For replica"].endswith(" (1)")
+    assert (found["figures"]["waiting at this router"], found["waiting"]["note"]) == ("3", "")
     roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
     for number in range(60):
         wait(roomy, f"tenant-{number}", priority=number)
-    found = shown(roomy)
-    assert (len(found["waiting"]["keys"]), found["waiting"]["note"]) == (50, "And 10 more.")
-    assert found["figures"]["waiting at this router"] == "60"
-    assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
+    many = shown(roomy)
+    assert (len(many["waiting"]["keys"]), many["waiting"]["note"]) == (50, "And 10 more.")
+    assert many["figures"]["waiting at this router"] == "60"
+    assert next(iter(rows(many["waiting"]).values()))["Priority"] == 59
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
@@ -231,23 +219,16 @@ def test_two_pools_are_told_apart(services: Services) -> None:
     other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
     other.fleet.pollers = ["there:1"]
     found = decode(encode(asyncio.run(snapshot([services, other]))))
-    assert found["warnings"] == [
-        "Pool other: No replica is known yet: Envoy's own load balancing serves."
-    ]
-    assert [pool["replicas"]["caption"] for pool in found["pools"]] == [
-        "Replicas of pool default",
-        "Replicas of pool other",
-    ]
+    assert found["warnings"] == [f"Pool other: {NONE_KNOWN}"]
+    captions = [pool["replicas"]["caption"] for pool in found["pools"]]
+    assert captions == ["Replicas of pool default", "Replicas of pool other"]
     assert ["Pollers of other", "there:1"] in found["facts"]
 
 
-def test_replica_that_is_down_is_warned_of_with_the_reason(
-    services: Services, clock: ManualClock
-) -> None:
+def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
     assert warned(services) == ["r2 is left out: cannot connect."]
-    two = of(services, 2)
-    assert (two["Health"], two["Health note"]) == ("down", "cannot connect")
+    assert cells(services, 2, "Health", "Health notes") == ["down", "cannot connect"]
     assert shown(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
     assert warned(services) == [
@@ -261,14 +242,13 @@ def test_failing_replicas_are_warned_of_though_used_for_want_of_others(services:
         services.fleet.eligibility.failed(replica(number))
     reason = "it failed several requests in a row"
     assert warned(services) == [f"r1, r2, r3 and 1 more are left out: {reason}."]
-    assert of(services, 1)["Health"] == "left out"
+    assert cells(services, 1, "Health") == ["left out"]
 
 
 def test_draining_replica_is_not_warned_of(services: Services) -> None:
     poll(services, 2, draining=True)
     assert warned(services) == []
-    two = of(services, 2)
-    assert (two["Health"], two["Health note"]) == ("draining", "")
+    assert cells(services, 2, "Health", "Health notes") == ["draining", ""]
 
 
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
@@ -288,36 +268,32 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ratios", "drifting"),
+    ("ratios", "drifting"),
     [
-        ((1, 2, 3, 4), {1: 1.3, 2: 1.3, 3: 2.6, 4: 1.3}, "r3 is drifting"),
-        ((1, 2, 3, 4), {1: 1.7, 2: 1.7, 3: 1.7, 4: 1.7}, ""),  # busy as a whole
-        ((1, 2, 3, 4), {1: 0.4, 2: 0.4, 3: 0.4, 4: 0.4}, ""),  # faster as a whole
-        ((1, 2), {1: 1.7, 2: 1.7}, ""),
-        ((1, 2), {1: 1.7, 2: 5.0}, "r2 is drifting"),
+        ((1.3, 1.3, 2.6, 1.3), 3),
+        ((1.7, 1.7, 1.7, 1.7), None),  # busy as a whole
+        ((0.4, 0.4, 0.4, 0.4), None),  # faster as a whole
+        ((1.7, 1.7), None),
+        ((1.7, 5.0), 2),
     ],
 )
 def test_replica_that_drifts_unlike_the_others_is_warned_of(
-    services: Services,
-    clock: ManualClock,
-    replicas: tuple[int, ...],
-    ratios: dict[int, float],
-    drifting: str,
+    services: Services, clock: ManualClock, ratios: Sequence[float], drifting: int | None
 ) -> None:
-    for number in {1, 2, 3, 4}.difference(replicas):
+    for number in range(len(ratios) + 1, 5):
         services.fleet.remove(replica(number))
-    for number, ratio in ratios.items():
+    for number, ratio in enumerate(ratios, start=1):
         for _ in range(50):
             services.fleet.decoded(replica(number), 1.0, ratio)
-    if not drifting:
+    if drifting is None:
         assert warned(services) == []
         return
     (warning,) = warned(services)
-    begin = f"{drifting} from the prediction: answers take much longer than the speed"
-    assert warning.startswith(begin)
-    assert of(services, int(drifting[1]))["×"] > 2
-    clock.advance(300.0)  # what was seen fades
-    poll(services, *replicas)
+    begin = "is drifting from the prediction: answers take much longer than the speed"
+    assert warning.startswith(f"r{drifting} {begin}")
+    assert cells(services, drifting, "×")[0] > 2
+    clock.advance(300.0)  # the ratios fade
+    poll(services, *range(1, len(ratios) + 1))
     assert warned(services) == []
 
 
@@ -328,11 +304,6 @@ def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualCloc
     clock.advance(61.0)
     poll(services)
     assert warned(services) == []
-
-
-def test_age_of_a_snapshot_counts_as_news_age(services: Services, clock: ManualClock) -> None:
-    services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
-    assert of(services, 1)["News"] == 9.0
 
 
 def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
@@ -349,9 +320,8 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     fill(services, clock)
     for _ in range(9):
         wait(services, "blue")
-    assert warned(services) == [
-        "Nearly as many requests wait as may (10, hold.most): others get 429."
-    ]
+    nearly = "Nearly as many requests wait as may (10, hold.most): others get 429."
+    assert warned(services) == [nearly]
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
     (warning,) = warned(replace(services, config=few))
     assert warning.startswith("This router is nearly full: it looks after at most 14 requests")
@@ -364,5 +334,5 @@ def test_pool_without_replicas_is_warned_of(services: Services, clock: ManualClo
     fleet = fleet_of(clock)
     fleet.pollers = ["here:1"]
     empty = on_fleet(services, fleet)
-    assert warned(empty) == ["No replica is known yet: Envoy's own load balancing serves."]
+    assert warned(empty) == [NONE_KNOWN]
     assert shown(empty)["replicas"]["keys"] == []
