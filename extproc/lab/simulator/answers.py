@@ -54,11 +54,11 @@ class Reply(ABC):
         self.id = self.id_prefix + self.key
 
     def prelude(self) -> bytes:
-        """Comes at once."""
+        """Beginning of a stream, sent at once."""
         return b""
 
     def opening(self, sequences: int) -> bytes:
-        """Comes with the first token of a stream, before it."""
+        """Part of a stream that comes with the first token, before it."""
         return b""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Reply(ABC):
 
     @abstractmethod
     def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
-        """Ends a stream."""
+        """End of a stream."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
@@ -112,10 +112,13 @@ class ChoicesReply(Reply):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        told = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt + usage.completion}
         details = {"prompt_tokens_details": {"cached_tokens": usage.cached}}
-        completion = {"completion_tokens": usage.completion}
-        return {**told, **completion, **(details if self.details else {})}
+        return {
+            "prompt_tokens": usage.prompt,
+            "total_tokens": usage.prompt + usage.completion,
+            "completion_tokens": usage.completion,
+            **(details if self.details else {}),
+        }
 
 
 class ChatReply(ChoicesReply):
@@ -163,11 +166,8 @@ class MessagesReply(Reply):
 
     def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
         delta = {"stop_reason": STOP_REASONS.get(answers[0].reason), "stop_sequence": None}
-        return (
-            event("content_block_stop", index=0)
-            + event("message_delta", delta=delta, usage=self._usage(usage))
-            + event("message_stop")
-        )
+        end = event("message_delta", delta=delta, usage=self._usage(usage)) + event("message_stop")
+        return event("content_block_stop", index=0) + end
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         content = [{"type": "text", "text": answers[0].text}]
@@ -214,12 +214,13 @@ class ResponsesReply(Reply):
         whole = self.whole(answers, usage)
         [message] = whole["output"]
         [part] = message["content"]
-        return (
-            self._event("output_text.done", **self._item, text=part["text"], logprobs=[])
-            + self._event("content_part.done", **self._item, part=part)
-            + self._event("output_item.done", output_index=0, item=message)
-            + self._event("completed", response=whole)
+        ends = (
+            self._event("output_text.done", **self._item, text=part["text"], logprobs=[]),
+            self._event("content_part.done", **self._item, part=part),
+            self._event("output_item.done", output_index=0, item=message),
+            self._event("completed", response=whole),
         )
+        return b"".join(ends)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         cut = answers[0].reason == FinishReason.LENGTH
@@ -303,7 +304,7 @@ class ResponseStore:
             self._stored[reply.id] = _Stored(whole, conversation)
 
     def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
-        """Keep that work goes on in the background; returns the client's answer."""
+        """Keep work in the background; returns the answer that the client gets."""
         assert isinstance(reply, ResponsesReply)
         self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
         return self.response(reply.id)

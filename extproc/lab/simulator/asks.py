@@ -66,8 +66,7 @@ class GenerateBody(Body, ABC):
     top_p: float | None = Field(default=None, gt=0, le=1)
 
     @abstractmethod
-    def prompts(self) -> list[bytes]:
-        """The encoded prompts."""
+    def prompts(self) -> list[bytes]: ...
 
     @property
     def bound(self) -> int | None:

@@ -184,15 +184,12 @@ class Engine:
             self._show(self.waiting)
 
     def sleep(self, level: int) -> None:
-        """Begin no step until :meth:`wake`; from level 1 on, forget the cached blocks."""
+        """Begin no step until :attr:`sleep_level` is None; from level 1 on, drop cached blocks."""
         self.sleep_level = level
         if level:
             self.pool.clear()
             if self.events:
                 self.events.cleared()
-
-    def wake(self) -> None:
-        self.sleep_level = None
 
     def schedule(self, now: float) -> Step | None:
         """Begin a step at ``now``, the one before being complete; None: nothing can be done."""

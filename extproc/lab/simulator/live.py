@@ -4,6 +4,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,7 +61,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One sequence of a request."""
+    """A sequence of a request."""
 
     sequence: Sequence
     bound: int  # most tokens it may generate
@@ -153,14 +154,10 @@ class LiveEngine:
         self._clock = clock
         self._started = clock()
         self._owners: dict[int, tuple[Generation, int]] = {}  # by sequence id
-        self._next_id = 0
+        self.ids = count(1)  # of sequences
         self._arrival = asyncio.Event()
         self.working = asyncio.Event()  # while it is not set, the engine hangs
         self.working.set()
-
-    def next_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
 
     def submit(self, generation: Generation) -> None:
         now = self._now()
@@ -184,7 +181,7 @@ class LiveEngine:
         self.engine.sleep(level)
 
     def wake(self) -> None:
-        self.engine.wake()
+        self.engine.sleep_level = None
         self._arrival.set()
 
     @property

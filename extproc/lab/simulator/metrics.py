@@ -5,6 +5,7 @@ five times a second would deliver its tokens late.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from extproc.ground.clock import wall
 from extproc.lab.simulator.engine import Engine
@@ -130,15 +131,15 @@ class Metrics:
         sleep = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
         finished = {reason: totals.finished[reason] for reason in FINISHED_REASONS}
         for name, value in gauges.items():
-            yield from self._single("gauge", name, value)
-        yield from self._family("gauge", "num_requests_waiting_by_reason", "reason", reasons)
-        yield from self._family("gauge", "engine_sleep_state", "sleep_state", sleep)
+            yield from self._family("gauge", name, {None: value})
+        yield from self._family("gauge", "num_requests_waiting_by_reason", reasons, "reason")
+        yield from self._family("gauge", "engine_sleep_state", sleep, "sleep_state")
         yield from self._rejections()
         yield from self._adapters()
         for name, value in counters.items():
-            yield from self._single("counter", f"{name}_total", value)
-        yield from self._family("counter", "prompt_tokens_by_source_total", "source", sources)
-        yield from self._family("counter", "request_success_total", "finished_reason", finished)
+            yield from self._family("counter", f"{name}_total", {None: value})
+        yield from self._family("counter", "prompt_tokens_by_source_total", sources, "source")
+        yield from self._family("counter", "request_success_total", finished, "finished_reason")
         yield from self._histogram("iteration_tokens_total", totals.iteration_tokens)
         for name, histogram in self._histograms.items():
             yield from self._histogram(name, histogram)
@@ -171,16 +172,13 @@ class Metrics:
             f'kv_cache_size_tokens="{self._engine.capacity}",num_gpu_blocks="{pool.blocks}"}} 1.0'
         )
 
-    def _single(self, kind: str, name: str, value: float) -> Iterator[str]:
-        yield f"# TYPE vllm:{name} {kind}"
-        yield f"vllm:{name}{{{self._labels}}} {float(value)}"
-
     def _family(
-        self, kind: str, name: str, label: str, values: Mapping[str, float]
+        self, kind: str, name: str, values: Mapping[Any, float], label: str = ""
     ) -> Iterator[str]:
         yield f"# TYPE vllm:{name} {kind}"
         for key, value in values.items():
-            yield f'vllm:{name}{{{self._labels},{label}="{key}"}} {float(value)}'
+            further = f',{label}="{key}"' if label else ""
+            yield f"vllm:{name}{{{self._labels}{further}}} {float(value)}"
 
     def _histogram(self, name: str, histogram: Histogram) -> Iterator[str]:
         counts = histogram.cumulative()

@@ -9,9 +9,9 @@ from base64 import b64encode
 from hashlib import blake2b
 from math import hypot
 from random import Random
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field
 
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.asks import Body, Prompts, RequestError, encode_prompts
@@ -29,8 +29,7 @@ class PoolingBody(Body, ABC):
     id_prefix: ClassVar[str]
 
     @abstractmethod
-    def prompts(self) -> list[bytes]:
-        """The encoded prompts."""
+    def prompts(self) -> list[bytes]: ...
 
     @abstractmethod
     def item(self, prompt: bytes) -> dict[str, Any]: ...
@@ -51,7 +50,6 @@ class EmbeddingBody(PoolingBody):
     id_prefix = "embd"
     result: ClassVar = "embedding"
     field: ClassVar = "embedding"
-
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -59,13 +57,12 @@ class EmbeddingBody(PoolingBody):
         return encode_prompts(self.input)
 
     def item(self, prompt: bytes) -> dict[str, Any]:
-        rng = _random(prompt)
-        drawn = [rng.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
-        length = hypot(*drawn)
-        vector: Any = [value / length for value in drawn]
-        if self.encoding_format == "base64":
-            vector = b64encode(array("f", vector).tobytes()).decode()
-        return {"object": self.result, self.field: vector}
+        random = _random(prompt)
+        drawn = [random.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
+        vector = [value / hypot(*drawn) for value in drawn]
+        packed = self.encoding_format == "base64"
+        encoded = b64encode(array("f", vector).tobytes()).decode() if packed else vector
+        return {"object": self.result, self.field: encoded}
 
 
 class PoolBody(EmbeddingBody):
@@ -77,14 +74,14 @@ class PoolBody(EmbeddingBody):
 
 
 class ClassifyBody(EmbeddingBody):
-    """One of two classes for each input."""
+    """A class for each input, of two."""
 
     id_prefix = "classify"
 
     def item(self, prompt: bytes) -> dict[str, Any]:
         score = _score(prompt)
-        probs = [1 - score, score]
-        return {"label": f"LABEL_{round(score)}", "probs": probs, "num_classes": 2}
+        label = f"LABEL_{round(score)}"
+        return {"label": label, "probs": [1 - score, score], "num_classes": 2}
 
 
 class ScoreBody(PoolingBody):
@@ -95,18 +92,13 @@ class ScoreBody(PoolingBody):
     left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
-    @model_validator(mode="after")
-    def _in_pairs(self) -> Self:
-        left, right = len(_listed(self.left)), len(_listed(self.right))
-        if not left or not right:
-            raise ValueError("At least one text of each kind is needed")
-        if left not in (1, right):
-            raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
-        return self
-
     def prompts(self) -> list[bytes]:
         left, right = _listed(self.left), _listed(self.right)
-        pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
+        if not left or not right:
+            raise RequestError("At least one text of each kind is needed")
+        if len(left) not in (1, len(right)):
+            raise RequestError("Input lengths must be either 1:1, 1:N or N:N")
+        pairs = zip(left * (len(right) // len(left)), right, strict=True)
         return [tokens.encode_content([*pair]) for pair in pairs]
 
     def item(self, prompt: bytes) -> dict[str, Any]:

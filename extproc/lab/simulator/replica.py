@@ -59,9 +59,7 @@ class ReplicaSettings:
     max_loras: int = 1  # adapters in a batch, at most
     adapter_load_s: float = 0.1  # seconds to load an adapter, at the profile's speed
     enable_prompt_tokens_details: bool = False  # True: answers report cached prompt tokens
-    kv_events_ports: tuple[int, int] | None = (
-        None  # for publishing and for replays; None: no events
-    )
+    kv_events_ports: tuple[int, int] | None = None  # to publish and to replay; None: no events
 
 
 class Replica:
@@ -156,7 +154,7 @@ class Replica:
         content = prompt + tokens.encode(text)
         hashes = chain_hashes(content, block_bytes, adapter.encode())
         return Sequence(
-            self.live.next_id(),
+            next(self.live.ids),
             tokens.count(prompt),
             output_tokens,
             hashes,

@@ -13,17 +13,9 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
-from extproc.lab.simulator import tokens
+from extproc.lab.simulator import asks, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
-from extproc.lab.simulator.asks import (
-    AudioBody,
-    Body,
-    GenerateBody,
-    RequestError,
-    ResponsesBody,
-    TokenizeBody,
-    invalid,
-)
+from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
@@ -92,19 +84,19 @@ class ReplicaServer:
         app.on_response_prepare.append(_sign)
         engine, live, stored = self.replica.engine, self.replica.live, self._responses
         response = f"{Endpoint.RESPONSES}/{{name}}"
-        asleep = _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
+        cancel = f"{response}/cancel"
         routes = [
             *(web.post(path, self._generate) for path in GENERATING),
             *(web.post(path, self._pool) for path in POOLING),
             *(web.post(path, self._transcribe) for path in AUDIO),
             web.get(response, _json(lambda ask: stored.response(ask.match_info["name"]))),
-            web.post(
-                f"{response}/cancel", _json(lambda ask: stored.cancel(ask.match_info["name"]))
-            ),
+            web.post(cancel, _json(lambda ask: stored.cancel(ask.match_info["name"]))),
             web.post("/tokenize", self._tokenize),
             web.post("/sleep", _json(self._sleep)),
             web.post("/wake_up", _json(self._wake_up)),
-            web.get("/is_sleeping", asleep),
+            web.get(
+                "/is_sleeping", _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
+            ),
             web.post("/simulate", self._simulate),
             web.get("/simulate/late", _json(lambda _: live.lateness.to_json())),
             web.get("/simulate/requests", _json(lambda _: self._in_flight)),
@@ -150,7 +142,7 @@ class ReplicaServer:
             stream = _stream(request, generation, reply, body.include_usage)
             return await self._finish(stream, body, reply, generation)
         work = self._finish(generation.done(), body, reply, generation)
-        if isinstance(body, ResponsesBody) and body.background:
+        if isinstance(body, asks.ResponsesBody) and body.background:
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
         return web.json_response(reply.whole(generation.answers, generation.usage()))
@@ -161,19 +153,15 @@ class ReplicaServer:
 
     async def _asked(self, request: web.Request, body: type[Asked]) -> Asked:
         """Parse a request for inference; the header's priority counts before the body's."""
-        asked = await self._parse(request, body)
+        asked = await _parse(request, body)
         if request.headers.get(RANK_HEADER, "0") != "0":
             raise RequestError("data_parallel_rank is out of range [0, 1)")
         try:
             asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
         except ValueError:
             raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
+        self.replica.check_model(asked.model)
         return asked
-
-    async def _parse(self, request: web.Request, body: type[Asked]) -> Asked:
-        parsed = await _parse(request, body)
-        self.replica.check_model(parsed.model)
-        return parsed
 
     async def _finish(
         self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
@@ -200,7 +188,7 @@ class ReplicaServer:
         file = form.get("file")
         if not isinstance(file, web.FileField):
             raise RequestError("file: an audio file is needed", "file")
-        body = AudioBody(model=str(form.get("model", "")), file=file.file.read())
+        body = asks.AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
         await self._whole(generation)
@@ -209,7 +197,9 @@ class ReplicaServer:
         return web.json_response({"text": text, "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        ids = tokens.token_ids((await self._parse(request, TokenizeBody)).encoded)
+        body = await _parse(request, asks.TokenizeBody)
+        self.replica.check_model(body.model)
+        ids = tokens.token_ids(body.encoded)
         answer = {"count": len(ids), "max_model_len": self.replica.max_model_len}
         return web.json_response(answer | {"tokens": ids, "token_strs": None})
 
@@ -219,9 +209,8 @@ class ReplicaServer:
         engine, working = self.replica.engine, self.replica.live.working
         engine.slow, engine.freezing_gauges = faults.slow, faults.freezing_gauges
         (working.clear if faults.hang else working.set)()
-        now = faults.model_dump()
-        logger.info("simulated faults changed", extra=now)
-        return web.json_response(now)
+        logger.info("simulated faults changed", extra=faults.model_dump())
+        return web.json_response(faults.model_dump())
 
     def _sleep(self, request: web.Request) -> dict[str, Any]:
         level = request.query.get("level", "1")
@@ -270,9 +259,8 @@ async def _healthy(request: web.Request) -> web.Response:
 async def _stream(
     request: web.Request, generation: Generation, reply: Reply, include_usage: bool
 ) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-    )
+    headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
     with suppress(ConnectionError):  # the client is gone
         await response.prepare(request)
         await response.write(reply.prelude())
@@ -290,7 +278,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
     try:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
-        raise invalid(error) from None
+        raise asks.invalid(error) from None
 
 
 def _output_tokens(request: web.Request) -> int | None:

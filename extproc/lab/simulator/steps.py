@@ -93,7 +93,7 @@ class Stretch:
     growth: float
 
     def end(self, step: int) -> float:
-        """When step number ``step`` ends."""
+        """End of step number ``step``."""
         steps = step - self.first_step + 1
         return self.starts_at + steps * (self.step_time + self.growth * (steps - 1) / 2)
 
