@@ -35,21 +35,21 @@ async def ask_decisions(
         AskError: the router does not answer.
         ValueError: a file of ``access`` cannot be used.
     """
-    async with _asking(router, access) as asking:
+    async with _connected(router, access) as client:
         if request_id is not None:
-            if found := await asking.decisions(request_id=request_id):
+            if found := await client.decisions(request_id=request_id):
                 return found
             raise AskError(
-                f"the router at {asking.url} keeps no decision about request {request_id!r}: it "
+                f"the router at {client.url} keeps no decision about request {request_id!r}: it "
                 "was not asked, had no replica to choose, or has dropped it since "
                 "(serve.decisions_kept)"
             )
-        newest = await asking.decisions()
+        newest = await client.decisions()
         if len(newest) >= most or not newest:
             return newest[-most:]
         found, end = [], newest[-1]["number"]
         after = max(end - most, 0)
-        while after < end and (page := await asking.decisions(after=str(after))):
+        while after < end and (page := await client.decisions(after=str(after))):
             found += page
             after = page[-1]["number"]
         return found[:most]
@@ -63,8 +63,8 @@ async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str,
         ValueError: a file of ``access`` cannot be used.
     """
     async with (
-        _asking(router, access) as asking,
-        asking.get("/dashboard/events", "text/event-stream", {}, total_s=None) as events,
+        _connected(router, access) as client,
+        client.get("/dashboard/events", "text/event-stream", {}, total_s=None) as events,
     ):
         try:
             while event := await events.content.readuntil(b"\n\n"):
@@ -72,10 +72,10 @@ async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str,
         finally:  # the answer has no end to read up to, and TLS would wait for the router's goodbye
             if events.connection and events.connection.transport:
                 events.connection.transport.abort()
-    raise AskError(f"the router at {asking.url} has stopped")
+    raise AskError(f"the router at {client.url} has stopped")
 
 
-class _Asking:
+class _Client:
     """A session with the router at an admin address."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
@@ -119,7 +119,7 @@ class _Asking:
 
 
 @asynccontextmanager
-async def _asking(router: str, access: AdminSettings) -> AsyncIterator[_Asking]:
+async def _connected(router: str, access: AdminSettings) -> AsyncIterator[_Client]:
     secure = access.tls_cert is not None
     url = router if "://" in router else f"{'https' if secure else 'http'}://{router}"
     token = access.token_file and read_token(access.token_file)
@@ -129,4 +129,4 @@ async def _asking(router: str, access: AdminSettings) -> AsyncIterator[_Asking]:
         connector=connector,
         read_bufsize=_MOST_BYTES,
     ) as session:
-        yield _Asking(url.rstrip("/"), session)
+        yield _Client(url.rstrip("/"), session)

@@ -105,6 +105,9 @@ def test_what_another_command_reads_is_taken_all_the_same(
         (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 to 1"),
         (["simulate", "--acceptance", "2"], "extproc simulate", "'2' is not a number from 0 to 1"),
         (["explain", "--last", "0"], "extproc explain", "--last: '0' is not a whole number from 1"),
+        (["explain", "--last", "5", "id"], "extproc explain", "not allowed with argument --last"),
+        (["explain", ""], "extproc explain", "the request id is empty"),
+        (["explain", " "], "extproc explain", "the request id is empty"),
         (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number above 0"),
     ],
 )

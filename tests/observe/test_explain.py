@@ -5,13 +5,13 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 from msgspec import structs, to_builtins
 from prometheus_client import CollectorRegistry
 
-from extproc.cli import main
 from extproc.config import Config
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
@@ -148,16 +148,10 @@ async def test_excluded_replicas_are_listed_with_the_reason(services: Services, 
     ]
 
 
-async def test_alias_is_shown_beside_the_served_name(services: Services, show: Run) -> None:
-    decide(services, replace(chat(10), asked="chat"), ID)
-    assert "model chat (served as llama), 10 prompt tokens" in in_words(await show(ID))
-
-
 async def test_json_is_the_answer_of_the_router(services: Services, show: Run) -> None:
-    kept = decide(services, chat(10), ID)
-    (record,) = json.loads("\n".join(await show("--json", ID)))
-    assert record == to_builtins(kept.record())
-    assert json.loads("\n".join(await show("--json"))) == [record]
+    record = to_builtins(decide(services, chat(10), ID).record())
+    for arguments in ((ID,), ()):
+        assert json.loads("\n".join(await show("--json", *arguments))) == [record]
 
 
 async def test_more_decisions_than_a_page_are_read(services: Services, show: Run) -> None:
@@ -168,28 +162,40 @@ async def test_more_decisions_than_a_page_are_read(services: Services, show: Run
         assert [record["number"] for record in records] == list(range(131 - shown, 131))
 
 
-async def test_failed_answer_is_remarked(services: Services, show: Run) -> None:
-    outcome = decide(services, chat(10), ID).outcome
-    outcome.served_by, outcome.status = replica(2), 503
-    assert in_words(await show()).endswith("[served by r2, answered with status 503]")
-    assert "served by r2 (10.0.0.2:8000) with status 503" in in_words(await show(ID))
+WAITED = {"waited_s": 3.2, "waited_for": "r1 would have needed 98% of its KV cache"}
+REASON = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
 
 
-async def test_time_at_the_router_is_shown_where_a_request_waited(
-    services: Services, show: Run
+@pytest.mark.parametrize(
+    ("asked", "outcome", "remark", "words"),
+    [
+        ("chat", {}, "", "model chat (served as llama), 10 prompt tokens"),
+        (
+            "",
+            {"served_by": replica(2), "status": 503},
+            "[served by r2, answered with status 503]",
+            "served by r2 (10.0.0.2:8000) with status 503",
+        ),
+        ("", WAITED, f"[{REASON}]", f"happened {REASON}, no answer yet, or none that was seen"),
+        (
+            "",
+            WAITED | {"served_by": replica(1), "status": 200},
+            f"[{REASON}]",
+            f"happened {REASON}, served by r1 (10.0.0.1:8000) with status 200",
+        ),
+    ],
+)
+async def test_alias_and_outcome_are_shown(
+    services: Services, show: Run, asked: str, outcome: dict[str, Any], remark: str, words: str
 ) -> None:
-    decide(services, chat(10), "at-once")
-    outcome = decide(services, chat(10), "later").outcome
-    outcome.waited_s, outcome.waited_for = 3.2, "r1 would have needed 98% of its KV cache"
-    waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
+    decide(services, chat(10), "other")
+    record = decide(services, replace(chat(10), asked=asked), ID)
+    for name, value in outcome.items():
+        setattr(record.outcome, name, value)
     listed = in_words(await show())
-    assert listed.endswith(f"[{waited}]")
-    assert listed.count("waited") == 1
-    missing = f"happened {waited}, no answer yet, or none that was seen"
-    assert missing in in_words(await show("later"))
-    outcome.served_by, outcome.status = replica(1), 200
-    served = f"happened {waited}, served by r1 (10.0.0.1:8000) with status 200"
-    assert served in in_words(await show("later"))
+    assert listed.endswith(remark)
+    assert listed.count(" [") == bool(remark)
+    assert words in in_words(await show(ID))
 
 
 async def test_text_of_clients_is_neither_obeyed_nor_too_wide(
@@ -272,24 +278,6 @@ async def test_router_of_the_configuration_is_asked(
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")
     (line,) = await explain(status=2)
     assert "serve.admin" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--last", "0"], "'0' is not a whole number from 1 on"),
-        (["--last", "5", ID], "not allowed with argument --last"),
-        ([""], "the request id is empty"),
-        ([" "], "the request id is empty"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["explain", *arguments])
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 async def test_router_with_tls_and_a_token_is_asked(
