@@ -1,1 +1,1 @@
-"""Request body to :class:`~extproc.request.profile.RequestProfile`."""
+"""From a request's path, headers and body to :class:`~extproc.request.profile.RequestProfile`."""

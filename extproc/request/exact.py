@@ -4,7 +4,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic_core import to_json
@@ -29,6 +29,8 @@ _UNUSUAL = (
 _MOST_SCHEMAS = 1_024  # objects in schemas of tools, which some templates print one by one
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
+T = TypeVar("T")
+
 
 class ExactPrompt(NamedTuple):
     """The token ids of a prompt that is sent as text."""
@@ -36,11 +38,11 @@ class ExactPrompt(NamedTuple):
     ids: Ids
     tokens: int  # estimated where ``ids`` are only the first of them
     complete: bool = True
-    asked: int = 0  # tokens of the prompt that the last answer in it was given to; 0: there is none
+    asked: int = 0  # tokens of the prompt of the last answer in it; 0: there is none
     answered: int = 0  # tokens up to the end of that answer
 
     def prefix(self, seed: int) -> Prefix:
-        """What a prefix cache may hold of it, as far as it is known."""
+        """The part of the prompt that a prefix cache may hold, as far as it is known."""
         ids, begin, end = self.ids, self.asked, self.answered
         before, answer, after = ids[:begin], ids[begin:end], ids[end:]
         prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
@@ -48,11 +50,11 @@ class ExactPrompt(NamedTuple):
 
 
 class _NotKnownError(Exception):
-    """What vLLM would make of that."""
+    """A request of which vLLM makes something that is not known here."""
 
 
 class ExactPrompts:
-    """Makes them, by a model's tokenizer and chat template."""
+    """Makes exact prompts by a model's tokenizer and chat template."""
 
     def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate) -> None:
         self._template = template
@@ -60,23 +62,18 @@ class ExactPrompts:
         self._before_texts = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> ExactPrompt | None:
-        """The only prompt of a request; None: it is not known what vLLM would make of it."""
+        """The only prompt of a request; None: not known."""
+        readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
-            if endpoint is Endpoint.CHAT:
-                return self._read_chat(fields)
-            if endpoint is Endpoint.COMPLETIONS:
-                return self._read_prompt(fields)
+            return readers[endpoint](fields) if endpoint in readers else None
         except _NotKnownError:
-            pass
-        return None
+            return None
 
     def _read_prompt(self, fields: Mapping[str, object]) -> ExactPrompt:
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             [prompt] = prompt
-        if not isinstance(prompt, str):
-            raise _NotKnownError
-        got = self._tokenize(prompt)
+        got = self._tokenize(_known(prompt, str))
         if not flag(fields.get("add_special_tokens", True)):
             return ExactPrompt(*got)
         before = self._before_texts
@@ -84,11 +81,12 @@ class ExactPrompts:
         return ExactPrompt(ids, got.tokens + len(before), got.complete)
 
     def _read_chat(self, fields: Mapping[str, object]) -> ExactPrompt:
-        given = fields.get("chat_template_kwargs") or {}
-        if not isinstance(given, dict) or any(map(fields.get, _UNUSUAL)):
+        if any(map(fields.get, _UNUSUAL)):
             raise _NotKnownError
+        given = _known(fields.get("chat_template_kwargs") or {}, dict)
         options = {"tools": _tools(fields.get("tools")), "documents": None, **given}
-        messages = self._messages(fields.get("messages"))
+        sent = _known(fields.get("messages") or None, list)
+        messages = [_message(one, self._template.takes_parts) for one in sent]
         text = self._text(messages, options, flag(fields.get("add_generation_prompt", True)))
         prompt = ExactPrompt(*self._tokenize(text))
         begin, end = _last_answer(messages)
@@ -103,25 +101,23 @@ class ExactPrompts:
 
     def _text(self, messages: list[dict[str, Any]], options: dict[str, Any], generate: bool) -> str:
         given = {"messages": messages, "add_generation_prompt": generate}
-        text = self._template.render(options | given)
-        if not text:
-            raise _NotKnownError
-        return text
+        return _known(self._template.render(options | given) or None, str)
 
     def _tokenize(self, text: str) -> Tokenized:
         if len(text) > MOST_BYTES:
             raise _NotKnownError
         return self._tokenizations.of(text)
 
-    def _messages(self, value: object) -> list[dict[str, Any]]:
-        if not isinstance(value, list) or not value:
-            raise _NotKnownError
-        return [_message(one, self._template.takes_parts) for one in value]
+
+def _known(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise _NotKnownError
+    return value
 
 
 def _message(given: object, takes_parts: bool) -> dict[str, Any]:
-    if not isinstance(given, dict) or not isinstance(role := given.get("role"), str):
-        raise _NotKnownError
+    given = _known(given, dict)
+    role = _known(given.get("role"), str)
     if role == "developer":  # vLLM makes something else of it for most templates
         raise _NotKnownError
     texts = _texts(given.get("content"))
@@ -134,7 +130,7 @@ def _message(given: object, takes_parts: bool) -> dict[str, Any]:
         message["content"] = "\n".join(text for text in texts if text or takes_parts)
     if role == "assistant":
         if calls := given.get("tool_calls"):
-            message["tool_calls"] = _calls(calls)
+            message["tool_calls"] = [_call(_known(call, dict)) for call in _known(calls, list)]
         if isinstance(reasoning := given.get("reasoning"), str):
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     for name in ("name", "tool_call_id"):
@@ -146,60 +142,47 @@ def _message(given: object, takes_parts: bool) -> dict[str, Any]:
 def _texts(content: object) -> list[str]:
     if content is None:
         return []
-    return [_text(part) for part in (content if isinstance(content, list) else [content])]
+    bare = [
+        part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part
+        for part in (content if isinstance(content, list) else [content])
+    ]
+    return [_known(text, str) for text in bare]
 
 
-def _text(part: object) -> str:
-    if isinstance(part, dict) and part.get("type") in _TEXTS:
-        part = part.get("text")
-    if not isinstance(part, str):
-        raise _NotKnownError
-    return part
-
-
-def _calls(given: object) -> list[dict[str, Any]]:
-    """With their arguments as objects, as templates expect them."""
-    if not isinstance(given, list):
-        raise _NotKnownError
-    calls = []
-    for call in given:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise _NotKnownError
-        calls.append(call | {"function": function | {"arguments": _arguments(function)}})
-    return calls
-
-
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    value = function.get("arguments")
-    if isinstance(value, str):
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, as templates expect them."""
+    function = _known(call.get("function"), dict)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
         try:
-            value = json.loads(value or "{}")
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            value = None
-    return value if isinstance(value, dict) else {}
+            arguments = None
+    arguments = arguments if isinstance(arguments, dict) else {}
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def _tools(given: object) -> list[dict[str, Any]] | None:
-    """As vLLM prints them: with all that a function may have, in its order."""
+    """Tools as vLLM prints them: with all fields that a function may have, in its order."""
     if not given:
         return None
-    if not isinstance(given, list) or to_json(given).count(b"{") > _MOST_SCHEMAS:
+    if to_json(given).count(b"{") > _MOST_SCHEMAS:
         raise _NotKnownError
-    return [_tool(tool) for tool in given]
+    return [_tool(_known(tool, dict)) for tool in _known(given, list)]
 
 
-def _tool(given: object) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict):
-        raise _NotKnownError
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    function = _known(given.get("function"), dict)
     names = ("name", "description", "parameters")
     optional = {"strict": strict} if (strict := function.get("strict")) is not None else {}
     return {"type": "function", "function": {n: function.get(n) for n in names} | optional}
 
 
 def _shared(one: str, other: str) -> str:
-    """What both begin with; some templates print the head of an answer whether asked to or not."""
+    """The common beginning of two texts.
+
+    Some templates print the head of an answer whether asked to or not.
+    """
     if one.startswith(other):
         return other
     ends = range(1, min(len(one), len(other)) + 1)
@@ -207,7 +190,7 @@ def _shared(one: str, other: str) -> str:
 
 
 def _last_answer(messages: list[dict[str, Any]]) -> tuple[int, int]:
-    """Where the last messages of the assistant, one after another, begin and end."""
+    """Begin and end of the assistant's last messages, one after another."""
     roles = [message["role"] for message in messages]
     end = next((i for i in range(len(roles), 0, -1) if roles[i - 1] == "assistant"), 0)
     begin = next((i for i in range(end, 0, -1) if roles[i - 1] != "assistant"), 0)

@@ -1,11 +1,10 @@
-"""Fields of a request body as vLLM 0.32 reads them, and how much it may generate by them."""
+"""Fields of a request body as vLLM 0.32 reads them, and the bounds of its output."""
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from extproc.request.endpoint import Endpoint
 
 MAX_TOKENS = 10_000_000  # token counts are cut off here: above every context there is
-
 MAX_SEQUENCES = 100_000  # numbers of sequences are cut off here
 
 _COMPLETIONS_DEFAULT = 16  # ``max_tokens`` of completions where it is absent or null
@@ -28,25 +27,21 @@ def positive_int(value: object) -> int | None:
 
     pydantic's lax mode takes ``"12"`` and ``12.0`` for 12, and 1 for true.
     """
-    if value is None:
-        return None
-    if type(value) is int:  # as nearly always
-        return value if value > 0 else None
-    try:
-        number: int = _INTEGER.validate_python(value)
-    except ValidationError:
-        return None
-    return number if number > 0 else None
+    number = value if value is None or type(value) is int else _lax(_INTEGER, value)
+    return number if isinstance(number, int) and number > 0 else None
 
 
 def flag(value: object) -> bool:
     """``value`` as a boolean; False where it is not one."""
-    if value is None or isinstance(value, bool):
-        return value is True
+    known = value is None or isinstance(value, bool)
+    return (value if known else _lax(_BOOLEAN, value)) is True
+
+
+def _lax(kind: SchemaValidator, value: object) -> object:
     try:
-        return _BOOLEAN.validate_python(value) is True
+        return kind.validate_python(value)
     except ValidationError:
-        return False
+        return None
 
 
 def sampling_of(endpoint: Endpoint, body: dict[str, object]) -> dict[str, object]:

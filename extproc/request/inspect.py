@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from extproc.request.exact import ExactPrompt
 
 _LONGEST_NAME = 512  # characters of a model's name: it is kept with every decision
-
 _LONGEST_ID = 128  # characters of a response's id; of vLLM's own 21
-
 _MAX_LENGTH = 2**40  # bytes a body is taken to have at most, whatever its header says
 
 
@@ -42,20 +40,20 @@ def inspect(
     content_length: int | None = None,
     model_of: Callable[[str, str], str] = lambda asked, _: asked,
 ) -> RequestProfile:
-    """What the predictor has to know of a request.
+    """The profile of a request.
 
     Fields of the wrong type and absurd numbers count as absent: the replica owns the API, and
     answers.
 
     Args:
-        endpoint: what it asks for.
+        endpoint: by the request's path.
         body: its body, as far as it came.
         tokens: counts the tokens of the prompt.
         partial: ``body`` is the beginning of a larger one.
         content_length: bytes of the whole body; what is missing counts as prompt, like the
             end of ``body``.
-        model_of: tells which model it is for, from the name in it (empty where there is none) and
-            the id of the stored response that it goes on from; empty: nobody knows.
+        model_of: tells which model the request is for, from the name in it (empty where there is
+            none) and the id of the stored response that it goes on from; empty: not known.
 
     Raises:
         BadRequest: the body is not a JSON object, or the model in it is not a name.
@@ -75,8 +73,7 @@ def inspect(
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
-    exactly = exact and _Size(exact.tokens, 0, 1.0, 0, 0)
-    size = exactly or _measure(reading, part, limit, model, tokens)
+    size = _Size(exact.tokens) if exact else _measure(reading, part, limit, model, tokens)
     if cut:
         density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
         missing = round((whole - len(part)) * density)
@@ -96,7 +93,7 @@ def inspect(
         model=model,
         asked=asked,
         prompt_tokens=prompt_tokens,
-        prompt_bytes=0 if previous else size.bytes,  # of those before, nothing is here
+        prompt_bytes=0 if previous else size.bytes,  # earlier turns are not in the body
         output_bound=bound,
         sequences=sequences(endpoint, sampling, bound, reading.prompts),
         prompts=min(reading.prompts, MAX_SEQUENCES),
@@ -114,9 +111,7 @@ def inspect(
 
 
 def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
-    if endpoint is not Endpoint.RESPONSES:
-        return ""
-    given = fields.get("previous_response_id")
+    given = fields.get("previous_response_id") if endpoint is Endpoint.RESPONSES else None
     return given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
 
 
@@ -128,7 +123,7 @@ def _beginning(part: bytes) -> dict[str, object]:
 
 
 def _model(fields: dict[str, object]) -> str:
-    """Empty where none is named: a replica then serves the model it has."""
+    """The model's name; empty where none is named: a replica then serves the model it has."""
     model = fields.get("model")
     if model is None:
         return ""
@@ -152,42 +147,39 @@ def _prefix(
     return replace(prefix, salt=salt) if salt else prefix
 
 
-def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimated tokens of a body without a prompt that is known here, by what its middle is."""
-    density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
-    return round(len(body) * density) or media_tokens(len(body), model, counter)
-
-
 class _Size(NamedTuple):
-    """A prompt's tokens, and what a report of their number teaches: see the profile."""
+    """Fields of the profile: a prompt's tokens, and what a report of their number teaches."""
 
     tokens: int
-    bytes: int
-    longest_share: float
-    images: int
-    image_tokens: int
+    longest_share: float = 1.0
+    bytes: int = 0
+    images: int = 0
+    image_tokens: int = 0
 
 
 def _measure(
     reading: Reading, body: bytes, limit: int | None, model: str, counter: TokenCounter
 ) -> _Size:
-    share, tokens, images, media, of_text = reading.longest_share, 0, 0, 0, True
+    pieces, share = reading.pieces, reading.longest_share
+    tokens = sum(prompt.count(counter, model) * times for prompt, times in pieces)
     if reading.empty:
-        tokens, of_text = _by_length(body, model, counter), False
-    for prompt, times in reading.pieces:
-        tokens += prompt.count(counter, model) * times
-        images += prompt.images * times
-        media += prompt.media
-        of_text = of_text and times == 1 and bool(prompt.texts)
+        tokens = _by_length(body, model, counter)
     if limit:
         kept = min(tokens, limit * reading.prompts)
-        return _Size(kept, 0, min(share * tokens, limit) / max(kept, 1), 0, 0)
-    if media:
-        return _Size(tokens, 0, share, 0, 0)
-    if images:
-        return _Size(tokens, 0, share, images, images * counter.image_tokens(model))
-    if not of_text:
-        return _Size(tokens, 0, share, 0, 0)
+        return _Size(kept, min(share * tokens, limit) / max(kept, 1))
+    if any(prompt.media for prompt, _ in pieces):
+        return _Size(tokens, share)
+    if images := sum(prompt.images * times for prompt, times in pieces):
+        image_tokens = images * counter.image_tokens(model)
+        return _Size(tokens, share, images=images, image_tokens=image_tokens)
+    if not all(times == 1 and prompt.texts for prompt, times in pieces):
+        return _Size(tokens, share)
     # Template and token ids enter at the model's ratio: the share they have of the tokens is the
     # share they have of the bytes, so the ratio learned from both is that of the text.
-    return _Size(tokens, round(tokens * counter.bytes_per_token(model)), share, 0, 0)
+    return _Size(tokens, share, bytes=round(tokens * counter.bytes_per_token(model)))
+
+
+def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
+    """Estimated tokens of a body without a prompt that is known here, by what its middle is."""
+    density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
+    return round(len(body) * density) or media_tokens(len(body), model, counter)

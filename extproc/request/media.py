@@ -1,4 +1,4 @@
-"""Bodies that are not read: audio in a form, and those too large, of which the length tells."""
+"""Bodies that count by their length: audio in a form, and those too large to be read."""
 
 import re
 from collections.abc import Callable
@@ -33,8 +33,7 @@ _FIELD = re.compile(
 def of_length(
     endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
 ) -> RequestProfile:
-    """A request whose body, of so many bytes, holds media, for nobody writes that much: audio or
-    images."""
+    """A request whose body of ``length`` bytes is audio or images: nobody writes that much text."""
     if endpoint.takes_audio:
         prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
         prompt_tokens = audio_tokens(length)
@@ -54,7 +53,7 @@ def of_length(
 
 
 def media_tokens(length: int, model: str, tokens: TokenCounter) -> int:
-    """Tokens of images, or other data in base64, of so many bytes."""
+    """Tokens of ``length`` bytes of images, or other data in base64."""
     return tokens.image_tokens(model) * ceil(length / _MEDIUM)
 
 
@@ -65,8 +64,8 @@ def of_form(
     tokens: TokenCounter,
     model_of: Callable[[str, str], str],
 ) -> RequestProfile:
-    """A transcription or translation, as far as its body came; its whole length in bytes tells how
-    long the audio is. ``model_of`` is as :func:`~extproc.request.inspect.inspect` takes it."""
+    """A transcription or translation, as far as its body came; ``length`` in bytes of all of it
+    gives the seconds of audio. ``model_of`` is as in :func:`~extproc.request.inspect.inspect`."""
     found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
     asked = found.get(b"model", "")
     model = model_of(asked, "")
@@ -75,7 +74,7 @@ def of_form(
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:
-    """Where in a form the name of its model begins and ends."""
+    """Begin and end of the model's name in a form."""
     ends = _ends(body)
     spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
     if not spans:
@@ -90,5 +89,5 @@ def _ends(body: bytes) -> bytes:
 
 
 def audio_tokens(size: int) -> int:
-    """Tokens of so many bytes of audio."""
+    """Tokens of ``size`` bytes of audio."""
     return ceil(size * _TOKENS_PER_S / _BYTES_PER_S)

@@ -7,27 +7,30 @@ from typing import NamedTuple
 
 
 class Objective(NamedTuple):
-    """What a request aims for: its place among others, and targets in seconds since it came."""
+    """Aims of a request: its place among others, and targets in seconds since it came."""
 
-    name: str = ""  # in the configuration; empty: none of it
+    name: str = ""  # in the configuration; empty: none of those
     priority: int = 0  # of requests that wait, those of a higher one go first
-    sheddable: bool = False  # whether it is refused where it would miss a target
-    ttft_s: float = inf  # until its first token; infinite, as the others: it has no such target
+    sheddable: bool = False  # refused where it would miss a target
+    ttft_s: float = inf  # until the first token; infinite, as the others: no such target
     tpot_s: float = inf  # for each further token, on average
-    completion_s: float = inf  # until its last token
+    completion_s: float = inf  # until the last token
 
     @property
     def has_target(self) -> bool:
-        """Whether there is anything that it could miss."""
+        """The request has a target that it could miss."""
         return self.ttft_s < inf or self.bounds_end
 
     @property
     def bounds_end(self) -> bool:
-        """Whether a target says how long it may decode."""
+        """A target bounds the time to decode."""
         return min(self.tpot_s, self.completion_s) < inf
 
     def due_s(self, decode: float) -> float:
-        """Seconds since it came after which its first token is late, if it decodes that long."""
+        """Seconds since the request came after which its first token is late.
+
+        ``decode``: seconds it takes from there to its last token.
+        """
         return min(self.ttft_s, self.completion_s - decode)
 
 
@@ -41,7 +44,7 @@ TARGETS = {
     "x-slo-tpot-ms": "tpot_s",
     "x-llm-d-slo-ttft-ms": "ttft_s",
     "x-llm-d-slo-tpot-ms": "tpot_s",
-}  # likewise, the one that counts last: header → target
+}  # header → target; of two headers for one target the last counts
 
 
 def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
@@ -50,9 +53,10 @@ def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
 
 
 def targets_of(headers: Mapping[str, str]) -> dict[str, float]:
-    """The targets that headers tell, in seconds; what is no time is passed over, as llm-d does."""
-    told = {target: headers[name] for name, target in TARGETS.items() if name in headers}
-    return {target: time for target, text in told.items() if (time := _seconds(text))}
+    """The targets that headers name, in seconds; values that are no time are passed over, as by
+    llm-d."""
+    named = {target: headers[name] for name, target in TARGETS.items() if name in headers}
+    return {target: time for target, text in named.items() if (time := _seconds(text))}
 
 
 def _seconds(milliseconds: str) -> float | None:
@@ -64,8 +68,7 @@ def _seconds(milliseconds: str) -> float | None:
 
 
 def session_of(headers: Mapping[str, str], header: str | None, cookie: str | None) -> str:
-    """The id that a request has in that header or, where it is not there, in that cookie; empty:
-    none."""
+    """The session's id in the header or, where that is absent, in the cookie; empty: none."""
     named = headers.get(header.lower(), "") if header else ""
     if named or cookie is None:
         return named
@@ -74,8 +77,8 @@ def session_of(headers: Mapping[str, str], header: str | None, cookie: str | Non
 
 
 def session_key(session: str, model: str) -> str:
-    """Names a session among all: each of the models it uses has its replica.
+    """The key of a session and one of the models it uses: each model has a replica of its own.
 
-    A digest, for an id may be a secret, and of any length; keys go through Redis.
+    Keys are digests, for an id may be a secret, and of any length; keys go through Redis.
     """
     return blake2b(f"{model}\n{session}".encode(), digest_size=16).hexdigest()

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 Keys = NDArray[np.uint64]
 Ids = NDArray[np.uint32]  # token ids
 
-UNIT_BYTES = 256
-"""Bytes of a prompt in a unit: some 64 tokens of text. A smaller unit finds more of a prefix and
-takes more memory."""
+UNIT_BYTES = 256  # of a prompt: some 64 tokens of text. Smaller units find more and take memory
 _MOST_UNITS = 4096
 MOST_BYTES = _MOST_UNITS * UNIT_BYTES  # prompts are told apart up to here: 262,000 tokens
 
@@ -31,18 +29,18 @@ _NO_IDS = np.zeros(0, np.uint32)
 
 @dataclass(slots=True, eq=False)  # not frozen: to make one would take ten times as long
 class Prefix:
-    """What of a prompt may be found in a prefix cache."""
+    """The part of a prompt that may be found in a prefix cache."""
 
-    keys: Keys  # one for each whole unit; stands for all up to the end of the unit
+    keys: Keys  # for each whole unit one that stands for all up to the end of the unit
     unit: float  # tokens in a unit
     tokens: float  # of all the prompt, also of what fills no unit or is not known
     whole: int = 0  # key of the whole prompt; 0: not known
     asked: int = 0
-    """Key of the prompt that the last answer in it was given to; 0: there is none. A replica that
-    gave that answer has the answer in its cache, too."""
+    """Key of the prompt of the last answer in it; 0: there is none. The replica that gave the
+    answer has it in its cache, too."""
     answered: float = 0.0  # tokens up to the end of that answer
     ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all its tokens, where they are known
-    salt: str = ""  # without the same one, no prompt finds it
+    salt: str = ""  # only prompts with the same salt share the cache
 
 
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
@@ -81,15 +79,17 @@ def unit_keys(data: bytes, seed: int) -> Keys:
 def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """The keys of whole blocks of token ids.
 
-    ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for one and the same odd F: all that is
-    needed of what precedes the first block is one number. The powers of F and of its inverse give
-    all of them at once, in a tenth of the time that a cryptographic hash takes; who finds two
-    beginnings with the same key makes the router err about where they are cached, and of nothing
-    else. ``before`` is the key of the block that precedes them; for the first of a prompt
-    :func:`seed_of`.
+    ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for one and the same odd F. The powers of F
+    and of its inverse give all keys at once, in a tenth of the time of a cryptographic hash. A
+    collision makes the router err about where two prompts are cached, and of nothing else.
+
+    Args:
+        ids: token ids.
+        block_size: ids in a block.
+        before: key of the block before them; for the first of a prompt :func:`seed_of`.
 
     Raises:
-        OverflowError, TypeError, ValueError: those are no token ids.
+        OverflowError, TypeError, ValueError: the ids are no token ids.
     """
     blocks = min(len(ids) // block_size, _MOST_BLOCKS)
     tokens = np.asarray(ids[: blocks * block_size], np.uint32).reshape(blocks, block_size)

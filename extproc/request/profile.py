@@ -1,4 +1,4 @@
-"""What a router has to know of a request to predict its completion."""
+"""Profile of a request: its properties that its completion is predicted from."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class RequestProfile:
     """A request as the predictor sees it."""
 
     endpoint: Endpoint
-    model: str  # what it is for; empty where neither the request nor the fleet says which
+    model: str  # empty where neither the request nor the fleet says which
     prompt_tokens: int  # estimated tokens of all its prompts together
     prompt_bytes: int
     """Bytes of text the estimate was made from; 0 where the tokens were counted. Divided by the
@@ -20,36 +20,34 @@ class RequestProfile:
     output_bound: int | None  # most tokens of a sequence; None: what the context leaves
     sequences: int = 1  # decoded side by side: n × number of prompts; 0: nothing is
     stream: bool = False
-    least_output: int = 0
-    """Fewest tokens a sequence will generate: as many as the bound where the end of text is
-    ignored, as load generators ask."""
+    least_output: int = 0  # fewest tokens of a sequence; with ``ignore_eos`` as many as the bound
     tenant: str = ""  # on whose behalf it is made, where a header says so
-    prompts: int = 1  # number of its prompts
+    prompts: int = 1
     longest_share: float = 1.0  # of the prompt tokens, the share of the longest prompt, 0…1
     images: int = 0  # whose tokens the replica's report will tell; 0: it tells nothing
     image_tokens: int = 0  # of the prompt tokens, those that the images were taken for
     previous_response: str = ""  # id of the stored response that it goes on from
-    stored: bool = False  # whether the replica keeps the response, for requests that name it
-    claims_priority: bool = False  # whether its body has a priority of its own, or may have
+    stored: bool = False  # the replica keeps the response, for requests that name it
+    claims_priority: bool = False  # the body has a priority of its own, or may have
     asked: str = ""  # the model's name in its body, perhaps none that replicas serve
     session: str = ""  # key of the session that it belongs to
-    objective: Objective = NO_OBJECTIVE  # what it aims for
+    objective: Objective = NO_OBJECTIVE
     in_background: bool = False  # the answer comes at once and the work is done later
-    prefix: Prefix = NO_PREFIX  # what of its only prompt may be in a prefix cache
+    prefix: Prefix = NO_PREFIX  # the part of its only prompt that may be in a prefix cache
 
     @property
     def priority(self) -> int:
-        """Its objective's: the higher goes first."""
+        """The objective's priority: the higher goes first."""
         return self.objective.priority if self.endpoint.takes_priority else 0
 
     @property
     def fetches(self) -> bool:
-        """Whether the replica fetches and encodes images or audio first, for however long."""
+        """The replica fetches and encodes images or audio first, for however long."""
         return self.image_tokens > 0 or self.endpoint.takes_audio
 
     @property
     def parts(self) -> int:
-        """Sequences as an engine counts them: a prompt of which nothing is decoded is one."""
+        """Sequences as an engine counts them: a prompt that is only prefilled is one."""
         return max(self.sequences, self.prompts)
 
     @property
@@ -67,4 +65,4 @@ class RequestProfile:
 
 
 NO_WORK = RequestProfile(Endpoint.EMBEDDINGS, "", 0, 0, 0, sequences=0)
-"""What makes a replica compute nothing: a list of its models, say."""
+"""A request that makes a replica compute nothing, such as one for its models."""

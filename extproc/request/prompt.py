@@ -1,7 +1,6 @@
-"""What a replica will read of a request body: text, token ids and media, prompt by prompt."""
+"""Prompts in a request body: the text, token ids and media that a replica reads."""
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,9 +15,9 @@ from extproc.request.prefix import MOST_BYTES, NO_PREFIX, Prefix, prefix_of
 from extproc.request.tokens import TokenCounter
 
 TOKENS_PER_MESSAGE = 5
-"""What a chat template wraps around a message: ``<|im_start|>``, role, newline, ``<|im_end|>``,
-newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``, blank line,
-``<|eot_id|>`` in Llama 3."""
+"""Tokens that a chat template wraps around a message: ``<|im_start|>``, role, newline,
+``<|im_end|>``, newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``,
+blank line, ``<|eot_id|>`` in Llama 3."""
 
 TOKENS_TO_REPLY = 4  # the header of the answer that closes a chat prompt, in the same templates
 
@@ -35,7 +34,7 @@ _BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; for tok
 _IMAGE_TOKENS = 576  # of any image in keys; what is learned would shift what follows
 
 _SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
-"""What stands before a message in the bytes that keys are made of, or before the tools."""
+"""Marks before a message, or before the tools, in the bytes that keys are made of."""
 _ROLES = {
     "system": _SYSTEM,
     "developer": _SYSTEM,
@@ -49,22 +48,26 @@ _BILLING = "x-anthropic-billing-header"
 
 _SCHEME_WITHIN = 16  # characters within which an address has its ``://``; base64 has none
 
-_TEXT_FIELDS = frozenset({"text", "name", "arguments", "refusal", "thinking"})
-_CONTENT_FIELDS = frozenset(
-    {"content", "tool_calls", "function", "function_call", "output", "summary"}
-)
+_PRINTED = frozenset(
+    {"text", "name", "arguments", "refusal", "thinking"}
+    | {"content", "tool_calls", "function", "function_call", "output", "summary", "input"}
+)  # fields of messages and their parts: texts, and further parts
 
-_SCORED = (
+_INPUTS = {
+    Endpoint.COMPLETIONS: ("prompt",),
+    Endpoint.GENERATE: ("token_ids",),
+    Endpoint.EMBEDDINGS: ("input", "texts"),
+    Endpoint.POOLING: ("input",),
+    Endpoint.CLASSIFY: ("input",),
+}  # names of texts, token ids or lists of them
+_PAIRS = (
+    ("query", "documents"),
+    ("query", "items"),
     ("text_1", "text_2"),
     ("queries", "documents"),
     ("queries", "items"),
     ("data_1", "data_2"),
-    ("query", "items"),
-)  # names under which vLLM takes the two sides of what it scores
-
-_ONE = (1,)  # of an only prompt there is nothing to compare
-
-_RERANKED = (("query", "documents"),)
+)  # names under which vLLM takes the two sides of what it scores or ranks
 
 
 class Prompt:
@@ -79,10 +82,8 @@ class Prompt:
         self.images = 0
         self.media = 0  # tokens of audio and video, by rough estimate
         self._rendered: list[str] = []  # texts, marks of roles, digests of media: for keys
-        self._answer = slice(0, 0)
-        """Where in there the last answer stands: messages of the assistant, one after another."""
-        self._media_room = MOST_BYTES
-        """Bytes that digests may take yet; one behind so many is behind the last key, too."""
+        self._answer = slice(0, 0)  # the last messages of the assistant in there, side by side
+        self._media_room = MOST_BYTES  # bytes that digests may take yet: further ones have no key
         self._ids: list[int] = []
 
     @property
@@ -110,28 +111,20 @@ class Prompt:
             seed,
         )
 
-    def add_inputs(self, value: object) -> Sequence[int]:
-        """Add what completions and embeddings take: a text, token ids, or a list of these; returns
-        the length of each prompt, in characters or token ids."""
-        if isinstance(value, str):
-            self._add_text(value)
-        elif isinstance(value, list) and value:
-            if isinstance(value[0], (str, list)):
-                for prompt in value:
-                    self._add_input(prompt)
-                return [len(prompt) if isinstance(prompt, (str, list)) else 0 for prompt in value]
-            self._add_input(value)
-        return (1,)
-
-    def _add_input(self, prompt: object) -> None:
-        if isinstance(prompt, str):
-            self._add_text(prompt)
-        elif isinstance(prompt, list) and prompt:
-            if isinstance(prompt[0], dict):
+    def add_inputs(self, value: object) -> list[int]:
+        """Add the input of completions and embeddings: a text, token ids, a conversation, or a list
+        of these; returns the length of each prompt, in characters, token ids or messages."""
+        several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+        prompts = value if isinstance(value, list) and several else [value]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._add_text(prompt)
+            elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
                 self.add_chat(prompt)
-            else:
+            elif isinstance(prompt, list):
                 self.tokens += len(prompt)
                 self._ids = prompt
+        return [len(prompt) if isinstance(prompt, (str, list)) else 0 for prompt in prompts]
 
     def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
         """Add a conversation as most chat templates print it: system, tools, other messages.
@@ -163,8 +156,6 @@ class Prompt:
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
-        if role == _SYSTEM:
-            message = message | {"content": _without_billing(message.get("content"))}
         content = message.get("content")
         if isinstance(content, str) and len(message) == 2:  # role and content, as most are
             self._add_text(content)
@@ -175,6 +166,7 @@ class Prompt:
             self._answer = slice(self._answer.start if goes_on else start, len(self._rendered))
 
     def _add_text(self, text: str) -> None:
+        text = without_billing(text)
         self.texts.append(text)
         self._rendered.append(text)
 
@@ -210,10 +202,10 @@ class Prompt:
 
 
 class Reading(NamedTuple):
-    """What a replica reads for one request."""
+    """The prompts of one request."""
 
     pieces: list[tuple[Prompt, int]]  # pieces, and how many times each is read
-    lengths: Sequence[int]  # of each prompt, to compare them: characters of text, or token ids
+    lengths: list[int]  # of each prompt, to compare them: characters of text, or token ids
 
     @property
     def prompts(self) -> int:
@@ -237,33 +229,25 @@ class Reading(NamedTuple):
 
 def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
     """Collect the prompts of a request; fields of the wrong type are passed over."""
-    if endpoint is Endpoint.SCORE:
-        return _read_pairs(fields, _SCORED)
-    if endpoint is Endpoint.RERANK:
-        return _read_pairs(fields, _RERANKED)
+    if endpoint in (Endpoint.SCORE, Endpoint.RERANK):
+        return _read_pairs(fields)
+    responses = endpoint is Endpoint.RESPONSES
+    messages = fields.get("input" if responses else "messages")
+    system = fields.get("instructions" if responses else "system")
+    given = next((fields[name] for name in _INPUTS.get(endpoint, ()) if name in fields), None)
+    if isinstance(messages, list) and messages and isinstance(messages[0], list):  # a batch
+        given, messages = messages, None
     prompt = Prompt()
-    lengths: Sequence[int] = _ONE
-    messages = fields.get("messages")
-    if endpoint is Endpoint.COMPLETIONS:
-        lengths = prompt.add_inputs(fields.get("prompt"))
-    elif endpoint is Endpoint.GENERATE:
-        lengths = prompt.add_inputs(fields.get("token_ids"))
-    elif isinstance(messages, list) and messages and isinstance(messages[0], list):  # a batch
-        lengths = prompt.add_inputs(messages)
-    elif not endpoint.decodes:
-        lengths = prompt.add_inputs(fields.get("input", fields.get("texts")))
-        prompt.add_chat(messages)
-    elif endpoint is Endpoint.RESPONSES:
-        prompt.add_chat(fields.get("input"), fields.get("instructions"), fields.get("tools"))
-    else:
-        prompt.add_chat(messages, fields.get("system"), fields.get("tools"))
+    lengths = prompt.add_inputs(given)
+    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
+        prompt.add_chat(messages, system, fields.get("tools"))
     return Reading([(prompt, 1)], lengths)
 
 
-def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -> Reading:
-    """Every document is read with its query: with the only one, or each with its own."""
-    left, right = next((pair for pair in names if fields.keys() >= set(pair)), names[0])
-    queries, documents = fields.get(left), fields.get(right)
+def _read_pairs(fields: dict[str, object]) -> Reading:
+    """Collect documents with their queries: one query for all, or one for each."""
+    pairs_of = (pair for pair in _PAIRS if fields.keys() >= set(pair))
+    queries, documents = map(fields.get, next(pairs_of, _PAIRS[0]))
     query, document = Prompt(), Prompt()
     query.add_content(queries)
     document.add_content(documents)
@@ -272,7 +256,7 @@ def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -
     own_query = len(left_lengths) > 1
     each = left_lengths if own_query else left_lengths * pairs
     lengths = [sum(pair) for pair in zip(each, right_lengths, strict=False)]
-    return Reading([(query, 1 if own_query else pairs), (document, 1)], lengths or _ONE)
+    return Reading([(query, 1 if own_query else pairs), (document, 1)], lengths or [0])
 
 
 def _lengths(values: object) -> list[int]:
@@ -281,21 +265,11 @@ def _lengths(values: object) -> list[int]:
 
 
 def without_billing(text: str) -> str:
-    """A system prompt without the line that Claude Code writes anew for each request.
+    """A text without the line that Claude Code writes anew for each request.
 
-    vLLM leaves it out, too: it would be the end of what prompts share.
+    vLLM leaves the line out, too: behind it prompts would share nothing.
     """
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
-
-
-def _without_billing(content: object) -> object:
-    if isinstance(content, str):
-        return without_billing(content)
-    if isinstance(content, list):
-        return [_without_billing(part) for part in content]
-    if isinstance(content, dict) and isinstance(text := content.get("text"), str):
-        return content | {"text": without_billing(text)}
-    return content
 
 
 def _as_bytes(pieces: list[str]) -> bytes:
@@ -312,17 +286,12 @@ def _medium(part: dict[str, object]) -> str:
 
 
 def _printed(part: dict[str, object]) -> list[object]:
-    """What is printed of a part: texts, and what may hold further ones."""
-    printed: list[object] = []
-    for field, value in part.items():
-        if field in _TEXT_FIELDS:
-            if isinstance(value, str):
-                printed.append(value)
-        elif field in _CONTENT_FIELDS:
-            printed.append(value)
-        elif field == "input" and value:  # of a tool that Anthropic's messages call
-            printed.append(_as_json(value))
-    return printed
+    """The fields of a part that templates print; the input of a tool is printed as JSON."""
+    return [
+        _as_json(value) if field == "input" else value
+        for field, value in part.items()
+        if field in _PRINTED and value
+    ]
 
 
 def _as_json(value: object) -> str:
@@ -332,12 +301,10 @@ def _as_json(value: object) -> str:
 
 def _role(message: dict[str, object]) -> str:
     """The mark of a message's role; items of the Responses API have a type instead of some."""
-    role = message.get("role")
+    role, kind = message.get("role"), message.get("type")
     if isinstance(role, str):
         return _ROLES.get(role, _OTHER)
-    kind = message.get("type")
-    if not isinstance(kind, str):
-        return _USER
+    kind = kind if isinstance(kind, str) else ""
     if kind == "reasoning" or kind.endswith("_call"):
         return _ANSWER
     return _RESULT if kind.endswith("_output") else _USER

@@ -15,8 +15,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class ChatTemplate:
-    """What makes one text of a conversation: a template in Jinja that may print special tokens, by
-    name.
+    """A template in Jinja that makes one text of a conversation, and may print special tokens.
 
     Raises:
         ValueError: the source is no template.
@@ -35,15 +34,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"not a Jinja template: {error}") from None
         self._special_tokens = dict(special_tokens)
+        # Of a content in parts it prints each; else it prints a content as it is.
         self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
-        """Whether it goes over the parts of a content, or prints a content as it is."""
 
     @classmethod
     def of_folder(cls, folder: Path) -> "ChatTemplate":
-        """The template that stands beside a model's tokenizer.
+        """The template beside a model's tokenizer.
 
         Raises:
-            OSError, ValueError: there is none, or it cannot be read.
+            OSError, ValueError: the folder has none, or it cannot be read.
         """
         file = folder / "tokenizer_config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
@@ -55,7 +54,7 @@ class ChatTemplate:
         return cls(source, {name: token for name, token in special.items() if token is not None})
 
     def render(self, variables: dict[str, Any]) -> str | None:
-        """The text, with messages and all else; None: the template refuses such a conversation."""
+        """The text of a conversation; None: the template refuses it."""
         try:
             return self._template.render(self._special_tokens | variables)
         except Exception:  # a template may do anything with what a client sent
@@ -63,7 +62,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks what the model wrote; what is in it is printed."""
+    """``{% generation %}``, which marks text of the model; its content is printed."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

@@ -12,12 +12,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MOST_CHARACTERS = 16_384  # tokenised by one call, in some 10 ms; longer texts take several
-
 _UNIT = 256  # characters whose tokens are remembered together
-
 _MOST_UNITS = 65_536  # of all texts, units remembered: 16 million characters in some 50 MB
-
-_OVERLAP = 8  # tokens that must come out the same again before what follows them is believed
+_OVERLAP = 8  # tokens that must come out the same again before those after them are believed
 
 
 class Tokenized(NamedTuple):
@@ -36,16 +33,15 @@ class _Unit(NamedTuple):
 class Tokenizations:
     """Tokenises texts, of which the beginnings are mostly known.
 
-    A token depends on what follows it, so the tokens that begin in a unit are remembered by the
-    text up to the end of the unit after it. A text is taken up again a unit before the first one
-    that is not known; that this unit's last tokens come out as they are known shows that nothing
-    before it mattered.
+    A token depends on the text after it, so the tokens that begin in a unit are remembered by the
+    text up to the end of the next unit. Tokenisation starts again a unit before the first unknown
+    one; if the last tokens of that unit come out as they are known, nothing before it mattered.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
+        # By the text that their tokens depend on; the one longest unused first.
         self._units: OrderedDict[int, _Unit] = OrderedDict()
-        """By the text that their tokens depend on; the one longest unused first."""
 
     def of(self, text: str) -> Tokenized:
         keys = _keys(text)
@@ -72,7 +68,7 @@ class Tokenizations:
         return known
 
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
-        """Ids from there on, where in the text each begins, and where those that are sure end."""
+        """Ids from ``start`` on, where each begins in the text, and where the sure ones end."""
         part = text[start : start + _MOST_CHARACTERS]
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
@@ -100,7 +96,7 @@ class Tokenizations:
 
 
 def _keys(text: str) -> list[int]:
-    """For each whole unit: what stands for the text up to its end, in this process."""
+    """A number for each whole unit that stands for the text up to its end, in this process."""
     keys, key = [], 0
     for end in range(_UNIT, len(text) + 1, _UNIT):
         key = hash((key, text[end - _UNIT : end]))

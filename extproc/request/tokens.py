@@ -1,4 +1,4 @@
-"""How many tokens a prompt is: by a ratio learned per model, or by its tokenizer and template."""
+"""Prompt tokens: by a ratio learned per model, or by the model's tokenizer and template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,36 +12,26 @@ if TYPE_CHECKING:
 PLAUSIBLE = (0.5, 32.0)  # bytes per token that a report must lie between to be learned from
 
 _PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence the configured ratio counts for
-
 _MEMORY_TOKENS = 200_000.0  # prompt tokens after which older reports weigh 1/e as much
-
 _REPORT_TOKENS = 20_000.0  # weight of one report at most: no odd document turns the ratio
 
 _PRIOR_IMAGES = 4.0  # images' worth of evidence that ``request.image_tokens`` counts for
-
 _MEMORY_IMAGES = 200.0  # images after which older reports weigh 1/e as much
-
-_MOST_IMAGE_TOKENS = 16_384  # of one image: Qwen2-VL makes no more; what is above is something else
+_MOST_IMAGE_TOKENS = 16_384  # of one image, as many as Qwen2-VL makes: more are of something else
 
 _MAX_MODELS = 1_000  # models remembered; the one not reported on for the longest is dropped
-
 _MAX_TEXTS = 1_024  # messages, texts and media of a prompt whose token ids are made
 
 
 class TokenSettings(Protocol):
-    """What counting starts from, as in :class:`~extproc.config.RequestSettings`."""
+    """Starting values, as in :class:`~extproc.config.RequestSettings`."""
 
     @property
-    def bytes_per_token(self) -> float:
-        """Of text."""
-
+    def bytes_per_token(self) -> float: ...
     @property
-    def image_tokens(self) -> int:
-        """Of one image."""
-
+    def image_tokens(self) -> int: ...
     @property
-    def tokenizers(self) -> Mapping[str, Path]:
-        """Folders with tokenizer and chat template, by model."""
+    def tokenizers(self) -> Mapping[str, Path]: ...
 
 
 class TokenizerError(ValueError):
@@ -49,8 +39,8 @@ class TokenizerError(ValueError):
 
 
 class _Ratio:
-    """Σ bytes ÷ Σ tokens of what was reported on, say, by model: both sums decay exponentially with
-    what is below, and begin with the configured ratio."""
+    """A ratio of two sums by model, such as Σ bytes ÷ Σ tokens of reports. Both sums decay
+    exponentially with the lower one, and begin with the configured ratio."""
 
     def __init__(self, prior: float, evidence: float, memory: float) -> None:
         self._begin = prior * evidence, evidence
@@ -79,14 +69,15 @@ class TokenCounter:
 
     def count(self, model: str, texts: Sequence[str]) -> int:
         """Tokens of the texts together, without special tokens."""
-        return round(sum(map(_utf8_length, texts)) / self.bytes_per_token(model))
+        sizes = (len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts)
+        return round(sum(sizes) / self.bytes_per_token(model))
 
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
     ) -> "ExactPrompt | None":
         """The token ids of a request's only prompt, where the model's chat template is known.
 
-        ``size`` is of messages, texts and media; of too many no ids are made.
+        ``size``: its messages, texts and media; of too many no ids are made.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
@@ -96,20 +87,19 @@ class TokenCounter:
         return self._bytes.of(model)
 
     def image_tokens(self, model: str) -> int:
-        """Tokens an image is taken for; the configured ones until a replica reported on some."""
+        """Tokens of an image; the configured ones until a replica reported on some."""
         return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
-        """Learn from a prompt with so many images, which by its report were so many tokens.
+        """Learn from the report on a prompt with images: ``tokens`` are those beyond its text.
 
-        The tokens are what the report has beyond those of the text; reports that cannot be true
-        change nothing.
+        Reports that cannot be true change nothing.
         """
         if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn from a prompt of so many bytes that a replica says was so many tokens.
+        """Learn from the tokens that a replica reports of a prompt.
 
         Reports that cannot be true, of prompts whose bytes say nothing (0) or outside
         ``PLAUSIBLE``, change nothing.
@@ -121,31 +111,24 @@ class TokenCounter:
             self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))
 
 
-def _utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="replace"))
-
-
 def _load(model: str, folder: Path) -> "ExactPrompts":
     try:
         from tokenizers import Tokenizer
-    except ImportError:
-        raise _missing(model, "tokenizers") from None
-    try:
+
         from extproc.request.exact import ExactPrompts
         from extproc.request.template import ChatTemplate
-    except ImportError:
-        raise _missing(model, "jinja2") from None
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    except ImportError as error:
         raise TokenizerError(
-            f"the tokenizer configured for model {model!r} does not exist: {file}; "
-            "give the folder with the model's tokenizer.json and chat template"
-        )
+            f"a tokenizer is configured for model {model!r}, but the package {error.name!r} is not "
+            "installed: pip install 'extproc[tokenizers]'"
+        ) from None
+    file = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises nothing narrower
         raise TokenizerError(
-            f"the tokenizer configured for model {model!r} cannot be read: {file}: {error}"
+            f"the tokenizer configured for model {model!r} cannot be read: {file}: {error}; "
+            "give the folder with the model's tokenizer.json and chat template"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -156,10 +139,3 @@ def _load(model: str, folder: Path) -> "ExactPrompts":
             f"the folder configured for model {model!r} has no chat template that can be read: "
             f"{folder}: {error}; leave the model out of request.tokenizers to estimate its tokens"
         ) from None
-
-
-def _missing(model: str, package: str) -> TokenizerError:
-    return TokenizerError(
-        f"a tokenizer is configured for model {model!r}, but the package {package!r} is not "
-        "installed: pip install 'extproc[tokenizers]'"
-    )

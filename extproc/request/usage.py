@@ -12,53 +12,50 @@ PRELUDE = {Endpoint.RESPONSES: 2}
 ``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'
+_CACHED = "cache_read_input_tokens"
+_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+_MAX_USAGE = 8_192  # bytes a usage object may have; longer ones are given up
 
-# Of equal length, so that one overlap between chunks counts each of them once.
+# Marks of equal length, so that one overlap between chunks counts each of them once.
 _EVENT = b"\nevent:"  # the second and later ones: JSON has no bare line break
 _DELTA = b'delta":'
-_TEXT = b'"text":'
-_ROLE = b'{"role"'
-_OVERLAP = len(_TEXT) - 1
-
-_DETAILS = ("prompt_tokens_details", "input_tokens_details")
-
-_MAX_USAGE = 8_192  # bytes a usage object may have; longer ones are given up
+_ROLE = b'{"role"'  # in the delta that opens a chat
+_TEXT = b'"text":'  # of completions, which have no deltas
+_IDS = b'_ids":['  # of tokens, without their text
+_COUNTED = _DELTA, _ROLE, _TEXT, _IDS
+_OVERLAP = len(_EVENT) - 1
 
 _decode = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a replica says a request was, in tokens."""
+    """Tokens of a request, as its replica reports them."""
 
-    prompt_tokens: int | None  # None: the response did not say
-    completion_tokens: int  # streamed events where the response did not say
+    prompt_tokens: int | None  # None: not reported
+    completion_tokens: int  # streamed events where the replica does not report them
     cached_tokens: int | None = None  # of the prompt's, found in the prefix cache
 
 
 class UsageReader:
     """Reads the usage of one response from its body, in chunks however split.
 
-    It knows the dialects of OpenAI's chat, completions, embeddings and Responses APIs and of
-    Anthropic's messages, as JSON or as server-sent events. Nothing is decoded but the usage
+    The reader knows the dialects of OpenAI's chat, completions, embeddings and Responses APIs and
+    of Anthropic's messages, as JSON or as server-sent events. Nothing is decoded but the usage
     objects: the key ``"usage":`` cannot occur inside generated text, since JSON escapes the quotes
     there, and where generated JSON is embedded as such, the replica's own usage comes later.
     Memory stays within a few kB.
     """
 
     def __init__(self, prelude: int = 0) -> None:
-        """``prelude``: with how many events the stream begins before the first token."""
-        self.generating = False  # whether the first token has come
+        """``prelude``: the number of events before the first token."""
+        self.generating = False  # the first token has come
         self._prelude = prelude
         self._carry = b""
         self._open: bytes | None = None  # what follows a usage key, until it is a whole object
-        self._prompt: int | None = None
-        self._completion: int | None = None
-        self._cached: int | None = None
+        self._reported: dict[str, int] = {}
         self._streamed: bool | None = None
-        self._deltas = 0
-        self._texts = 0
-        self._roles = 0
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the response body. Never raises, whatever they are."""
@@ -70,9 +67,8 @@ class UsageReader:
             self._prelude -= window.count(_EVENT, start)
             self.generating = self._prelude <= 0
         if self._streamed:
-            self._deltas += window.count(_DELTA, start)
-            self._texts += window.count(_TEXT, start)
-            self._roles += window.count(_ROLE, start)
+            for mark in _COUNTED:
+                self._counts[mark] += window.count(mark, start)
         if self._open is not None:
             self._read((self._open + chunk)[:_MAX_USAGE])
         at = window.find(_USAGE)
@@ -84,18 +80,12 @@ class UsageReader:
 
     def usage(self) -> Usage | None:
         """The usage seen so far; None: neither a figure nor a streamed event."""
-        events = self._generated_events()
-        if not self._completion and events:
-            return Usage(self._prompt, events, self._cached)
-        if self._prompt is None and self._completion is None:
+        counts = self._counts
+        events = max(0, counts[_DELTA] - counts[_ROLE]) or counts[_TEXT] or counts[_IDS]
+        prompt, completion = map(self._reported.get, ("prompt", "completion"))
+        if prompt is None and completion is None and not events:
             return None
-        return Usage(self._prompt, self._completion or 0, self._cached)
-
-    def _generated_events(self) -> int:
-        """Events that stand for a token: deltas, but for the one that opens with the role; for
-        completions, which have no deltas, texts.
-        """
-        return max(0, self._deltas - self._roles) or self._texts
+        return Usage(prompt, completion or events, self._reported.get("cached"))
 
     def _read(self, value: bytes) -> None:
         """Take the usage object that ``value`` begins with; keep it for later while it is cut."""
@@ -114,16 +104,15 @@ class UsageReader:
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")
         if prompt is not None and "input_tokens" in usage:  # Anthropic's leaves the cached ones out
-            prompt += _first(usage, "cache_read_input_tokens") or 0
+            prompt += _first(usage, _CACHED) or 0
             prompt += _first(usage, "cache_creation_input_tokens") or 0
         completion = _first(usage, "completion_tokens", "output_tokens")
-        self._prompt = self._prompt if prompt is None else prompt
-        self._completion = self._completion if completion is None else completion
-        cached = _first(usage, "cache_read_input_tokens")
+        cached = _first(usage, _CACHED)
         for details in map(usage.get, _DETAILS):
             if isinstance(details, dict):
                 cached = _first(details, "cached_tokens")
-        self._cached = self._cached if cached is None else cached
+        told = {"prompt": prompt, "completion": completion, "cached": cached}
+        self._reported |= {name: value for name, value in told.items() if value is not None}
 
 
 def _first(usage: dict[str, object], *names: str) -> int | None:
@@ -143,7 +132,7 @@ class ResponseIdReader:
     """Reads the id from the beginning of a body, in chunks however split."""
 
     def __init__(self) -> None:
-        self._head: bytes | None = b""  # None: it was found, or is not there
+        self._head: bytes | None = b""  # None: the id was found, or is not there
 
     def feed(self, chunk: bytes) -> str | None:
         """Take the next bytes of the body; returns the id once, when it is whole."""

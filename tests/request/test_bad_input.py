@@ -280,14 +280,6 @@ def test_a_megabyte_of_small_values_is_not_walked_to_the_end(field: str, value: 
     assert len(body) / 16 < got.prompt_tokens < len(body) * 2
 
 
-def test_a_number_of_many_digits_is_as_dear_as_many_values() -> None:
-    many = ",".join(["7" * 4_000] * 500)
-    body = f'{{"model": "m", "tools": [{many}], "max_tokens": 9, "unknown": [{many}]}}'
-    got = check(Endpoint.CHAT, body.encode())
-    assert got is not None
-    assert got.output_bound is None
-
-
 @pytest.mark.parametrize(
     ("value", "times"),
     [

@@ -350,6 +350,7 @@ class TestPartialBody:
             Endpoint.CHAT, body[:5_000], counter(), partial=True, content_length=len(body)
         )
         assert got.prompt_tokens == IMAGE_TOKENS + FRAME
+        assert (got.images, got.fetches) == (0, True)
 
     @pytest.mark.parametrize(("length", "tokens"), [(10**400, 10_000_000), (-1, 0), (None, 0)])
     def test_absurd_length_is_no_harm(self, length: int | None, tokens: int) -> None:

@@ -42,6 +42,11 @@ def text_chunk(text: str) -> dict[str, Any]:
     return {"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
 
 
+def ids_chunk(ids: list[int]) -> dict[str, Any]:
+    """As ``/inference/v1/generate`` streams, which reports usage only where it is asked for."""
+    return {"request_id": "g", "choices": [{"index": 0, "token_ids": ids}]}
+
+
 CHAT_USAGE = {
     "prompt_tokens": 12,
     "total_tokens": 17,
@@ -186,9 +191,10 @@ def test_generated_text_cannot_fake_usage(text: str) -> None:
         (sse(*CHAT_EVENTS), 5),
         (sse(*CHAT_EVENTS[:3], done=False), 2),
         (sse(*[text_chunk("x") for _ in range(5)]), 5),
+        (sse(*[ids_chunk([7, 8])] * 5), 5),
         (b"\n\n" + sse(*CHAT_EVENTS).replace(b"\n", b"\r\n"), 5),
     ],
-    ids=["chat", "chat broken off", "completions", "CRLF"],
+    ids=["chat", "chat broken off", "completions", "token ids", "CRLF"],
 )
 def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens: int) -> None:
     assert read([body]) == Usage(None, tokens)
