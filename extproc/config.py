@@ -1,4 +1,4 @@
-"""Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
+"""The settings, in one model, which ``extproc/settings.py`` fills from file, environment, flags."""
 
 import re
 from collections import Counter
@@ -54,9 +54,14 @@ class Section(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def _paired(self, first: str, second: str) -> Self:
+        if bool(getattr(self, first)) != bool(getattr(self, second)):
+            raise ValueError(f"{first} and {second} go together: one is given without the other")
+        return self
 
-def _that(check: Callable[[str], object]) -> AfterValidator:
-    """Text as it stands, where it can be read; ``check`` raises ValueError where it cannot."""
+
+def _checked(check: Callable[[str], object]) -> AfterValidator:
+    """Keeps the text, for which ``check`` raises a ValueError if it cannot be used."""
 
     def checked(text: str) -> str:
         check(text)
@@ -69,10 +74,10 @@ def _bare(url: str) -> str:
     return url.strip().removeprefix("http://").removesuffix("/")
 
 
-_Address = Annotated[str, _that(split_address)]
-_ReplicaAddress = Annotated[str, AfterValidator(_bare), _that(split_address)]
-_ProfileName = Annotated[str, _that(hardware_profile)]
-_RedisUrl = Annotated[str, _that(connection_options)]
+_Address = Annotated[str, _checked(split_address)]
+_ReplicaAddress = Annotated[str, AfterValidator(_bare), _checked(split_address)]
+_ProfileName = Annotated[str, _checked(hardware_profile)]
+_RedisUrl = Annotated[str, _checked(connection_options)]
 _Port = Annotated[int, Field(ge=1, le=65535)]
 _HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
@@ -90,11 +95,11 @@ class KubernetesService(Section):
     """A Service of Kubernetes, whose pods are replicas."""
 
     service: _KubernetesName
-    """Its name."""
+    """Name of the Service."""
     port: int | str
-    """The port of its pods (targetPort) as a number, or the name of its port."""
+    """Port of the pods (targetPort): its number or its name."""
     namespace: _KubernetesName | None = None
-    """Where it is; None: where the poller's pod is."""
+    """Namespace of the Service; null: the poller's own."""
 
     @field_validator("port")
     @classmethod
@@ -112,27 +117,26 @@ class KubernetesService(Section):
 
 
 class ReplicaSource(Section):
-    """One or more replicas: an address, a DNS name that resolves to many, or the pods of a Service
-    of Kubernetes."""
+    """Replicas: an address, a DNS name, or the pods of a Service of Kubernetes."""
 
     url: _ReplicaAddress = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: _ReplicaAddress = ""
-    """``name:port``: every address the name resolves to is a replica; resolved again and again."""
+    """``name:port`` whose addresses are replicas; resolved every 2 s."""
     kubernetes: KubernetesService | None = None
-    """Every pod of this Service is a replica; watched."""
+    """Service whose pods are replicas; watched."""
     profile: _ProfileName = DEFAULT_PROFILE
-    """Hardware profile its prediction starts from."""
+    """Hardware profile that predictions start from."""
     name: str = ""
-    """What people call it; the address by default."""
+    """Name for people; by default the address."""
     kv_events_port: _Port | None = None
-    """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
+    """Port on which vLLM publishes KV events, which tell what its prefix cache holds."""
     kv_events_replay_port: _Port | None = None
-    """Port on which it replays those that were missed."""
+    """Port on which vLLM replays missed KV events."""
 
     @property
     def where(self) -> str:
-        """What it names: address, DNS name or Service."""
+        """Address, DNS name or Service."""
         return self.url or self.dns or str(self.kubernetes)
 
     @property
@@ -141,44 +145,35 @@ class ReplicaSource(Section):
         return split_address(self.url or self.dns)
 
     @model_validator(mode="after")
-    def _one_address(self) -> "ReplicaSource":
+    def _is_whole(self) -> Self:
         if sum(map(bool, (self.url, self.dns, self.kubernetes))) != 1:
             raise ValueError("a replica needs one of 'url', 'dns' and 'kubernetes'")
-        return self
-
-    @model_validator(mode="after")
-    def _events_can_be_missed(self) -> "ReplicaSource":
-        if (self.kv_events_port is None) != (self.kv_events_replay_port is None):
-            raise ValueError(
-                "kv_events_port and kv_events_replay_port go together: one is given without the "
-                "other"
-            )
-        return self
+        return self._paired("kv_events_port", "kv_events_replay_port")
 
     @property
     def kv_events_ports(self) -> tuple[int, int] | None:
-        """Where KV events are published and replayed; None: they are not."""
+        """Ports of KV events and of their replay; None: not published."""
         if self.kv_events_port is None or self.kv_events_replay_port is None:
             return None
         return self.kv_events_port, self.kv_events_replay_port
 
 
 class RedisSettings(Section):
-    """Where replica state is shared."""
+    """Redis, through which routers and pollers share state."""
 
     url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """``redis://``, ``rediss://`` (TLS) or ``unix://``; with Sentinels or a Cluster, its login,
-    database and TLS options count, its host does not."""
+    """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, its
+    login, database and TLS options count, its host does not."""
     sentinels: tuple[_Address, ...] = ()
     """Addresses of the Sentinels that watch a primary and its replicas."""
     service: str | None = None
-    """Name by which the Sentinels know that primary."""
+    """Name of that primary at the Sentinels."""
     sentinel_username: str | None = None
-    """User at the Sentinels, where they ask for one."""
+    """User at the Sentinels, if they ask for one."""
     sentinel_password: str | None = Field(default=None, repr=False)
     """Password at the Sentinels."""
     cluster: tuple[_Address, ...] = ()
-    """Addresses of a few nodes of a Redis Cluster."""
+    """Addresses of some nodes of a Redis Cluster."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -188,8 +183,7 @@ class RedisSettings(Section):
     @model_validator(mode="after")
     def _name_one_form(self) -> Self:
         options = self.options
-        if bool(self.sentinels) != bool(self.service):
-            raise ValueError("sentinels and service go together: one is given without the other")
+        self._paired("sentinels", "service")
         if self.sentinels and self.cluster:
             raise ValueError("Redis has sentinels or is a cluster, not both")
         if self.cluster and options.get("db"):
@@ -205,24 +199,20 @@ class CertificateFiles(Section):
     """TLS on a port."""
 
     tls_cert: Path | None = None
-    """PEM file of the certificate to show, with those between it and its authority; without it,
-    the port speaks plain text."""
+    """PEM file of the certificate and its intermediates; null: plain text."""
     tls_key: Path | None = None
-    """PEM file of its key, without a password."""
+    """PEM file of the certificate's key, without a password."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
-        return self
+        return self._paired("tls_cert", "tls_key")
 
 
 class TlsFiles(CertificateFiles):
     """TLS on a gRPC port that Envoy connects to."""
 
     tls_client_ca: Path | None = None
-    """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
-    reaches the port may connect."""
+    """PEM file of the authorities of client certificates (mTLS); null: any client may connect."""
 
     @model_validator(mode="after")
     def _authority_needs_a_certificate(self) -> Self:
@@ -234,34 +224,27 @@ class TlsFiles(CertificateFiles):
         return self
 
 
-_MOST_CHUNKS = 1e6
-"""Chunks a second: more than there are."""
-
-
 class ServeSettings(TlsFiles):
     """The ext_proc server."""
 
     listen: _Address = "127.0.0.1:50051"
-    """gRPC address Envoy connects to."""
+    """gRPC address that Envoy connects to."""
     admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
-    """Requests in flight that the router looks after; Envoy goes on with further ones without
-    the router."""
+    """Requests in flight that the router follows; Envoy serves further ones without it."""
     drain_s: float = Field(default=30.0, ge=0)
-    """On SIGTERM, open streams have this many seconds to end; in the first 1.5 s new ones are still
-    taken."""
+    """Seconds that open streams have to end on SIGTERM; for the first 1.5 s, new ones are taken."""
     second_choice: bool = True
-    """Name a second replica after the first, for retries: a list, as only Envoy's override_host
-    policy takes it."""
-    chunks_per_s: float = Field(default=50.0, ge=0, le=_MOST_CHUNKS)
-    """Chunks of streamed responses that the router reads a second, on average, for token timing and
-    usage; those of responses that replicas store (Responses API) it reads beside them, all."""
+    """Name a second replica for retries: a list, as only Envoy's override_host policy takes it."""
+    chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
+    """Chunks of streamed responses read per second, on average, for token timing and usage;
+    responses that replicas store (Responses API) are read in full beside them."""
     hung_s: float = Field(default=20.0, ge=0)
-    """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
-    flight is ended, by 503 where no answer has begun. 0: never."""
+    """Seconds without any answer, to polls and to requests, after which a replica hangs: its
+    requests are ended, by 503 where no answer has begun. 0: never."""
     decision_metadata: bool = False
-    """Tell Envoy what was decided and predicted, in metadata ``extproc``: for its access log, and
+    """Send decisions and predictions to Envoy as metadata ``extproc``, for its access log and
     response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
@@ -296,34 +279,33 @@ PolicyName = Literal[
 
 
 class RouteSettings(Section):
-    """How a replica is chosen."""
+    """Choice of a replica."""
 
     policy: PolicyName = "completion"
-    """Name of the policy that chooses."""
+    """Policy that chooses."""
     policy_header: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+$")
-    """Request header in which clients may name another policy for one request; null: none."""
+    """Request header that names another policy for one request; null: none."""
     max_ttft_s: float | None = Field(default=None, gt=0)
-    """A request whose first token would come later than this, by prediction and on every replica,
-    is refused with 429; null: none is."""
+    """Seconds to the first token: a request that would take longer, by prediction and on every
+    replica, is refused with 429; null: none is."""
     session_header: _HeaderName | None = None
-    """Request header whose value names a session: its requests stay with one replica."""
+    """Request header that names a session, whose requests stay with one replica."""
     session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
-    """Cookie that does so, where the header is not there."""
+    """Cookie that names the session where the header is missing."""
     session_cost_s: float = Field(default=1.0, ge=0)
-    """Seconds by which a request may be finished later, by prediction, for staying with its
-    session's replica; beyond that it goes to a better one, and the session with it."""
+    """Seconds of predicted delay that a request accepts to stay with its session's replica; beyond
+    that the session moves to a better one."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
-    """Name that clients ask for → the name it is served by; a list of names under which replicas
-    serve one model; or name → weight, to draw one for each request."""
+    """Requested name → served name, list of the names under which replicas serve one model, or name
+    → weight to draw one for each request."""
     listed_models_only: bool = True
-    """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
-    they are asked for (vLLM's LoRA resolvers)."""
+    """Answer 404 for a model that no replica lists; false: replicas load adapters on request
+    (vLLM's LoRA resolvers)."""
     seed: int | None = None
-    """Seed of the generator that breaks ties; None: from the system."""
+    """Seed of the generator that breaks ties; null: from the system."""
 
     @property
     def keeps_sessions(self) -> bool:
-        """Whether any request may have one."""
         return self.session_header is not None or self.session_cookie is not None
 
     @field_validator("models")
@@ -342,47 +324,45 @@ class RouteSettings(Section):
 
 
 class RequestSettings(Section):
-    """How a request is measured."""
+    """Measurement of requests."""
 
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
-    """Ratio to start from; learned per model from the usage that replicas report."""
+    """Bytes per token to start from; learned for each model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
-    """Model name → folder with its ``tokenizer.json`` and chat template: know every token of a
-    prompt, as vLLM does, instead of estimating how many there are."""
+    """Model name → folder with ``tokenizer.json`` and chat template, to count tokens as vLLM does
+    instead of estimating them."""
     image_tokens: int = Field(default=576, ge=0)
-    """Tokens one image is taken for, to start from; learned per model like the ratio."""
+    """Tokens per image to start from; learned for each model."""
     tenant_header: _HeaderName | None = None
-    """Request header that names a tenant, whose output lengths are then learned by themselves."""
+    """Request header that names a tenant, whose output lengths are learned separately."""
 
 
 class ObjectiveSettings(Section):
-    """A kind of requests, by what they aim for; times in seconds since they came."""
+    """Priority and targets of a kind of requests; targets count from their arrival."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Of requests that wait, those of a higher one go first, at the router and in replicas that run
-    ``--scheduling-policy priority``."""
+    """Priority: higher ones go first, at the router and in replicas that run ``--scheduling-policy
+    priority``."""
     ttft_s: float | None = Field(default=None, gt=0)
-    """Until the first token."""
+    """Seconds to the first token."""
     tpot_s: float | None = Field(default=None, gt=0)
-    """For each further token, on average."""
+    """Seconds for each further token, on average."""
     completion_s: float | None = Field(default=None, gt=0)
-    """Until the last token."""
+    """Seconds to the last token."""
     sheddable: bool = False
-    """Whether a request is refused with 429 where it would miss a target, by prediction."""
+    """Refuse a request with 429 if it would miss a target, by prediction."""
     tenants: tuple[str, ...] = ()
-    """Tenants whose requests have it, where no header names another."""
+    """Tenants with this objective, unless a header names another."""
     models: tuple[str, ...] = ()
-    """Models whose requests have it, where their tenant has none."""
+    """Models with this objective, unless their tenant has one."""
 
     def named(self, name: str) -> Objective:
-        """The objective."""
         targets = (self.ttft_s, self.tpot_s, self.completion_s)
         seconds = (inf if one is None else one for one in targets)
         return Objective(name, self.priority, self.sheddable, *seconds)
 
 
-_LONGEST_HELD_S = 3600.0
-"""Envoy takes no longer ``override_message_timeout``."""
+_LONGEST_HELD_S = 3600.0  # Envoy takes no longer ``override_message_timeout``
 
 
 class HoldSettings(Section):
@@ -390,18 +370,16 @@ class HoldSettings(Section):
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
     """Seconds for which Envoy is asked to wait; a second earlier a request is refused with 429.
-    Envoy's ``max_message_timeout`` has to be as long: where it is shorter none waits, and with 0
-    neither."""
+    Envoy's ``max_message_timeout`` must be as long, or none waits. 0: none waits."""
     most: int = Field(default=10_000, ge=1)
     """Requests that wait at a time; further ones are refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
-    """Name → priority, targets, and whose requests have it."""
+    """Objectives by name: priority, targets, tenants and models."""
     objective_header: _HeaderName | None = None
-    """Request header that names the objective; one that is not named here, and none, has priority
-    0."""
+    """Request header that names the objective; without a known name, the priority is 0."""
     allow_inference_headers: bool = False
-    """Whether the headers count by which llm-d and the Gateway API Inference Extension name an
-    objective, a tenant (fairness id) and targets."""
+    """Accept the headers by which llm-d and the Gateway API Inference Extension name an objective,
+    a tenant (fairness id) and targets."""
 
     @field_validator("objectives")
     @classmethod
@@ -424,7 +402,7 @@ class HoldSettings(Section):
 
     @cached_property
     def _objectives(self) -> dict[tuple[str, str], Objective]:
-        """By what chooses it, and its name."""
+        """Objectives by what chooses them, and its name."""
         return {
             (kind, name): one.named(objective)
             for objective, one in self.objectives.items()
@@ -433,8 +411,7 @@ class HoldSettings(Section):
         }
 
     def objective(self, name: str, tenant: str, *models: str) -> Objective:
-        """What a request aims for: by the name in its header, or else by its tenant, or its model
-        by any of these names."""
+        """The objective named by the header, or else by the tenant, or the model (by any name)."""
         found = self._objectives
         if not found:
             return NO_OBJECTIVE
@@ -443,25 +420,23 @@ class HoldSettings(Section):
 
     @cached_property
     def has_priorities(self) -> bool:
-        """Whether any request may have another than 0."""
+        """Some objective has another priority than 0."""
         return any(objective.priority for objective in self.objectives.values())
 
 
-_TIMEOUTS = 3
-"""In a row, and a scrape has failed: vLLM under load is late with its page now and then, one that
-hangs always."""
-POLL_JITTER = 0.1
-"""Fraction by which each wait is stretched or cut at most, so that scrapes spread out."""
+_TIMEOUTS = 3  # after which a scrape has failed: vLLM under load is late now and then
+POLL_JITTER = 0.1  # largest fraction by which a wait is stretched or cut, so that scrapes spread
 
 
 class PollSettings(Section):
-    """How replicas are scraped."""
+    """Scrapes of replicas."""
 
     interval_s: float = Field(default=0.2, gt=0, le=1)
-    """Seconds between two scrapes of a replica; predictions live on fresh figures."""
+    """Seconds between two scrapes of a replica."""
     timeout_s: float = Field(default=1.0, gt=0)
-    """A scrape that takes longer is late: nothing is learned from it. One that takes three times as
-    long has failed: with the wait before it less than the 5 s after which a replica is silent."""
+    """Seconds after which a scrape is late: nothing is learned from it. After three times as long
+    it has failed; that and the wait before it must be less than the 5 s after which a replica is
+    silent."""
     admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 
@@ -489,9 +464,9 @@ class RecordSettings(Section):
     """A record of the traffic, without prompts and answers, for ``extproc what-if``."""
 
     path: Path | None = None
-    """Folder to write it to, a few files for each router and pool; None: nothing is recorded."""
+    """Folder for the record, a few files for each router and pool; null: no record."""
     max_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
-    """Of the files of one router and pool together; what is oldest goes first."""
+    """Bytes of the files of one router and pool together; the oldest go first."""
 
 
 class EdsSettings(TlsFiles):
@@ -502,43 +477,41 @@ class EdsSettings(TlsFiles):
 
 
 class AdminSettings(CertificateFiles):
-    """Who may look at the admin addresses of routers and pollers."""
+    """Access to the admin addresses of routers and pollers."""
 
     token_file: Path | None = None
-    """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
-    reaches the port may look. Health needs none."""
+    """File with the bearer token to show, watched; null: no token. Health needs none."""
 
 
 class TraceSettings(Section):
     """Spans of decisions (OpenTelemetry)."""
 
     endpoint: str | None = Field(default=None, pattern=r"^https?://")
-    """Base URL of the collector to send them to by OTLP over HTTP; null: none are made. Needs the
-    extra ``traces``."""
+    """Base URL of the collector, for OTLP over HTTP; null: no spans. Needs the extra ``traces``."""
 
 
 class LogSettings(Section):
-    """Logs go to standard error, one JSON object or one line of text each."""
+    """Logs, on standard error: one JSON object or one line of text each."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important lines to write: debug, info, warning or error."""
+    """Lowest level that is written: debug, info, warning or error."""
     format: Literal["json", "text"] = "text"
-    """text or json."""
+    """Format of the lines: text or json."""
 
 
 PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class PoolReplicas(Section):
-    """Which replicas a pool has, and how they schedule."""
+    """Replicas of a pool, and how they schedule."""
 
     replicas: tuple[ReplicaSource, ...] = ()
-    """``host:port, …``, or a list of replicas with ``url``, ``dns`` or ``kubernetes``,
-    ``profile`` and ``name``."""
+    """Replicas: ``host:port, …``, or a list with ``url``, ``dns`` or ``kubernetes``, ``profile``
+    and ``name``."""
     replicas_file: Path | None = None
-    """YAML list in the form of ``replicas``; watched."""
+    """File with a YAML list in the form of ``replicas``; watched."""
     priority_scheduling: bool = False
-    """Set it where all replicas run vLLM with ``--scheduling-policy priority``."""
+    """True if all replicas run vLLM with ``--scheduling-policy priority``."""
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -555,12 +528,12 @@ class Config(PoolReplicas):
     """The whole configuration of a router and a poller."""
 
     pool: PoolName = "default"
-    """Prefix of every Redis key: routers and pollers of one pool share it."""
+    """Name of the pool, a prefix of its Redis keys: routers and pollers of one pool share it."""
     pools: dict[PoolName, PoolReplicas] = Field(default_factory=dict)
-    """Name → ``replicas``, ``replicas_file``, ``priority_scheduling`` of a further pool; an Envoy
+    """Further pools by name: ``replicas``, ``replicas_file``, ``priority_scheduling``; an Envoy
     route says which."""
     state: Literal["redis", "memory"] = "redis"
-    """``memory``: one router polls the replicas itself and shares nothing; it needs no Redis."""
+    """Place of replica state; ``memory``: one router polls the replicas itself, without Redis."""
     redis: RedisSettings = RedisSettings()
     serve: ServeSettings = ServeSettings()
     route: RouteSettings = RouteSettings()
@@ -599,12 +572,12 @@ class Config(PoolReplicas):
 
     @cached_property
     def objective_headers(self) -> tuple[str, ...]:
-        """Those that name an objective; the first that is there counts."""
+        """Headers that name an objective; the first that is there counts."""
         return self._believed(self.hold.objective_header, OBJECTIVE)
 
     @cached_property
     def tenant_headers(self) -> tuple[str, ...]:
-        """Those that name a tenant, likewise."""
+        """Headers that name a tenant, likewise."""
         return self._believed(self.request.tenant_header, FAIRNESS_ID)
 
     def _believed(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ssl_cert_reqs": ("required", "optional", "none"),
     "ssl_check_hostname": ("yes", "true", "1", "no", "false", "0"),
 }
-"""Options after the ``?``, by redis-py's names, with the values of those that have a choice."""
+"""Options after the ``?``, by redis-py's names, with their choices, if any."""
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Returns redis-py's arguments for a URL; those of ``redis://`` may lack a host.
+    """Returns redis-py's arguments for a URL; those for ``redis://`` may lack a host.
 
     Raises:
         ValueError: the URL is not one of Redis, or names TLS files that cannot be used. The
@@ -60,13 +60,12 @@ def _check_option(name: str, value: str, tls: bool) -> None:
 
 
 def _check_files(options: Mapping[str, Any]) -> None:
-    """Tries the files of TLS while there is somebody to tell."""
+    """Tries the files of TLS before anything runs."""
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
     if authority is not None:
         read_certificates("ssl_ca_certs", Path(authority))
-    for name in ("ssl_certfile", "ssl_keyfile"):
-        if name in options:
-            read_file(name, Path(options[name]))
+    for name in sorted({"ssl_certfile", "ssl_keyfile"} & options.keys()):
+        read_file(name, Path(options[name]))
     if key and not certificate:
         raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
     try:

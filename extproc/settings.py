@@ -7,9 +7,9 @@ neither reports unknown variables with our prefix nor says which source a wrong 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -23,7 +23,7 @@ ENV_PREFIX = "EXTPROC_"
 ENV_FILE = "EXTPROC_CONFIG"  # names the YAML file where no flag does
 
 _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
-"""What Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
+"""Variables that Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
 
 _IPV6 = re.compile(r"\[[^\[\]]*\]:")  # how an address begins, and no list in YAML
 
@@ -33,7 +33,7 @@ _OF_SHAPES = {
     "dict_type": "must hold keys and values",
     "model_type": "must hold keys and values",
 }
-"""What is wrong, by pydantic's name for it, where its own words are of Python."""
+"""Mistakes in words of YAML, by pydantic's name, where its own words are of Python."""
 
 
 class ConfigError(Exception):
@@ -44,16 +44,15 @@ class ConfigError(Exception):
         self.problems = problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     given: object
     origin: str
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
-    """The configuration these sources make together: flags (key → text), the environment, of which
-    variables that are empty count as unset, and the file or, where None is given, the one that
-    ``EXTPROC_CONFIG`` names.
+    """Merges flags (key → text), the environment (empty variables are unset) and a file.
+
+    Without ``file``, the file is that which ``EXTPROC_CONFIG`` names, if any.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
@@ -62,12 +61,12 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
         file = Path(env[ENV_FILE])
     problems: list[str] = []
     values: dict[str, _Value] = {}
-    for source in (_from_file(file) if file else (), _from_env(env), _from_flags(flags)):
-        for key, value in source:
-            if key in LEAVES:
-                values[key] = value
-            else:
-                problems.append(_unknown(value.origin, key))
+    of_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())
+    for key, value in chain(_from_file(file) if file else (), _from_env(env), of_flags):
+        if key in LEAVES:
+            values[key] = value
+        else:
+            problems.append(_unknown(value.origin, key))
     try:
         config = Config.model_validate(_nested(values))
     except ValidationError as error:
@@ -86,7 +85,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 LEAVES: dict[str, FieldInfo] = dict(_leaves(Config))
-"""Every key there is, with its description and default."""
+"""Fields by key, with their descriptions and defaults."""
 
 _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
 
@@ -122,26 +121,21 @@ def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
             continue
         key = name.removeprefix(ENV_PREFIX).replace("__", ".").lower()
         if key in LEAVES or not _SERVICE_LINK.fullmatch(name):
-            yield key, _Value(_parsed(key, text, f"variable {name}"), f"variable {name}")
+            yield key, _parsed(key, text, f"variable {name}")
 
 
-def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
-    for key, text in flags.items():
-        yield key, _Value(_parsed(key, text, f"--{key}"), f"--{key}")
-
-
-def _parsed(key: str, text: str, origin: str) -> object:
-    """Text as it stands, but lists and mappings in YAML's (or JSON's) flow style."""
+def _parsed(key: str, text: str, origin: str) -> _Value:
+    """Reads lists and mappings in the flow style of YAML (or JSON); other text stays as it is."""
     if text[:1] not in ("[", "{") or _IPV6.match(text):
-        return text
+        return _Value(text, origin)
     try:
-        return parse_yaml(text)
+        return _Value(parse_yaml(text), origin)
     except ValueError as error:
         raise ConfigError([f"{_place(origin, key)}: {error}"]) from None
 
 
 def _place(origin: str, key: str) -> str:
-    """Where a value came from, and for what; a flag says both."""
+    """Names source and key of a value; a flag is both."""
     return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 

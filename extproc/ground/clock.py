@@ -3,9 +3,6 @@
 import time
 from collections.abc import Callable
 
-Clock = Callable[[], float]
-"""Returns seconds that never run backwards; only differences mean something."""
-
+Clock = Callable[[], float]  # seconds that never run backwards; only differences mean something
 monotonic: Clock = time.monotonic
-
 wall: Clock = time.time  # seconds since the epoch, for stamps that leave the process

@@ -12,15 +12,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Stamp = tuple[int, int, int]  # inode, modification time in ns, bytes
+_Stamp = tuple[int, int, int]  # inode, time of modification (ns), bytes
 
 
 def read_file(setting: str, path: Path) -> bytes:
-    """Reads a file that a setting names.
-
-    Raises:
-        ValueError: the file cannot be read; the message names setting, file and reason.
-    """
+    """Reads a file; raises ValueError with setting, file and reason if that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -28,11 +24,7 @@ def read_file(setting: str, path: Path) -> bytes:
 
 
 def read_certificates(setting: str, path: Path) -> bytes:
-    """Reads a file of certificates (PEM).
-
-    Raises:
-        ValueError: the file cannot be read, or holds no certificate.
-    """
+    """Reads a file of certificates (PEM); raises ValueError if that fails or it holds none."""
     content = read_file(setting, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
@@ -46,8 +38,7 @@ class Watched(Generic[T]):
 
     Args:
         what: the name that log lines give the files.
-        read: returns their content; raises OSError or ValueError where the content cannot be used.
-            The next look tries again.
+        read: returns their content, or raises OSError or ValueError; the next look tries again.
         files: the files to watch.
     """
 
@@ -92,7 +83,7 @@ class Watched(Generic[T]):
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Differs when the file was replaced or written to; None if it cannot be looked at."""
+    """Identifies a version of the file; None if it cannot be looked at."""
     try:
         status = path.stat()
     except OSError:

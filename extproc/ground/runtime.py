@@ -1,4 +1,4 @@
-"""How programs run: until a signal, with waits between attempts, with work on threads."""
+"""Runs of programs: until a signal, with waits between attempts, with work on threads."""
 
 import asyncio
 import signal
@@ -34,10 +34,9 @@ async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Returns or raises what ``work`` does, on a thread of its own.
+    """Runs ``work`` on a thread of its own, for calls that may hang, such as name resolution.
 
-    The thread goes on when the caller is cancelled, and does not delay the end of the program: for
-    calls that may hang, such as name resolution.
+    The thread goes on when the caller is cancelled, and does not delay the end of the program.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # from now on it cannot be cancelled

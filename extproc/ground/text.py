@@ -31,7 +31,7 @@ def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:
 
 
 def row_of(cells: Cells[T], item: T) -> list[str]:
-    """What the columns show of an item."""
+    """Cells of an item in a table."""
     return [cell(item) for _, cell in cells]
 
 
@@ -51,17 +51,14 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
 
 def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> list[str]:
     """Wrapped text, indented; ``first`` stands before its first line."""
+    before, after = first.ljust(indent), " " * indent
     return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first.ljust(indent),
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
+        text, width, initial_indent=before, subsequent_indent=after, break_on_hyphens=False
     )
 
 
 def printable(text: str) -> str:
-    """What a client or a replica wrote, with nothing in it that a terminal would obey."""
+    """Replaces characters that a terminal would obey in text of a client or a replica."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -91,10 +88,7 @@ def share(value: float | None) -> str:
 
 def bar(value: float | None) -> str:
     """A fraction as a bar and in per cent; ``-`` where there is none."""
-    if value is None:
-        return "-"
-    full = round(value * _BAR)
-    return f"{'█' * full}{'░' * (_BAR - full)} {value:6.1%}"
+    return "-" if value is None else f"{'█' * round(value * _BAR):░<{_BAR}} {value:6.1%}"
 
 
 def _fit(cell: str, most: int) -> str:

@@ -1,6 +1,6 @@
 """TLS on the ports that others connect to: files tried before use, read again when they change.
 
-A file that cannot be used is a ValueError, whose message names the file and the reason.
+Functions raise ValueError with file and reason if a file cannot be used.
 """
 
 import logging
@@ -39,11 +39,7 @@ class Certificates:
 
 
 def read(files: CertificateFiles, section: str, client_ca: Path | None = None) -> Certificates:
-    """Reads and tries the files of a section of the configuration that has TLS.
-
-    Raises:
-        ValueError: a file cannot be used.
-    """
+    """Reads and tries the files of a section of the configuration that has TLS."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
@@ -59,8 +55,7 @@ def read(files: CertificateFiles, section: str, client_ca: Path | None = None) -
 def watched(
     files: CertificateFiles, section: str, peers: str, client_ca: Path | None = None
 ) -> Watched[Certificates]:
-    """Watches the files, to be asked before each handshake; logs why ``peers`` will not trust the
-    certificate."""
+    """Watches the files; logs why ``peers`` will not trust the certificate."""
 
     def tried() -> Certificates:
         found = read(files, section, client_ca)
@@ -73,10 +68,7 @@ def watched(
 
 
 def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
-    """Returns the context that an HTTP port is opened with, or None for plain text.
-
-    Messages name the section of the configuration.
-    """
+    """Returns the context that an HTTP port is opened with, or None for plain text."""
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Browsers and Prometheus")
@@ -97,13 +89,18 @@ def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
     try:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
     except ssl.SSLError as error:
-        raise ValueError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
+        reason = f"cannot be used with {cert}: {error.reason}"
+        if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+            reason = f"is not the key of the certificate in {cert}"
+        elif error.reason is None:
+            reason = "holds no key (PEM), or one with a password"
+        raise ValueError(f"{section}.tls_key: {key}: {reason}") from None
     return server
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """Returns a client's context that trusts this certificate alone, whoever signed it and
-    whatever name it is for; of a file with several the first, which is a server's own."""
+    """Returns a client's context that trusts one certificate, whoever signed it and whatever name
+    it is for; of a file with several, the first, which is a server's own."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -117,18 +114,8 @@ def trusting(certificate: Path) -> ssl.SSLContext:
     return client
 
 
-def _reason(error: ssl.SSLError, cert: Path) -> str:
-    match error.reason:
-        case "KEY_VALUES_MISMATCH" | "KEY_TYPE_MISMATCH":
-            return f"is not the key of the certificate in {cert}"
-        case None:
-            return "holds no key (PEM), or one with a password"
-        case reason:
-            return f"cannot be used with {cert}: {reason}"
-
-
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Why the client hangs up on the server, in OpenSSL's words; empty where it does not."""
+    """Reason why the client hangs up on the server, in OpenSSL's words; empty if it does not."""
     upwards, downwards = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(downwards, upwards), server.wrap_bio(upwards, downwards, True)
     try:

@@ -1,4 +1,4 @@
-"""YAML as people write it: whatever is wrong with it is one line that says where."""
+"""YAML as people write it, with mistakes told in one line that says where."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,7 @@ _MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which brings in another mapping
 
 
 def read_yaml(path: Path) -> object:
-    """Read a file, as :func:`parse_yaml` does its text.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not YAML in UTF-8.
-    """
+    """Reads a file; raises OSError, or ValueError if it is not YAML in UTF-8."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -22,10 +17,10 @@ def read_yaml(path: Path) -> object:
 
 
 def parse_yaml(text: str) -> object:
-    """Parse YAML or JSON: one document as it stands, several as a list of them.
+    """Parses YAML or JSON: one document as it stands, several as a list of them.
 
     Raises:
-        ValueError: it is neither; the message quotes no line, which may hold a password.
+        ValueError: the text is neither; the message quotes no line, which may hold a password.
     """
     try:
         documents = list(yaml.load_all(text, _Loader))
@@ -44,7 +39,7 @@ def _place(mark: yaml.Mark | None) -> str:
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As YAML's own, which takes the last of several values for a key without a word."""
+        """Refuses a key that comes twice, of which YAML's own loader takes the last value."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
@@ -63,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As YAML's own, whose constructors let any error of Python's own pass."""
+        """Turns any error of YAML's own constructors into one that says where."""
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
