@@ -1,29 +1,21 @@
-import pytest
-from tokenizers import Encoding, Tokenizer
+"""Bodies of requests, and their profiles."""
+
+import json
+from typing import Any
+
+from extproc.request.endpoint import Endpoint
+from extproc.request.inspect import inspect
+from extproc.request.profile import RequestProfile
+from extproc.request.tokens import TokenCounter
 
 
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are tokenised."""
-    texts: list[str] = []
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
-    class Recorder:
-        def __init__(self, real: Tokenizer) -> None:
-            self.real = real
 
-        @classmethod
-        def from_file(cls, path: str) -> "Recorder":
-            return cls(Tokenizer.from_file(path))
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-            texts.append(text)
-            return self.real.encode(text, add_special_tokens=add_special_tokens)
 
-        def no_truncation(self) -> None:
-            self.real.no_truncation()
-
-        def no_padding(self) -> None:
-            self.real.no_padding()
-
-    monkeypatch.setattr("tokenizers.Tokenizer", Recorder)
-    return texts
+def profiled(tokens: TokenCounter, endpoint: Endpoint, **fields: Any) -> RequestProfile:
+    return inspect(endpoint, json.dumps({"model": "m", **fields}).encode(), tokens)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
+    Encoding,
     Tokenizer,
     decoders,
     models,
@@ -28,6 +30,7 @@ from extproc.request.inspect import inspect
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter, TokenizerError
+from tests.request.conftest import assistant, profiled, user
 from tests.request.test_bad_input import check_sane, fields
 
 CHATML = """\
@@ -103,14 +106,30 @@ def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
     return made
 
 
-def profile(endpoint: Endpoint, tokens: TokenCounter, **given: Any) -> RequestProfile:
-    return inspect(endpoint, json.dumps({"model": "m", **given}).encode(), tokens)
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are tokenised."""
+    texts: list[str] = []
+
+    class Recorder:
+        def __init__(self, path: str) -> None:
+            self.real = Tokenizer.from_file(path)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def encode(self, text: str, **how: Any) -> Encoding:
+            texts.append(text)
+            return self.real.encode(text, **how)
+
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=Recorder))
+    return texts
 
 
 def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
     """When it was seen often enough to be known to its end."""
     for _ in range(20):
-        got = profile(Endpoint.CHAT, tokens, **given)
+        got = profiled(tokens, Endpoint.CHAT, **given)
         if got.prefix.whole:
             return got
     raise AssertionError
@@ -125,16 +144,12 @@ def printed(text: str, tokenizer: Tokenizer) -> list[int]:
 def read(got: RequestProfile) -> list[int]:
     """Its token ids; its keys are those of a prompt that is sent as them."""
     ids: list[int] = got.prefix.ids.tolist()
-    sent = profile(Endpoint.COMPLETIONS, TokenCounter(RequestSettings()), prompt=ids)
+    sent = profiled(TokenCounter(RequestSettings()), Endpoint.COMPLETIONS, prompt=ids)
     assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
     if got.prefix.whole:
         assert got.prefix.whole == sent.prefix.whole
         assert got.prompt_tokens == len(ids)
     return ids
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 class TestChat:
@@ -199,12 +214,12 @@ class TestChat:
     def test_that_it_cannot_read_so_is_read_by_its_bytes(
         self, counter: Folder, given: dict[str, Any]
     ) -> None:
-        got = profile(Endpoint.CHAT, counter(), **given)
+        got = profiled(counter(), Endpoint.CHAT, **given)
         assert got.prefix.keys.size
         assert not got.prefix.ids.size
 
     def test_that_its_template_refuses_is_read_by_its_bytes(self, counter: Folder) -> None:
-        got = profile(Endpoint.CHAT, counter(IN_PARTS), messages=[{"role": "odd", "content": "x"}])
+        got = profiled(counter(IN_PARTS), Endpoint.CHAT, messages=[{"role": "odd", "content": "x"}])
         assert got.prefix.whole
         assert not got.prefix.ids.size
 
@@ -223,7 +238,7 @@ class TestConversation:
             answer = TEXT[place : place + 200]
             if before:
                 assert got.prefix.asked == before.whole
-            messages.append({"role": "assistant", "content": answer})
+            messages.append(assistant(answer))
             text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
             before, place = got.prefix, place + size
         got = known(tokens, messages=messages)
@@ -243,7 +258,7 @@ class TestConversation:
         self, counter: Folder
     ) -> None:
         tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
-        messages = [user("why?"), {"role": "assistant", "content": "so"}, user("well")]
+        messages = [user("why?"), assistant("so"), user("well")]
         assert known(tokens, messages=messages).prefix.asked == 0
 
     def test_a_template_may_print_the_head_of_an_answer_always(
@@ -252,7 +267,7 @@ class TestConversation:
         tokens = counter(
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
         )
-        messages = [user("a" * 50), {"role": "assistant", "content": "b" * 50}, user("c" * 50)]
+        messages = [user("a" * 50), assistant("b" * 50), user("c" * 50)]
         got = known(tokens, messages=messages).prefix
         said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
         assert got.answered == pytest.approx(len(said), abs=2)
@@ -266,11 +281,11 @@ class TestCost:
         tokens, messages = counter(), [user(TEXT[:30_000])]
         known(tokens, messages=messages)
         for turn in range(5):
-            answer = {"role": "assistant", "content": f"{turn} it is"}
+            answer = assistant(f"{turn} it is")
             messages += [answer, user(TEXT[turn * 1_000 :][:1_000])]
             encoded.clear()
-            assert profile(Endpoint.CHAT, tokens, messages=messages).prefix.whole
-            assert sum(map(len, encoded)) < 1_000 + 3 * 1_024
+            assert profiled(tokens, Endpoint.CHAT, messages=messages).prefix.whole
+            assert 0 < sum(map(len, encoded)) < 1_000 + 3 * 1_024
 
     def test_a_long_prompt_is_known_after_a_few_requests(
         self, counter: Folder, tokenizer: Tokenizer, encoded: list[str]
@@ -281,8 +296,8 @@ class TestCost:
         sizes = []
         for _ in range(5):
             encoded.clear()
-            got = profile(Endpoint.CHAT, tokens, messages=[user(TEXT[:50_000])])
-            assert sum(map(len, encoded)) <= 16_384
+            got = profiled(tokens, Endpoint.CHAT, messages=[user(TEXT[:50_000])])
+            assert 0 < sum(map(len, encoded)) <= 16_384
             assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
             sizes.append(len(read(got)))
             assert read(got) == ids[: sizes[-1]]
@@ -304,33 +319,33 @@ class TestCost:
 class TestCompletion:
     def test_begins_as_the_tokenizer_says(self, counter: Folder, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(TEXT[:500]).ids
-        got = profile(Endpoint.COMPLETIONS, counter(), prompt=TEXT[:500])
+        got = profiled(counter(), Endpoint.COMPLETIONS, prompt=TEXT[:500])
         assert read(got) == ids
-        got = profile(
-            Endpoint.COMPLETIONS, counter(), prompt=[TEXT[:500]], add_special_tokens=False
+        got = profiled(
+            counter(), Endpoint.COMPLETIONS, prompt=[TEXT[:500]], add_special_tokens=False
         )
         assert read(got) == printed(TEXT[:500], tokenizer)
 
     def test_may_be_token_ids(self, counter: Folder) -> None:
         ids = list(range(100))
-        got = profile(Endpoint.COMPLETIONS, counter(), prompt=ids)
+        got = profiled(counter(), Endpoint.COMPLETIONS, prompt=ids)
         assert read(got) == ids
-        longer = profile(Endpoint.COMPLETIONS, counter(), prompt=[[*ids, 1]])
+        longer = profiled(counter(), Endpoint.COMPLETIONS, prompt=[[*ids, 1]])
         assert longer.prefix.whole not in (0, got.prefix.whole)
 
     @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [], None])
     def test_else_is_no_single_known_prompt(self, counter: Folder, prompt: Any) -> None:
-        assert profile(Endpoint.COMPLETIONS, counter(), prompt=prompt).prefix.keys.size == 0
+        assert profiled(counter(), Endpoint.COMPLETIONS, prompt=prompt).prefix.keys.size == 0
 
     def test_that_is_truncated_has_no_beginning(self, counter: Folder) -> None:
-        got = profile(
-            Endpoint.COMPLETIONS, counter(), prompt=TEXT[:5_000], truncate_prompt_tokens=50
+        got = profiled(
+            counter(), Endpoint.COMPLETIONS, prompt=TEXT[:5_000], truncate_prompt_tokens=50
         )
         assert (got.prompt_tokens, got.prefix.keys.size) == (50, 0)
 
 
 def test_other_endpoints_are_read_by_their_bytes(counter: Folder) -> None:
-    got = profile(Endpoint.MESSAGES, counter(), messages=[user(TEXT[:5_000])])
+    got = profiled(counter(), Endpoint.MESSAGES, messages=[user(TEXT[:5_000])])
     assert got.prefix.keys.size
     assert not got.prefix.ids.size
 

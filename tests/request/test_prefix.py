@@ -1,10 +1,11 @@
-"""What of a prompt a prefix cache may hold, told by keys that are equal where beginnings are."""
+"""Keys of prompts are equal where their beginnings are: of texts, conversations and token ids."""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +15,15 @@ import pytest
 from extproc.config import RequestSettings
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.prefix import MOST_BYTES, UNIT_BYTES, Prefix
+from extproc.request.prefix import MOST_BYTES, UNIT_BYTES, Prefix, seed_of, token_keys
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
+from tests.request.conftest import assistant, profiled, user
 
 COUNTER = TokenCounter(RequestSettings(bytes_per_token=4.0, image_tokens=576))
 
 
-def profile(endpoint: Endpoint, **fields: Any) -> RequestProfile:
-    body = json.dumps({"model": "m", **fields}).encode()
-    return inspect(endpoint, body, COUNTER)
+profile = partial(profiled, COUNTER)
 
 
 def prefix(endpoint: Endpoint, **fields: Any) -> Prefix:
@@ -32,14 +32,6 @@ def prefix(endpoint: Endpoint, **fields: Any) -> Prefix:
 
 def chat(*messages: dict[str, Any], **fields: Any) -> Prefix:
     return prefix(Endpoint.CHAT, messages=messages, **fields)
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
 
 
 def words(name: str, count: int) -> str:
@@ -311,3 +303,43 @@ def test_another_process_has_the_same_keys() -> None:
     }
     got = chat(*CHAT, tools=TOOLS)
     assert printed == {f"{got.whole} {got.asked} {got.keys.tolist()}\n".encode()}
+
+
+IDS = np.random.default_rng(1).integers(0, 150_000, 1_000).astype(np.uint32)
+SEED = seed_of("")
+
+
+def test_keys_of_a_part_follow_from_the_key_before_it() -> None:
+    whole = token_keys(IDS, 16, SEED).tolist()
+    assert len(whole) == len(set(whole)) == 62
+    for cut in (1, 7, 61):
+        first = token_keys(IDS[: cut * 16], 16, SEED).tolist()
+        rest = token_keys(IDS[cut * 16 :].tolist(), 16, first[-1]).tolist()
+        assert first + rest == whole
+
+
+def test_a_key_stands_for_all_up_to_its_block() -> None:
+    other = IDS.copy()
+    other[100] += 1
+    same = token_keys(IDS, 16, SEED) == token_keys(other, 16, SEED)
+    assert same.tolist() == [True] * 6 + [False] * 56
+    swapped = np.concatenate([IDS[16:32], IDS[:16], IDS[32:]])
+    assert not (token_keys(IDS, 16, SEED) == token_keys(swapped, 16, SEED)).any()
+
+
+def test_block_size_adapter_and_salt_set_keys_apart() -> None:
+    keys = token_keys(IDS, 16, SEED)
+    assert not np.isin(keys, token_keys(IDS, 16, seed_of("sql", ""))).any()
+    assert not np.isin(keys, token_keys(IDS, 16, seed_of("", "sql"))).any()
+    assert not np.isin(keys, token_keys(IDS, 32, SEED)).any()
+
+
+@pytest.mark.parametrize("ids", [[], [1] * 15])
+def test_what_fills_no_block_has_no_key(ids: list[int]) -> None:
+    assert len(token_keys(ids, 16, SEED)) == 0
+
+
+@pytest.mark.parametrize("ids", [[-1] * 16, [2**32] * 16, ["x"] * 16, [1.5, None] * 8])
+def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
+    with pytest.raises((OverflowError, TypeError, ValueError)):
+        token_keys(ids, 16, SEED)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.endpoint import Endpoint
-from extproc.request.usage import PRELUDE, Usage, UsageReader
+from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
@@ -213,12 +213,7 @@ def test_embeddings_decode_nothing() -> None:
 @pytest.mark.parametrize(
     "usage",
     [
-        "null",
-        "{}",
-        "[]",
-        "1",
-        '"x"',
-        "{",
+        *("null", "{}", "[]", "1", '"x"', "{"),
         '{"prompt_tokens": "7"}',
         '{"prompt_tokens": -1, "completion_tokens": true}',
         '{"prompt_tokens": 1e3}',
@@ -247,3 +242,37 @@ def test_memory_is_bounded(endless: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert held < 64_000
+
+
+WHOLE = b'{"id":"resp_12ab","created_at":1,"output":[{"id":"msg_1"}]}'
+STREAM = (
+    b'event: response.created\ndata: {"response":{"id":"resp_12ab","model":"m"},'
+    b'"sequence_number":0,"type":"response.created"}\n\n'
+)
+
+
+def ids_in(body: bytes, size: int) -> list[str]:
+    reader = ResponseIdReader()
+    found = [reader.feed(body[start : start + size]) for start in range(0, len(body), size)]
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("body", [WHOLE, STREAM])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_response_id_is_read_once_however_the_body_is_split(body: bytes, size: int) -> None:
+    assert ids_in(body + body, size) == ["resp_12ab"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"id":"chatcmpl-1"}',
+        b'{"previous_response_id":"resp_1"}',
+        b'{"text":"\\"id\\":\\"resp_1\\""}',
+        b'{"id":"resp_' + b"x" * 500 + b'"}',
+        b" " * 5_000 + WHOLE,
+    ],
+)
+def test_other_and_late_ids_are_passed_over(body: bytes) -> None:
+    assert ids_in(body, 64) == []
