@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
-from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Adapters
 from extproc.lab.simulator.replica import Replica
 from extproc.lab.simulator.steps import Sequence
-from tests.lab.simulator.conftest import SETTINGS
-from tests.lab.simulator.test_engine import PROFILE, lone_request_time, run
+from tests.lab.simulator.conftest import SETTINGS, get, reply
+from tests.lab.simulator.test_engine import engine_with, lone_request_time, run
+from tests.lab.simulator.test_metrics import samples, values
 
 LOAD_S = 0.5
 
 
-def engine(slots: int) -> Engine:
-    return Engine(PROFILE, adapters=Adapters(slots, LOAD_S))
+def engine(slots: int, *sequences: Sequence) -> Engine:
+    return engine_with(*sequences, adapters=Adapters(slots, LOAD_S))
 
 
 def sequence(number: int, adapter: str, output: int = 10) -> Sequence:
@@ -27,12 +27,9 @@ def sequence(number: int, adapter: str, output: int = 10) -> Sequence:
 
 
 def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -> None:
-    one = engine(slots=1)
     a, b, later_b = sequence(1, "a", 50), sequence(2, "b"), sequence(3, "b")
     base, later_a = sequence(4, ""), sequence(5, "a", 80)
-    for each in (a, b, later_b, base, later_a):
-        one.add(each, 0.0)
-    run(one)
+    run(engine(1, a, b, later_b, base, later_a))
     assert a.admitted == base.admitted == later_a.admitted == 0.0
     assert b.admitted == later_b.admitted == later_a.finished
     assert base.finished is not None
@@ -41,17 +38,14 @@ def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -
 
 
 def test_as_many_adapters_share_a_batch_as_there_are_slots() -> None:
-    two = engine(slots=2)
     sequences = [sequence(number, name) for number, name in enumerate("abc")]
-    for each in sequences:
-        two.add(each, 0.0)
-    run(two)
+    run(engine(2, *sequences))
     assert [each.admitted for each in sequences[:2]] == [0.0, 0.0]
     assert sequences[2].admitted == sequences[0].finished
 
 
 def test_what_was_used_the_longest_ago_has_to_be_loaded_again() -> None:
-    two, now, seconds = engine(slots=2), 0.0, []
+    two, now, seconds = engine(2), 0.0, []
     for number, name in enumerate("aabbacabb"):
         each = sequence(number, name)
         two.add(each, now)
@@ -70,31 +64,21 @@ def replica() -> Replica:
 
 async def complete(client: ClientSession, model: str, **fields: object) -> dict[str, Any]:
     body = {"model": model, "prompt": "word " * 100, "max_tokens": 2, **fields}
-    async with client.post("/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
-        assert response.status == 200, answer
-        return answer
+    return await reply(client, "/v1/completions", body)
 
 
 async def adapters_told(client: ClientSession) -> list[tuple[str, str, str]]:
-    async with client.get("/metrics") as response:
-        page = await response.text()
     return [
         (labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"])
-        for family in text_string_to_metric_families(page)
-        for name, labels, *_ in family.samples
+        for name, labels, *_ in await samples(client)
         if name == "vllm:lora_requests_info"
     ]
 
 
 async def test_its_list_says_whose_adapters_they_are(client: ClientSession) -> None:
-    async with client.get("/v1/models") as response:
-        listed = (await response.json())["data"]
-    assert [(one["id"], one["parent"]) for one in listed] == [
-        ("tiny", None),
-        ("a", "tiny"),
-        ("b", "tiny"),
-    ]
+    listed = (await get(client, "/v1/models"))["data"]
+    parents = {one["id"]: one["parent"] for one in listed}
+    assert [*parents.items()] == [("tiny", None), ("a", "tiny"), ("b", "tiny")]
     assert (await complete(client, "a"))["model"] == "a"
 
 
@@ -112,10 +96,8 @@ async def test_its_page_names_the_adapters_that_run(client: ClientSession) -> No
     assert await adapters_told(client) == [("1", "", "")]
     long = asyncio.create_task(complete(client, "a", max_tokens=2000, ignore_eos=True))
     waits = asyncio.create_task(complete(client, "b"))
-    deferred = False
-    while not deferred:
-        async with client.get("/metrics") as response:
-            deferred = 'reason="deferred"} 1.0' in await response.text()
+    while not (await values(client))["num_requests_waiting_by_reason.deferred"]:
+        pass
     assert await adapters_told(client) == [("1", "a", "a")]
     await asyncio.gather(long, waits)
     assert await adapters_told(client) == [("1", "", "")]

@@ -1,4 +1,4 @@
-"""Whatever a client sends gets a defined answer."""
+"""Malformed requests get defined answers."""
 
 import asyncio
 import json
@@ -15,9 +15,7 @@ from extproc.lab.simulator.answers import GENERATING
 from extproc.lab.simulator.pooling import POOLING
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER, start
-
-CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hello"}]
+from tests.lab.simulator.conftest import CHAT, chat, get, reply
 
 
 async def refused(client: ClientSession, path: str, body: bytes | dict[str, Any]) -> str:
@@ -39,98 +37,66 @@ async def test_not_json_or_not_an_object(client: ClientSession, path: str, body:
     await refused(client, path, body)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {}),
-        (CHAT, {"messages": []}),
-        (CHAT, {"messages": "hello"}),
-        (CHAT, {"messages": [{"content": "hello"}]}),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 0}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": -1}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 1e30}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": float("nan")}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": "many"}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 5000}),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 5, "min_tokens": 6}),
-        (CHAT, {"messages": MESSAGES, "n": 0}),
-        (CHAT, {"messages": MESSAGES, "n": 10**9}),
-        (CHAT, {"messages": MESSAGES, "temperature": "hot"}),
-        (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}),
-        (CHAT, {"messages": [{"role": "user", "content": "word " * 4000}]}),
-        ("/v1/completions", {}),
-        ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}),
-        ("/v1/completions", {"prompt": ""}),
-        ("/v1/completions", {"prompt": []}),
-        ("/v1/completions", {"prompt": [[]]}),
-        ("/v1/completions", {"prompt": ["hello", ""]}),
-        ("/v1/completions", {"prompt": [-1]}),
-        ("/v1/completions", {"prompt": [1.5]}),
-        ("/v1/completions", {"prompt": [1, "two"]}),
-        ("/v1/completions", {"prompt": [2**40]}),
-        ("/v1/completions", {"prompt": [1] * 4096}),
-        ("/v1/responses", {"input": ""}),
-        ("/v1/responses", {"input": []}),
-        ("/v1/responses", {"input": "hello", "max_output_tokens": -5}),
-        ("/v1/messages", {"messages": MESSAGES}),
-        ("/v1/embeddings", {"input": []}),
-        ("/v1/embeddings", {"input": [1] * 4097}),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}),
-        ("/v1/score", {"text_1": "a"}),
-        ("/v1/rerank", {"query": "a", "documents": []}),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}),
-        ("/tokenize", {}),
-        ("/simulate", {"slow": 0}),
-        ("/simulate", {"slow": 1e300}),
-        ("/simulate", {"fail": 200}),
-        ("/simulate", {"explode": True}),
+WRONG: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        *({}, {"messages": []}, {"messages": "hello"}, {"messages": [{"content": "hello"}]}),
+        *({"messages": [{"role": "user", "content": 5}]}, chat("word " * 4000)),
+        *(chat(max_tokens=bound) for bound in (0, -1, 1e30, float("nan"), "many", 5000)),
+        *(chat(max_tokens=5, min_tokens=6), chat(n=0), chat(n=10**9), chat(temperature="hot")),
+        chat(stream_options={"include_usage": True}),
     ],
+    "/v1/completions": [
+        *({}, {"prompt": "a", "stream_options": {"include_usage": True}}, {"prompt": ""}),
+        *({"prompt": []}, {"prompt": [[]]}, {"prompt": ["hello", ""]}, {"prompt": [-1]}),
+        *({"prompt": [1.5]}, {"prompt": [1, "two"]}, {"prompt": [2**40]}, {"prompt": [1] * 4096}),
+    ],
+    "/v1/responses": [{"input": ""}, {"input": []}, {"input": "a", "max_output_tokens": -5}],
+    "/v1/messages": [chat()],
+    "/v1/embeddings": [{"input": []}, {"input": [1] * 4097}],
+    "/v1/score": [{"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, {"text_1": "a"}],
+    "/v1/rerank": [
+        {"query": "a", "documents": []},
+        {"query": "a", "documents": ["b"], "top_n": -1},
+    ],
+    "/tokenize": [{}],
+    "/simulate": [{"slow": 0}, {"slow": 1e300}, {"fail": 200}, {"explode": True}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(path, body) for path, bodies in WRONG.items() for body in bodies]
 )
 async def test_wrong_fields(client: ClientSession, path: str, body: dict[str, Any]) -> None:
     await refused(client, path, body)
 
 
 async def test_errors_name_the_field(client: ClientSession) -> None:
-    message = await refused(client, CHAT, {"messages": MESSAGES, "max_tokens": "many"})
-    assert "max_tokens" in message
+    assert "max_tokens" in await refused(client, CHAT, chat(max_tokens="many"))
 
 
 async def test_a_prompt_that_fills_the_context_leaves_no_room(client: ClientSession) -> None:
-    body = {"prompt": [1] * 4095, "ignore_eos": True}
-    async with client.post("/v1/completions", json=body) as response:
-        assert (await response.json())["usage"]["completion_tokens"] == 1
+    answer = await reply(client, "/v1/completions", {"prompt": [1] * 4095, "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *POOLING])
 async def test_an_unknown_model_is_not_found(client: ClientSession, path: str) -> None:
-    body = {
-        "model": "other",
-        "messages": MESSAGES,
-        "max_tokens": 5,
-        **dict.fromkeys(("prompt", "input", "query", "documents", "text_1", "text_2"), "hello"),
-    }
-    async with client.post(path, json=body) as response:
-        assert response.status == 404
-        error = (await response.json())["error"]
-        assert (error["type"], error["message"]) == (
-            "NotFoundError",
-            "The model `other` does not exist.",
-        )
+    prompts = ("prompt", "input", "query", "documents", "text_1", "text_2")
+    body = chat(max_tokens=5, **dict.fromkeys(prompts, "hello")) | {"model": "other"}
+    error = (await reply(client, path, body, status=404))["error"]
+    assert error["type"] == "NotFoundError"
+    assert error["message"] == "The model `other` does not exist."
 
 
 async def test_unknown_paths_and_methods(client: ClientSession) -> None:
-    async with client.get("/nowhere") as response:
-        assert response.status == 404
-        assert (await response.json())["error"]["type"] == "NotFoundError"
-    async with client.get(CHAT) as response:
-        assert response.status == 405
+    assert (await get(client, "/nowhere", 404))["error"]["type"] == "NotFoundError"
+    await get(client, CHAT, 405)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "many", "1e3", "9" * 30])
 async def test_a_wrong_header(client: ClientSession, value: str) -> None:
     headers = {OUTPUT_TOKENS_HEADER: value}
-    async with client.post(CHAT, json={"messages": MESSAGES}, headers=headers) as response:
+    async with client.post(CHAT, json=chat(), headers=headers) as response:
         assert response.status == 400
 
 
@@ -138,7 +104,7 @@ async def test_a_wrong_header(client: ClientSession, value: str) -> None:
 async def test_a_body_that_is_not_encoded_as_it_claims(
     client: ClientSession, encoding: str
 ) -> None:
-    body = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
+    body = json.dumps(chat(max_tokens=1)).encode()
     headers = {"content-encoding": encoding}
     async with client.post(CHAT, data=body, headers=headers) as response:
         assert response.status == 200

@@ -1,19 +1,42 @@
 from random import Random
+from typing import Any
 
 import pytest
 
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Speculation
-from extproc.lab.simulator.steps import FinishReason, Outcome, Sequence
+from extproc.lab.simulator.steps import FinishReason, Outcome, Sequence, Step
 from extproc.predict.step import HardwareProfile, StepModel
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)
 PROFILE = HardwareProfile("test", STEP, 1600, 256, 16)
 
 
+def engine_with(*sequences: Sequence, **options: Any) -> Engine:
+    """An engine with sequences that arrived at 0."""
+    engine = Engine(PROFILE, **options)
+    for sequence in sequences:
+        engine.add(sequence, 0.0)
+    return engine
+
+
 def run(engine: Engine) -> list[Outcome]:
     return engine.advance(float("inf"))
+
+
+def begin(engine: Engine, now: float) -> Step:
+    step = engine.schedule(now)
+    assert step is not None
+    return step
+
+
+def admitted(step: Step) -> list[int]:
+    return [sequence.id for sequence, _ in step.chunks]
+
+
+def ended(outcomes: list[Outcome]) -> list[int]:
+    return [sequence.id for outcome in outcomes for sequence in outcome.finished]
 
 
 def lone_request_time(prompt: int, output: int, budget: int) -> float:
@@ -27,8 +50,7 @@ def lone_request_time(prompt: int, output: int, budget: int) -> float:
 
 @pytest.mark.parametrize(("prompt", "output"), [(1, 1), (100, 1), (256, 2), (257, 40), (1000, 300)])
 def test_a_lone_request_takes_its_chunks_and_one_step_a_token(prompt: int, output: int) -> None:
-    engine = Engine(PROFILE)
-    sequence = Sequence(1, prompt, output)
+    engine, sequence = Engine(PROFILE), Sequence(1, prompt, output)
     engine.add(sequence, 5.0)
     run(engine)
     assert sequence.finished == pytest.approx(5.0 + lone_request_time(prompt, output, 256))
@@ -37,34 +59,29 @@ def test_a_lone_request_takes_its_chunks_and_one_step_a_token(prompt: int, outpu
 
 
 def test_a_pooling_request_ends_with_its_prefill() -> None:
-    engine = Engine(PROFILE)
-    sequence = Sequence(1, 300, 0)
-    engine.add(sequence, 0.0)
-    outcomes = run(engine)
-    assert outcomes[-1].finished == [sequence]
-    assert (engine.steps, engine.counters.generated_tokens) == (2, 0)
-    assert engine.counters.prompt_tokens == 300
-    assert engine.counters.first_tokens == 1
+    engine = engine_with(sequence := Sequence(1, 300, 0))
+    assert run(engine)[-1].finished == [sequence]
+    counters = engine.counters
+    assert (engine.steps, counters.generated_tokens) == (2, 0)
+    assert (counters.prompt_tokens, counters.first_tokens) == (300, 1)
 
 
 def test_a_step_counts_only_if_a_sequence_gets_something_of_it() -> None:
-    engine = Engine(PROFILE)
-    engine.add(Sequence(1, 1000, 3), 0.0)
+    engine = engine_with(Sequence(1, 1000, 3))
     run(engine)
     assert (engine.steps, engine.counters.steps) == (6, 3)
     assert engine.counters.iteration_tokens.sum == 1003
 
 
 def test_gauges_show_the_end_of_the_last_step() -> None:
-    engine = Engine(PROFILE, kv_tokens=512, max_num_seqs=1)
     first, second = Sequence(1, 320, 2), Sequence(2, 10, 1)
-    engine.add(first, 0.0)
-    engine.schedule(0.0)
+    engine = engine_with(first, kv_tokens=512, max_num_seqs=1)
+    begin(engine, 0.0)
     engine.add(second, 0.01)
     assert engine.gauges[:3] == (0, 0, 0.0)
     engine.complete()
     assert engine.gauges[:3] == (1, 0, 0.5)
-    engine.schedule(1.0)
+    begin(engine, 1.0)
     engine.complete()
     assert engine.gauges[:3] == (1, 1, 0.625)
     engine.abort(first, 1.1)
@@ -73,15 +90,11 @@ def test_gauges_show_the_end_of_the_last_step() -> None:
 
 
 def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:
-    engine = Engine(PROFILE)
-    engine.add(Sequence(1, 10, 50), 0.0)
-    engine.schedule(0.0)
+    engine, long = engine_with(Sequence(1, 10, 50)), Sequence(2, 400, 1)
+    begin(engine, 0.0)
     engine.complete()
-    long = Sequence(2, 400, 1)
     engine.add(long, 0.1)
-    step = engine.schedule(0.1)
-    assert step is not None
-    assert step.chunks == [(long, 255)]
+    assert begin(engine, 0.1).chunks == [(long, 255)]
     outcome = engine.complete()
     assert [sequence.id for sequence in outcome.decoded] == [1]
     assert outcome.prefilled == []
@@ -89,33 +102,23 @@ def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:
 
 
 def test_waiting_ones_are_admitted_in_order_up_to_max_num_seqs() -> None:
-    engine = Engine(PROFILE, max_num_seqs=2)
-    for number in range(4):
-        engine.add(Sequence(number, 10, 5), 0.0)
-    step = engine.schedule(0.0)
-    assert step is not None
-    assert [sequence.id for sequence, _ in step.chunks] == [0, 1]
+    engine = engine_with(*(Sequence(number, 10, 5) for number in range(4)), max_num_seqs=2)
+    assert admitted(begin(engine, 0.0)) == [0, 1]
     assert (engine.running, engine.waiting) == (2, 2)
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
-    engine = Engine(PROFILE, kv_tokens=320)
-    engine.add(Sequence(1, 160, 10), 0.0)
-    engine.add(Sequence(2, 300, 2), 0.0)
-    engine.add(Sequence(3, 10, 2), 0.0)
-    step = engine.schedule(0.0)
-    assert step is not None
-    assert [sequence.id for sequence, _ in step.chunks] == [1], "the next ones wait in order"
+    sizes = ((160, 10), (300, 2), (10, 2))
+    engine = engine_with(*(Sequence(id_, *size) for id_, size in enumerate(sizes)), kv_tokens=320)
+    assert admitted(begin(engine, 0.0)) == [0], "the next ones wait in order"
     run(engine)
     assert engine.counters.preemptions == 0
     assert engine.counters.finished[FinishReason.STOP] == 3
 
 
 def test_without_blocks_the_last_admitted_is_preempted_and_computed_again() -> None:
-    engine = Engine(PROFILE, kv_tokens=160)
     first, second = Sequence(1, 64, 60), Sequence(2, 64, 60)
-    engine.add(first, 0.0)
-    engine.add(second, 0.0)
+    engine = engine_with(first, second, kv_tokens=160)
     run(engine)
     assert (first.preemptions, second.preemptions) == (0, 1)
     assert second.generated == 60
@@ -125,16 +128,11 @@ def test_without_blocks_the_last_admitted_is_preempted_and_computed_again() -> N
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
-    engine = Engine(PROFILE, kv_tokens=160)
-    engine.add(Sequence(1, 64, 60), 0.0)
-    engine.add(Sequence(2, 64, 60), 0.0)
-    now = 0.0
+    engine, now = engine_with(Sequence(1, 64, 60), Sequence(2, 64, 60), kv_tokens=160), 0.0
     while not engine.counters.preemptions:
-        step = engine.schedule(now)
-        assert step is not None
+        step = begin(engine, now)
         if engine.counters.preemptions:
-            assert step.chunks == []
-            assert engine.waiting == 1
+            assert (step.chunks, engine.waiting) == ([], 1)
         now = step.ends_at
         engine.complete()
 
@@ -143,29 +141,24 @@ def test_by_priority_the_lower_is_admitted_first_and_of_equals_who_came_first() 
     engine = Engine(PROFILE, max_num_seqs=1, by_priority=True)
     for number, priority in enumerate([0, 5, -3, 5, -3]):
         engine.add(Sequence(number, 10, 2, priority=priority), 0.0 + number / 1000)
-    ended = [sequence.id for outcome in run(engine) for sequence in outcome.finished]
-    assert ended == [2, 4, 0, 1, 3]
+    assert ended(run(engine)) == [2, 4, 0, 1, 3]
 
 
 def test_by_priority_the_last_in_order_is_preempted_and_goes_back_to_its_place() -> None:
-    engine = Engine(PROFILE, kv_tokens=160, by_priority=True)
     batch, urgent = Sequence(1, 64, 60, priority=9), Sequence(2, 64, 60)
     waiting = Sequence(3, 64, 1, priority=1)
-    engine.add(batch, 0.0)
-    engine.advance(0.02)
-    engine.add(urgent, 0.02)
-    engine.advance(0.1)
-    engine.add(waiting, 0.1)
-    ended = [sequence.id for outcome in run(engine) for sequence in outcome.finished]
+    engine = engine_with(batch, kv_tokens=160, by_priority=True)
+    for at, sequence in ((0.02, urgent), (0.1, waiting)):
+        engine.advance(at)
+        engine.add(sequence, at)
+    assert ended(run(engine)) == [3, 2, 1], "what came later goes before the one preempted"
     assert (batch.preemptions, urgent.preemptions, waiting.preemptions) == (1, 0, 0)
-    assert ended == [3, 2, 1], "what came later goes before the one preempted"
     assert engine.kv_usage == 0
 
 
 def test_by_priority_too_nobody_who_waits_preempts() -> None:
-    engine = Engine(PROFILE, kv_tokens=160, by_priority=True)
     batch, urgent = Sequence(1, 140, 10, priority=9), Sequence(2, 64, 2)
-    engine.add(batch, 0.0)
+    engine = engine_with(batch, kv_tokens=160, by_priority=True)
     engine.advance(0.01)
     engine.add(urgent, 0.01)
     run(engine)
@@ -175,62 +168,41 @@ def test_by_priority_too_nobody_who_waits_preempts() -> None:
     assert batch.finished < urgent.first_token
 
 
-def test_a_common_prefix_is_computed_once() -> None:
-    engine = Engine(PROFILE)
-    hashes = trace_hashes([7, 8], 128, 64, 16)
-    engine.add(Sequence(1, 100, 5, hashes), 0.0)
+@pytest.mark.parametrize(
+    ("ids", "first", "second", "cached"),
+    [
+        ([7, 8], (100, 5), (100, 5), 96),  # whole blocks of a common prefix
+        ([7], (64, 1), (64, 1), 48),  # all but one token, which is left to compute
+        ([7, 8, 9], (70, 59), (160, 1), 128),  # an answer, in the next turn
+    ],
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_cached_prefix_is_computed_once(
+    ids: list[int], first: tuple[int, int], second: tuple[int, int], cached: int, caching: bool
+) -> None:
+    hashes = trace_hashes(ids, 64 * len(ids), 64, 16)
+    engine = engine_with(Sequence(1, *first, hashes), prefix_caching=caching)
     run(engine)
     assert engine.kv_usage == 0
-    second = Sequence(2, 100, 5, hashes)
-    engine.add(second, 10.0)
-    step = engine.schedule(10.0)
-    assert step is not None
-    assert second.cached_tokens == 96
-    assert step.chunks == [(second, 4)]
-    assert (engine.counters.prefix_queries, engine.counters.prefix_hits) == (200, 96)
-
-
-def test_a_hit_leaves_one_token_to_compute() -> None:
-    engine = Engine(PROFILE)
-    hashes = trace_hashes([7], 64, 64, 16)
-    for number in range(2):
-        engine.add(Sequence(number, 64, 1, hashes), float(number))
-        run(engine)
-    assert engine.counters.prefix_hits == 48
+    again = Sequence(2, *second, hashes)
+    engine.add(again, 10.0)
+    computed = min(second[0] - cached * caching, 256)
+    assert begin(engine, 10.0).chunks == [(again, computed)]
+    run(engine)
+    assert again.cached_tokens == cached * caching
+    counters = engine.counters
+    queries = first[0] + second[0]
+    assert (counters.prefix_queries, counters.prefix_hits) == (queries * caching, cached * caching)
     assert engine.kv_usage == 0
-
-
-def test_the_answer_is_found_again_in_the_next_turn() -> None:
-    engine = Engine(PROFILE)
-    hashes = trace_hashes([7, 8, 9], 192, 64, 16)
-    engine.add(Sequence(1, 70, 59, hashes), 0.0)
-    run(engine)
-    follow_up = Sequence(2, 160, 1, hashes)
-    engine.add(follow_up, 10.0)
-    run(engine)
-    assert follow_up.cached_tokens == 128
-
-
-def test_without_prefix_caching_nothing_is_found() -> None:
-    engine = Engine(PROFILE, prefix_caching=False)
-    hashes = trace_hashes([7], 64, 64, 16)
-    for number in range(2):
-        engine.add(Sequence(number, 64, 20, hashes), float(number))
-        run(engine)
-    assert engine.counters.prefix_queries == engine.counters.prefix_hits == 0
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "in a step", "between steps"])
 def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
-    engine = Engine(PROFILE)
-    sequence = Sequence(1, 300, 50)
-    engine.add(sequence, 0.0)
+    engine = engine_with(sequence := Sequence(1, 300, 50))
     steps = {"waiting": 0, "prefilling": 1, "in a step": 4, "between steps": 4}[when]
     now = 0.0
     for _ in range(steps):
-        step = engine.schedule(now)
-        assert step is not None
-        now = step.ends_at
+        now = begin(engine, now).ends_at
         if when == "between steps" or engine.steps + 1 < steps:
             engine.complete()
     engine.abort(sequence, now)
@@ -243,49 +215,39 @@ def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
 
 
 def test_aborting_what_has_finished_changes_nothing() -> None:
-    engine = Engine(PROFILE)
-    sequence = Sequence(1, 10, 2)
-    engine.add(sequence, 0.0)
+    engine = engine_with(sequence := Sequence(1, 10, 2))
     run(engine)
     engine.abort(sequence, 9.0)
     assert sequence.reason == FinishReason.STOP
 
 
 def test_a_throttled_card_takes_longer_from_the_next_step_on() -> None:
-    engine = Engine(PROFILE)
-    engine.add(Sequence(1, 10, 3), 0.0)
-    first = engine.schedule(0.0)
-    assert first is not None
+    engine = engine_with(Sequence(1, 10, 3))
+    first = begin(engine, 0.0)
     engine.complete()
     engine.slow = 3.0
-    second = engine.schedule(first.ends_at)
-    assert second is not None
+    second = begin(engine, first.ends_at)
     assert second.ends_at - second.starts_at == pytest.approx(3 * STEP.step_time(0, 1, 10))
 
 
 def test_accepted_drafts_come_on_top_and_those_beyond_the_end_are_cut() -> None:
-    engine = Engine(PROFILE, speculation=Speculation(3, 1.0, Random(0)))
     sequence = Sequence(1, 10, 11)
-    engine.add(sequence, 0.0)
-    outcomes = run(engine)
+    engine = engine_with(sequence, speculation=Speculation(3, 1.0, Random(0)))
     # 1, 4, 4 and 2 of 4 tokens.
-    assert [outcome.accepted.get(1, 0) for outcome in outcomes] == [0, 3, 3, 1]
-    assert sequence.generated == engine.counters.generated_tokens == 11
+    assert [outcome.accepted.get(1, 0) for outcome in run(engine)] == [0, 3, 3, 1]
     counters = engine.counters
+    assert sequence.generated == counters.generated_tokens == 11
     assert (counters.steps, counters.drafts, counters.draft_tokens) == (4, 3, 9)
-    # As vLLM, which counts them before it cuts.
-    assert counters.accepted_tokens == 9
+    assert counters.accepted_tokens == 9, "vLLM counts them before it cuts"
 
 
 def test_a_step_takes_longer_by_its_drafts_and_they_use_up_its_budget() -> None:
-    engine = Engine(PROFILE, speculation=Speculation(4, 0.0, Random(0)))
-    engine.add(Sequence(1, 10, 3), 0.0)
-    engine.schedule(0.0)
+    engine = engine_with(Sequence(1, 10, 3), speculation=Speculation(4, 0.0, Random(0)))
+    begin(engine, 0.0)
     engine.complete()
     long = Sequence(2, 400, 1)
     engine.add(long, 0.1)
-    step = engine.schedule(0.1)
-    assert step is not None
+    step = begin(engine, 0.1)
     assert step.chunks == [(long, 251)]
     attention = 4 * 10 + 251 * 251 / 2
     assert step.ends_at - 0.1 == pytest.approx(STEP.step_time(4 + 251, 2, 10, attention))
@@ -293,49 +255,52 @@ def test_a_step_takes_longer_by_its_drafts_and_they_use_up_its_budget() -> None:
 
 def test_an_average_draft_gives_what_its_acceptance_says() -> None:
     speculation = Speculation(4, 0.7, Random(0))
-    engine = Engine(PROFILE, kv_tokens=32_000, speculation=speculation)
-    engine.add(Sequence(1, 10, 20_000), 0.0)
+    engine = engine_with(Sequence(1, 10, 20_000), kv_tokens=32_000, speculation=speculation)
     run(engine)
     assert engine.steps == pytest.approx(20_000 / speculation.tokens_per_step, rel=0.03)
 
 
 def test_decoding_alone_is_run_in_one_go() -> None:
-    engine = Engine(PROFILE)
-    engine.add(Sequence(1, 10, 1000), 0.0)
-    outcomes = run(engine)
-    assert [outcome.steps for outcome in outcomes] == [1, 999]
+    engine = engine_with(Sequence(1, 10, 1000))
+    assert [outcome.steps for outcome in run(engine)] == [1, 999]
     assert engine.counters.iteration_tokens.count == 1000
     assert engine.counters.iteration_tokens.sum == 10 + 1000
 
 
 def test_the_step_in_progress_stays_so() -> None:
-    engine = Engine(PROFILE)
-    engine.add(Sequence(1, 10, 1000), 0.0)
+    engine, sequence = engine_with(Sequence(1, 10, 1000)), Sequence(2, 10, 1)
     engine.advance(1.0)
     assert engine.step is not None
-    assert engine.step.ends_at > 1.0
-    sequence = Sequence(2, 10, 1)
-    engine.add(sequence, 1.0)
     end = engine.step.ends_at
+    assert end > 1.0
+    engine.add(sequence, 1.0)
     engine.advance(end)
     assert sequence.admitted == end
 
 
 def test_what_never_fits_is_refused() -> None:
-    engine = Engine(PROFILE, kv_tokens=160)
-    engine.add(Sequence(1, 100, 61), 0.0)
+    engine = engine_with(Sequence(1, 100, 61), kv_tokens=160)
     with pytest.raises(ValueError, match="grows to 161 tokens"):
         engine.add(Sequence(2, 100, 62), 0.0)
     with pytest.raises(ValueError, match="at least one token"):
         engine.add(Sequence(3, 0, 5), 0.0)
 
 
-def test_a_budget_below_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="token budget 256"):
-        Engine(PROFILE, max_num_seqs=257)
-    with pytest.raises(ValueError, match="KV tokens"):
-        Engine(PROFILE, kv_tokens=8)
-    with pytest.raises(ValueError, match=r"token budget 256 .* 16 drafts"):
-        Engine(PROFILE, speculation=Speculation(16, 0.5, Random(0)))
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_num_seqs": 257}, "token budget 256"),
+        ({"kv_tokens": 8}, "KV tokens"),
+        ({"speculation": Speculation(16, 0.5, Random(0))}, r"token budget 256 .* 16 drafts"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Engine(PROFILE, **options)
+
+
+def test_acceptance_is_a_probability() -> None:
     with pytest.raises(ValueError, match="probability"):
         Speculation(4, 1.5, Random(0))

@@ -1,9 +1,10 @@
-"""Whatever arrives and whatever is aborted: nothing leaks, everything ends, one step at a time or
-many."""
+"""Properties of the engine over random arrivals and aborts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,9 @@ class Event:
     at: float
     sequence: Sequence
     abort: bool
+
+    def apply(self, engine: Engine) -> None:
+        (engine.abort if self.abort else engine.add)(self.sequence, self.at)
 
 
 arrivals = st.lists(
@@ -66,18 +70,11 @@ def events(arrivals: list[Arrival]) -> list[Event]:
     return sorted(listed, key=lambda event: event.at)
 
 
-def apply(engine: Engine, event: Event) -> None:
-    if event.abort:
-        engine.abort(event.sequence, event.at)
-    else:
-        engine.add(event.sequence, event.at)
-
-
 def in_stretches(engine: Engine, listed: list[Event]) -> None:
     for event in listed:
         engine.advance(event.at)
         check(engine)
-        apply(engine, event)
+        event.apply(engine)
     engine.advance(float("inf"))
 
 
@@ -90,10 +87,10 @@ def step_by_step(engine: Engine, listed: list[Event]) -> None:
             if not pending:
                 return
             now = max(now, pending[0].at)
-            apply(engine, pending.pop(0))
+            pending.pop(0).apply(engine)
             continue
         while pending and pending[0].at < step.ends_at:
-            apply(engine, pending.pop(0))
+            pending.pop(0).apply(engine)
         engine.complete()
         check(engine)
         now = step.ends_at
@@ -114,14 +111,8 @@ def outcome(
     by_priority: bool,
 ) -> tuple[Engine, list[Sequence]]:
     speculation = Speculation(drafts, 0.7, Random(1)) if drafts else None
-    engine = Engine(
-        PROFILE,
-        BLOCK,
-        kv_tokens,
-        max_num_seqs=4,
-        speculation=speculation,
-        by_priority=by_priority,
-    )
+    options: dict[str, Any] = {"speculation": speculation, "by_priority": by_priority}
+    engine = Engine(PROFILE, BLOCK, kv_tokens, max_num_seqs=4, **options)
     listed = events(arrivals)
     drive(engine, listed)
     return engine, [event.sequence for event in listed if not event.abort]
@@ -132,10 +123,18 @@ drafts = st.sampled_from([0, 0, 1, 5])
 
 
 @given(arrivals, sizes, drafts, st.booleans())
-def test_everything_ends_and_nothing_leaks(
+def test_all_sequences_end_and_nothing_leaks_one_step_at_a_time_or_many(
     arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
 ) -> None:
-    engine, sequences = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
+    options = arrivals, kv_tokens, drafts, by_priority
+    one, single = outcome(step_by_step, *options)
+    other, many = outcome(in_stretches, *options)
+    check_end(other, many)
+    assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
+    assert _totals(one) == _totals(other)
+
+
+def check_end(engine: Engine, sequences: list[Sequence]) -> None:
     assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
     assert engine.pool.free == engine.pool.blocks
     for sequence in sequences:
@@ -157,29 +156,12 @@ def test_everything_ends_and_nothing_leaks(
     assert counters.steps <= engine.steps
 
 
-@given(arrivals, sizes, drafts, st.booleans())
-def test_one_step_at_a_time_or_many_is_the_same(
-    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
-) -> None:
-    one, single = outcome(step_by_step, arrivals, kv_tokens, drafts, by_priority)
-    other, many = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
-    assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
-    assert one.steps == other.steps
-    assert one.counters.preemptions == other.counters.preemptions
-    assert one.counters.prefix_hits == other.counters.prefix_hits
-    assert one.counters.finished == other.counters.finished
-    assert one.counters.iteration_tokens.cumulative() == (
-        other.counters.iteration_tokens.cumulative()
-    )
+_record = attrgetter(
+    *("reason", "admitted", "first_token", "finished", "generated", "cached_tokens", "preemptions")
+)
 
 
-def _record(sequence: Sequence) -> tuple[object, ...]:
-    return (
-        sequence.reason,
-        sequence.admitted,
-        sequence.first_token,
-        sequence.finished,
-        sequence.generated,
-        sequence.cached_tokens,
-        sequence.preemptions,
-    )
+def _totals(engine: Engine) -> tuple[object, ...]:
+    counters = engine.counters
+    totals = counters.preemptions, counters.prefix_hits, counters.finished
+    return engine.steps, *totals, counters.iteration_tokens.cumulative()

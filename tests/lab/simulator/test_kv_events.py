@@ -1,4 +1,4 @@
-"""What a simulated replica tells of its blocks, over real sockets."""
+"""KV events of a simulated replica, over real sockets."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 from extproc.lab.harness.processes import free_port
 from extproc.lab.simulator.replica import Replica
 from extproc.lab.simulator.server import start
-from tests.lab.simulator.conftest import SETTINGS
+from tests.lab.simulator.conftest import SETTINGS, reply
 from tests.waiting import PATIENCE_S
 
 BLOCK = 16
@@ -28,9 +28,8 @@ class Told:
         self._asked = asked
 
     async def complete(self, ids: list[int], tokens: int = 1) -> None:
-        body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
-        async with self._client.post("/v1/completions", json=body) as response:
-            assert response.status == 200
+        body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
+        await reply(self._client, "/v1/completions", body)
 
     async def batch(self) -> tuple[int, list[dict[str, Any]]]:
         topic, number, payload = await self._heard.recv_multipart()

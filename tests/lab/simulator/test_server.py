@@ -6,46 +6,21 @@ import pytest
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER
+from tests.lab.simulator.conftest import CHAT, chat, get, reply
 from tests.waiting import PATIENCE_S, until
 
-CHAT = "/v1/chat/completions"
 
-
-def chat(text: str = "hello there", **fields: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
-
-
-async def reply(
-    client: ClientSession, path: str, body: dict[str, Any], output_tokens: int | None = None
-) -> dict[str, Any]:
-    headers = {OUTPUT_TOKENS_HEADER: str(output_tokens)} if output_tokens else {}
-    async with client.post(path, json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        answer: dict[str, Any] = await response.json()
-        return answer
-
-
-async def completion_tokens(
-    client: ClientSession, body: dict[str, Any], output_tokens: int | None = None
-) -> int:
-    usage = (await reply(client, CHAT, body, output_tokens))["usage"]
-    tokens: int = usage["completion_tokens"]
-    return tokens
-
-
+@pytest.mark.parametrize(
+    ("state", "status", "tokens"),
+    [("vendor=7, simulate-output-tokens=9", 200, 9), ("simulate-output-tokens=0", 400, None)],
+)
 async def test_a_trace_state_says_how_many_tokens_where_a_proxy_drops_the_header(
-    client: ClientSession,
+    client: ClientSession, state: str, status: int, tokens: int | None
 ) -> None:
-    for state, status, tokens in (
-        ("vendor=7, simulate-output-tokens=9", 200, 9),
-        ("simulate-output-tokens=0", 400, None),
-    ):
-        headers = {"tracestate": state}
-        async with client.post(CHAT, json=chat(), headers=headers) as response:
-            answer = await response.json()
-            assert response.status == status
-            assert answer.get("usage", {}).get("completion_tokens") == tokens
+    async with client.post(CHAT, json=chat(), headers={"tracestate": state}) as response:
+        answer = await response.json()
+        assert response.status == status
+        assert answer.get("usage", {}).get("completion_tokens") == tokens
 
 
 async def test_every_response_says_who_answered(client: ClientSession, url: str) -> None:
@@ -54,12 +29,11 @@ async def test_every_response_says_who_answered(client: ClientSession, url: str)
             assert response.headers["x-served-by"] == url.removeprefix("http://")
 
 
-async def test_what_runs_without_inference(client: ClientSession) -> None:
+async def test_health_and_models_answer_without_inference(client: ClientSession) -> None:
     async with client.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
-    async with client.get("/v1/models") as response:
-        model = (await response.json())["data"][0]
-        assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
+    [model] = (await get(client, "/v1/models"))["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
 
 
 async def test_tokenize_counts_four_bytes_a_token(client: ClientSession) -> None:
@@ -70,34 +44,43 @@ async def test_tokenize_counts_four_bytes_a_token(client: ClientSession) -> None
     assert conversation["count"] == usage["prompt_tokens"]
 
 
-async def test_bounds_are_vllms(client: ClientSession) -> None:
-    assert await completion_tokens(client, chat(max_completion_tokens=3, max_tokens=5), 99) == 3
-    assert await completion_tokens(client, chat(max_tokens=5), 99) == 5
-    assert await completion_tokens(client, chat(), 99) == 99
-    assert await completion_tokens(client, chat(max_tokens=7, ignore_eos=True)) == 7
-    assert await completion_tokens(client, chat(min_tokens=300), None) >= 300
-    for body, tokens in (
-        ({"prompt": "hello"}, 16),
-        ({"prompt": "hello", "max_tokens": 20}, 20),
-        ({"prompt": "hello", "max_tokens": None}, 16),
-        ({"prompt": [7] * 4090}, 6),
-    ):
-        usage = (await reply(client, "/v1/completions", {**body, "ignore_eos": True}))["usage"]
-        assert usage["completion_tokens"] == tokens
+@pytest.mark.parametrize(
+    ("path", "body", "header", "tokens"),
+    [
+        (CHAT, chat(max_completion_tokens=3, max_tokens=5), 99, 3),
+        (CHAT, chat(max_tokens=5), 99, 5),
+        (CHAT, chat(), 99, 99),
+        (CHAT, chat(max_tokens=7, ignore_eos=True), None, 7),
+        ("/v1/completions", {"prompt": "hello", "ignore_eos": True}, None, 16),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}, None, 20),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": None, "ignore_eos": True}, None, 16),
+        ("/v1/completions", {"prompt": [7] * 4090, "ignore_eos": True}, None, 6),
+    ],
+)
+async def test_bounds_are_vllms(
+    client: ClientSession, path: str, body: dict[str, Any], header: int | None, tokens: int
+) -> None:
+    assert (await reply(client, path, body, header))["usage"]["completion_tokens"] == tokens
 
 
-async def test_an_answer_cut_by_its_bound_says_so(client: ClientSession) -> None:
-    cut = await reply(client, CHAT, chat(max_tokens=5), 6)
-    whole = await reply(client, CHAT, chat(max_tokens=5), 4)
-    assert cut["choices"][0]["finish_reason"] == "length"
-    assert whole["choices"][0]["finish_reason"] == "stop"
+async def test_an_answer_has_the_tokens_it_must_have_at_least(client: ClientSession) -> None:
+    answer = await reply(client, CHAT, chat(min_tokens=300))
+    assert answer["usage"]["completion_tokens"] >= 300
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(6, "length"), (4, "stop")])
+async def test_an_answer_cut_by_its_bound_says_so(
+    client: ClientSession, tokens: int, reason: str
+) -> None:
+    answer = await reply(client, CHAT, chat(max_tokens=5), tokens)
+    assert answer["choices"][0]["finish_reason"] == reason
 
 
 async def test_the_same_prompt_gets_the_same_answer(client: ClientSession) -> None:
-    first, second = [await reply(client, CHAT, chat("again")) for _ in range(2)]
-    other = await reply(client, CHAT, chat("something else"))
-    assert first["choices"] == second["choices"]
-    assert first["choices"] != other["choices"]
+    asked = ("again", "again", "something else")
+    first, second, other = [(await reply(client, CHAT, chat(text)))["choices"] for text in asked]
+    assert first == second
+    assert first != other
 
 
 async def test_prompts_and_choices_multiply(client: ClientSession) -> None:
@@ -119,16 +102,17 @@ async def test_everything_in_a_request_counts_as_prompt(client: ClientSession) -
     text = {"type": "text", "text": "what is this?"}
     image = {"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}
     tool = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    said = {"input": [{"role": "user", "content": "hello"}], "instructions": "Sing."}
     plain = await prompt_tokens(CHAT, {"messages": [{"role": "user", "content": [text]}]})
     seen = await prompt_tokens(CHAT, {"messages": [{"role": "user", "content": [text, image]}]})
-    tooled = await prompt_tokens(CHAT, chat("what is this?", tools=[tool]))
     assert seen == plain + 576
-    assert tooled > plain
-    bare = await prompt_tokens("/v1/messages", chat())
-    assert await prompt_tokens("/v1/messages", chat(system="Be brief.")) > bare
-    assert await prompt_tokens("/v1/responses", {"input": "hello"}) < await prompt_tokens(
-        "/v1/responses", {"input": [{"role": "user", "content": "hello"}], "instructions": "Sing."}
-    )
+    for path, less, more in (
+        (CHAT, chat("what is this?"), chat("what is this?", tools=[tool])),
+        ("/v1/messages", chat(), chat(system="Be brief.")),
+        ("/v1/responses", {"input": "hello"}, said),
+    ):
+        assert await prompt_tokens(path, less) < await prompt_tokens(path, more)
+    assert await prompt_tokens(CHAT, chat("what is this?")) == plain
 
 
 async def test_the_next_turn_finds_the_last_one_in_the_cache(client: ClientSession) -> None:
@@ -149,12 +133,18 @@ async def lines(client: ClientSession, path: str, body: dict[str, Any]) -> list[
         return [line for line in (await response.text()).split("\n") if line]
 
 
+async def events(client: ClientSession, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    sent = await lines(client, path, body)
+    listed = [json.loads(line.removeprefix("data: ")) for line in sent[1::2]]
+    assert [line.removeprefix("event: ") for line in sent[::2]] == [e["type"] for e in listed]
+    return listed
+
+
 async def test_a_chat_stream_sends_a_chunk_a_token(client: ClientSession) -> None:
     body = chat(max_tokens=9, ignore_eos=True, n=2)
     sent = await lines(client, CHAT, body | {"stream_options": {"include_usage": True}})
     assert sent[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in sent[:-1]]
-    usage = chunks.pop()
+    *chunks, usage = [json.loads(line.removeprefix("data: ")) for line in sent[:-1]]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 18
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -176,14 +166,12 @@ async def test_a_completion_stream_has_no_usage_unless_asked(client: ClientSessi
 
 async def test_responses_stream_numbered_events(client: ClientSession) -> None:
     body = {"input": "hello", "max_output_tokens": 3, "ignore_eos": True}
-    sent = await lines(client, "/v1/responses", body)
-    events = [json.loads(line.removeprefix("data: ")) for line in sent[1::2]]
-    assert [line.removeprefix("event: ") for line in sent[::2]] == [e["type"] for e in events]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+    sent = await events(client, "/v1/responses", body)
+    assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
+    deltas = [event["delta"] for event in sent if event["type"].endswith("text.delta")]
     assert len(deltas) == 3
-    last = events[-1]["response"]
-    assert (events[-1]["type"], last["status"]) == ("response.completed", "incomplete")
+    last = sent[-1]["response"]
+    assert (sent[-1]["type"], last["status"]) == ("response.completed", "incomplete")
     assert last["output"][0]["content"][0]["text"] == "".join(deltas)
     assert last["usage"]["output_tokens"] == 3
 
@@ -203,18 +191,13 @@ async def test_a_responses_stream_opens_before_the_engine_begins(
 
 
 async def test_messages_stream_in_anthropics_events(client: ClientSession) -> None:
-    sent = await lines(client, "/v1/messages", chat(max_tokens=3, ignore_eos=True))
-    events = [json.loads(line.removeprefix("data: ")) for line in sent[1::2]]
-    assert [event["type"] for event in events] == [
-        "message_start",
-        "content_block_start",
-        *["content_block_delta"] * 3,
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
+    sent = await events(client, "/v1/messages", chat(max_tokens=3, ignore_eos=True))
+    assert [event["type"] for event in sent] == [
+        *("message_start", "content_block_start", *["content_block_delta"] * 3),
+        *("content_block_stop", "message_delta", "message_stop"),
     ]
-    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert events[-2]["usage"]["output_tokens"] == 3
+    assert sent[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert sent[-2]["usage"]["output_tokens"] == 3
 
 
 async def test_messages_not_streamed(client: ClientSession) -> None:
@@ -231,9 +214,8 @@ async def test_embeddings_scores_and_rankings_decode_nothing(
     scored = await reply(client, "/v1/score", {"text_1": "one", "text_2": ["two", "six"]})
     assert [entry["index"] for entry in scored["data"]] == [0, 1]
     assert scored["usage"]["prompt_tokens"] == 4
-    ranked = await reply(
-        client, "/v1/rerank", {"query": "one", "documents": ["two", "six", "ten"], "top_n": 2}
-    )
+    documents = {"query": "one", "documents": ["two", "six", "ten"], "top_n": 2}
+    ranked = await reply(client, "/v1/rerank", documents)
     relevance = [result["relevance_score"] for result in ranked["results"]]
     assert len(relevance) == 2
     assert relevance == sorted(relevance, reverse=True)
@@ -258,9 +240,10 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(
 
 
 async def test_requests_in_flight_are_told_by_their_names(client: ClientSession) -> None:
-    async def names() -> set[str]:
-        async with client.get("/simulate/requests") as response:
-            return set(await response.json())
+    async def until_named(*names: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while {*await get(client, "/simulate/requests")} != {*names}:
+                pass
 
     def ask(name: str, stream: bool) -> Any:
         body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
@@ -268,22 +251,16 @@ async def test_requests_in_flight_are_told_by_their_names(client: ClientSession)
         return asyncio.ensure_future(client.post(CHAT, json=body, headers=headers))
 
     whole, streamed = ask("whole", False), ask("streamed", True)
-    async with asyncio.timeout(PATIENCE_S):
-        while await names() != {"whole", "streamed"}:
-            pass
-        whole.cancel()
-        while await names() != {"streamed"}:
-            pass
-        (await streamed).close()
-        while await names():
-            pass
+    await until_named("whole", "streamed")
+    whole.cancel()
+    await until_named("streamed")
+    (await streamed).close()
+    await until_named()
 
 
 async def test_a_replica_told_to_fail_fails_inference_alone(client: ClientSession) -> None:
     await reply(client, "/simulate", {"fail": 599})
-    async with client.post(CHAT, json=chat()) as response:
-        assert response.status == 599
-        assert (await response.json())["error"]["code"] == 599
+    assert (await reply(client, CHAT, chat(), status=599))["error"]["code"] == 599
     async with client.get("/metrics") as response:
         assert response.status == 200
     await reply(client, "/simulate", {"fail": 0})
@@ -305,13 +282,8 @@ async def test_a_replica_told_to_hang_answers_nothing_until_told_otherwise(
 
 
 async def test_a_replica_told_to_be_slow_is(client: ClientSession, replica: Replica) -> None:
-    assert await reply(client, "/simulate", {"slow": 3}) == {
-        "slow": 3,
-        "hang": False,
-        "fail": 0,
-        "freezing_gauges": False,
-        "metrics_seconds": [0, 0],
-    }
+    faults = {"hang": False, "fail": 0, "freezing_gauges": False, "metrics_seconds": [0, 0]}
+    assert await reply(client, "/simulate", {"slow": 3}) == {"slow": 3} | faults
     assert replica.engine.slow == 3
 
 

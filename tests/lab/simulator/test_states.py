@@ -11,9 +11,8 @@ from aiohttp import ClientSession
 
 from extproc.lab.simulator.metrics import LIMITS
 from extproc.lab.simulator.replica import Replica
-from tests.lab.simulator.conftest import SETTINGS
+from tests.lab.simulator.conftest import CHAT, SETTINGS, chat, get, reply
 from tests.lab.simulator.test_metrics import values
-from tests.lab.simulator.test_server import CHAT, chat, reply
 from tests.waiting import until
 
 LONG = chat(max_tokens=4000, ignore_eos=True)
@@ -81,10 +80,10 @@ async def test_a_sleeping_engine_is_healthy_and_keeps_requests_waiting_until_it_
     }
     assert await sleep_states() == {state} - {""}
     waiting = asyncio.create_task(reply(client, CHAT, prompt))
-    for path, answer in (("/is_sleeping", '{"is_sleeping": true}'), ("/health", "")):
-        async with client.get(path) as response:
-            assert (response.status, await response.text()) == (200, answer)
-    while not await (await client.get("/simulate/requests")).json():
+    assert await get(client, "/is_sleeping") == {"is_sleeping": True}
+    async with client.get("/health") as response:
+        assert response.status == 200
+    while not await get(client, "/simulate/requests"):
         pass
     assert set((await gauges(client)).values()) == {0.0}, "without steps the gauges stand still"
     assert not waiting.done()
@@ -92,8 +91,7 @@ async def test_a_sleeping_engine_is_healthy_and_keeps_requests_waiting_until_it_
     cached = (await waiting)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert (cached == 0) == (level > 0)
     assert await sleep_states() == {"awake"}
-    async with client.get("/is_sleeping") as response:
-        assert await response.json() == {"is_sleeping": False}
+    assert await get(client, "/is_sleeping") == {"is_sleeping": False}
 
 
 async def test_going_to_sleep_ends_every_request_with_what_it_has(
@@ -116,9 +114,8 @@ async def test_going_to_sleep_ends_every_request_with_what_it_has(
 
 @pytest.mark.parametrize("level", ["3", "-1", "deep"])
 async def test_there_are_three_levels_of_sleep(client: ClientSession, level: str) -> None:
-    async with client.post(f"/sleep?level={level}") as response:
-        assert response.status == 400
-        assert (await response.json())["error"]["param"] == "query.level"
+    answer = await reply(client, f"/sleep?level={level}", {}, status=400)
+    assert answer["error"]["param"] == "query.level"
 
 
 ADVICE = "Please try again later or on a different instance."

@@ -2,30 +2,25 @@
 
 from typing import Any
 
-import pytest
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.replica import Replica
+from tests.lab.simulator.conftest import get, reply
 
 RESPONSES = "/v1/responses"
 
 
 async def ask(client: ClientSession, status: int = 200, **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "input": "Tell me of the sea. " * 20, "max_output_tokens": 5} | fields
-    async with client.post(RESPONSES, json=body) as response:
-        assert response.status == status, await response.text()
-        answer: dict[str, Any] = await response.json()
-        return answer
+    return await reply(client, RESPONSES, body, status=status)
 
 
-async def look(
-    client: ClientSession, name: str, status: int = 200, cancel: bool = False
-) -> dict[str, Any]:
-    path = f"{RESPONSES}/{name}"
-    async with client.post(f"{path}/cancel") if cancel else client.get(path) as response:
-        assert response.status == status
-        answer: dict[str, Any] = await response.json()
-        return answer
+async def look(client: ClientSession, name: str, status: int = 200) -> Any:
+    return await get(client, f"{RESPONSES}/{name}", status)
+
+
+async def cancel(client: ClientSession, name: str, status: int = 200) -> Any:
+    return await reply(client, f"{RESPONSES}/{name}/cancel", {}, status=status)
 
 
 async def test_a_response_is_kept_and_gone_on_from(client: ClientSession) -> None:
@@ -37,10 +32,10 @@ async def test_a_response_is_kept_and_gone_on_from(client: ClientSession) -> Non
     assert second["usage"]["input_tokens_details"]["cached_tokens"] > before * 0.8
 
 
-@pytest.mark.parametrize("cancel", [False, True])
-async def test_of_another_nothing_is_known(client: ClientSession, cancel: bool) -> None:
-    error = (await look(client, "resp_other", 404, cancel))["error"]
-    assert error["message"] == "Response with id 'resp_other' not found."
+async def test_of_another_nothing_is_known(client: ClientSession) -> None:
+    for known in (look, cancel):
+        error = (await known(client, "resp_other", 404))["error"]
+        assert error["message"] == "Response with id 'resp_other' not found."
     await ask(client, 404, previous_response_id="resp_other")
 
 
@@ -55,13 +50,13 @@ async def test_work_in_the_background_is_answered_later(client: ClientSession) -
     while (now := await look(client, queued["id"]))["status"] == "queued":
         pass
     assert now["output"][0]["content"][0]["text"]
-    await look(client, queued["id"], 400, cancel=True)
+    await cancel(client, queued["id"], 400)
 
 
 async def test_work_in_the_background_may_be_cancelled(
     client: ClientSession, replica: Replica
 ) -> None:
     queued = await ask(client, background=True, max_output_tokens=4_000, ignore_eos=True)
-    assert (await look(client, queued["id"], cancel=True))["status"] == "cancelled"
+    assert (await cancel(client, queued["id"]))["status"] == "cancelled"
     assert (await look(client, queued["id"]))["status"] == "cancelled"
     assert replica.engine.running == 0
