@@ -6,14 +6,7 @@ from random import Random
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine

@@ -20,9 +20,9 @@ from benchmarks import arguments, fleet, trace
 from benchmarks.arguments import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
-from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
+from benchmarks.summary import PARTS, Phase, Run, header, requests_of, row, summary
 from extproc.cli.arguments import above_zero, number, probability
-from extproc.lab.replay.figures import progress
+from extproc.lab.replay.figures import FIGURES, progress
 from extproc.lab.replay.routers import Served
 from extproc.request.objective import Objective
 from extproc.route.policies import POLICIES
@@ -80,7 +80,10 @@ def _compare(
         simulation = Simulation(fleet_file, policy, args.poll_interval, args.seed, **options)
         one = _play(simulation, requests, phase)
         if oracle:
-            one.run["to_oracle"] = distance(one.run, oracle.run)
+            one.run["to_oracle"] = {
+                part: {name: one.run[part][name] / oracle.run[part][name] for name in FIGURES}
+                for part in PARTS
+            }
         print(row(one.run, one.took), flush=True)
         played.append(one)
     return [*played, oracle] if oracle else played
@@ -123,19 +126,17 @@ def _results(
         "seed": args.seed,
         "figures": f"of {phase}",
     }
+    names = [one.simulation.policy for one in played]
     return {
         "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
         "events": [{"at_s": one.at, "text": str(one)} for one in fleet_file.events],
         "runs": [
             {
-                "run": {
-                    "name": one.simulation.policy,
-                    "reference": one.simulation.policy == "oracle",
-                },
+                "run": {"name": name, "reference": name == "oracle"},
                 "requests": requests_of(one.simulation, one.served, phase),
                 "summary": one.run,
             }
-            for one in played
+            for name, one in zip(names, played, strict=True)
         ],
     }
 

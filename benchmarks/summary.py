@@ -14,7 +14,7 @@ from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.routers import Failed, Served, Traced
 
 Run = dict[str, Any]  # one run's figures, in the form of the JSON report; times in seconds
-_PARTS = ("ttft_s", "e2e_s")
+PARTS = ("ttft_s", "e2e_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,6 @@ def requests_of(
     ] + [_failed(one) | {"counted": phase.has(one.traced)} for one in simulation.failed]
 
 
-def distance(run: Run, oracle: Run) -> Run:
-    return {
-        part: {name: run[part][name] / oracle[part][name] for name in FIGURES} for part in _PARTS
-    }
-
-
 def header() -> str:
     names = "".join(f"{name:>8}" for name in FIGURES)
     return (
@@ -99,15 +93,24 @@ def header() -> str:
 def row(run: Run, took: float) -> str:
     """Line of a run, and lines for its groups and the changes of speed it had to learn."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
-    figures = "   ".join("".join(f"{run[part][one]:8.3f}" for one in FIGURES) for part in _PARTS)
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
     line = (
-        f"{name:18}{figures}  {run['prediction']['e2e_mape']:6.0%} {distance}"
+        f"{name:18}{_times(run)}  {run['prediction']['e2e_mape']:6.0%} {distance}"
         f"{run['hits']:9.0%}{run['imbalance']:11.2f}{run['failed']:8}{took:7.1f}s"
     )
-    groups = [_group(name, one) for name, one in run["groups"].items()]
-    return "\n".join([line, *groups, *map(_learned, run["learned_speed"])])
+    for group, one in run["groups"].items():
+        line += f"\n  {group:16}{_times(one)}  {one['in_time']:6.1%} in time"
+    for one in run["learned_speed"]:
+        line += (
+            f"\n  {one['replica']} at {one['at']:.0f} s, now {one['slow']:g}× as slow as its "
+            f"profile: its steps are believed to take {one['ratio']:.2f}× the truth"
+        )
+    return line
+
+
+def _times(of: Run) -> str:
+    return "   ".join("".join(f"{of[part][one]:8.3f}" for one in FIGURES) for part in PARTS)
 
 
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
@@ -122,15 +125,10 @@ def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
         group or "others": {
             "requests": len(pairs),
             "in_time": met[group] / len(pairs),
-            **dict(zip(_PARTS, map(distribution, np.transpose(pairs)), strict=True)),
+            **dict(zip(PARTS, map(distribution, np.transpose(pairs)), strict=True)),
         }
         for group, pairs in sorted(times.items())
     }
-
-
-def _group(name: str, figures: dict[str, Any]) -> str:
-    parts = ("".join(f"{figures[part][one]:8.3f}" for one in FIGURES) for part in _PARTS)
-    return f"  {name:16}{'   '.join(parts)}  {figures['in_time']:6.1%} in time"
 
 
 def _served(one: Served, policy: str) -> dict[str, Any]:
@@ -154,19 +152,12 @@ def _failed(one: Failed) -> dict[str, Any]:
     return {"at_s": one.traced.at, "error": "failed", "failed_after_s": lasted, "replica": replica}
 
 
-def _learned(change: dict[str, Any]) -> str:
-    return (
-        f"  {change['replica']} at {change['at']:.0f} s, now {change['slow']:g}× as slow as its "
-        f"profile: its steps are believed to take {change['ratio']:.2f}× the truth"
-    )
-
-
 def _work(served: Sequence[Served], failed: Sequence[Failed]) -> dict[str, int]:
     return {
         "requests": len(served),
         "failed": len(failed),
-        "prompt_tokens": sum(request.traced.prompt_tokens for request in served),
-        "cached_tokens": sum(request.sequence.cached_tokens for request in served),
-        "generated_tokens": sum(request.traced.output_tokens for request in served),
-        "preemptions": sum(request.sequence.preemptions for request in served),
+        "prompt_tokens": sum(one.traced.prompt_tokens for one in served),
+        "cached_tokens": sum(one.sequence.cached_tokens for one in served),
+        "generated_tokens": sum(one.traced.output_tokens for one in served),
+        "preemptions": sum(one.sequence.preemptions for one in served),
     }

@@ -1,4 +1,4 @@
-"""The comparison for people."""
+"""Comparison on the terminal."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,11 +23,12 @@ def progress_header() -> str:
 
 def progress_line(run: Mapping[str, Any]) -> str:
     summary, machine = run["summary"], run["validity"]
+    imbalance = "–" if (ratio := summary["imbalance"]) is None else f"{ratio:.2f}"
     label = f"{run['run']['repeat'] + 1} {run['run']['name']}"
     cells = (
         f"{label:{_NAME}}{_of(summary['ttft_s'], 'mean'):>7}{_of(summary['ttft_s'], 'p99'):>7}"
         f"{_of(summary['completion_s'], 'mean'):>10}{_of(summary['completion_s'], 'p99'):>8}"
-        f"{summary['hits']:>8.0%}{_times(summary['imbalance']):>8}"
+        f"{summary['hits']:>8.0%}{imbalance:>8}"
         f"{machine['cpu_share']:>7.0%}{machine['cpu_own_share']:>7.0%}"
         f"{machine['cpu_busiest_second']:>7.0%}"
         f"{1e3 * machine['client_late_p99_s']:>10.1f}{1e3 * machine['replicas_late_p99_s']:>10.1f}"
@@ -38,23 +39,18 @@ def progress_line(run: Mapping[str, Any]) -> str:
 
 
 def result(of: Mapping[str, Any]) -> str:
-    """The table, and what it says of ours; ``of`` is what ``--json`` writes."""
+    """Table and conclusions of the object that ``--json`` writes."""
     known = read(of)
     assert isinstance(known, Results)
-    return "\n".join(_lines(known, contenders(known)))
-
-
-def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
-    yield from _harm(results, every) if results.fault else _figures(results, every)
-    yield ""
-    yield f"{len(results.runs)} turns of {len(every)} contenders: {_health(results)}"
-
-
-def _harm(results: Results, every: list[Contender]) -> Iterator[str]:
-    yield from paragraph(faults.what(results), 0)
-    yield ""
-    heads = [Column("", left=True), *map(Column, faults.HEAD)]
-    yield from table(heads, list(faults.rows(results, every)))
+    every = contenders(known)
+    if known.fault:
+        heads = [Column("", left=True), *map(Column, faults.HEAD)]
+        rows = list(faults.rows(known, every))
+        lines = [*paragraph(faults.what(known), 0), "", *table(heads, rows)]
+    else:
+        lines = [*_figures(known, every)]
+    health = f"{len(known.runs)} turns of {len(every)} contenders: {_health(known)}"
+    return "\n".join([*lines, "", health])
 
 
 def _figures(results: Results, every: list[Contender]) -> Iterator[str]:
@@ -93,10 +89,6 @@ def median_and_range(one: Spread | None) -> str:
 
 def _of(part: Mapping[str, float] | None, statistic: str) -> str:
     return "–" if not part else _short(part[statistic])
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def _short(figure: float) -> str:

@@ -267,8 +267,7 @@ def test_another_contender_begins_each_repeat(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("file", "weighted"),
-    [("live-mixed", True), ("live-mixed-told", True), ("live-equal", False)],
+    ("file", "weighted"), [("live-mixed", True), ("live-mixed-told", True), ("live-equal", False)]
 )
 def test_envoy_with_weights_is_compared_where_replicas_differ(
     file: str, weighted: bool, monkeypatch: pytest.MonkeyPatch

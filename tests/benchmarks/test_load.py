@@ -1,5 +1,6 @@
-"""benchmarks.load: the command, its figures, and the warnings that they are not to be trusted."""
+"""benchmarks.load: its command, figures and warnings."""
 
+import asyncio
 import json
 import resource
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 from random import Random
 from subprocess import PIPE, Popen
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -17,7 +17,7 @@ from benchmarks.load.__main__ import main
 from benchmarks.load.plan import OBJECTIVE_HEADER, Planned, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import Counting, Target
-from benchmarks.processes import allow_many_connections
+from benchmarks.processes import allow_many_connections, get_samples
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client
@@ -28,16 +28,11 @@ IDLE = Effort(0.1, 0.1)
 
 
 def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str = "") -> Answer:
-    """After a second."""
-    return Answer(
-        str(number),
-        ttft_s=0.1 * number,
-        completion_s=1.0,
-        problem=problem,
-        late_s=late_s,
-        replica="a" if number % 2 else "b",
-        usage={"prompt_tokens": 100, "completion_tokens": generated},
-    )
+    """Answer after a second."""
+    usage = {"prompt_tokens": 100, "completion_tokens": generated}
+    replica = "a" if number % 2 else "b"
+    times = 0.1 * number, 1.0
+    return Answer(str(number), *times, problem, late_s=late_s, replica=replica, usage=usage)
 
 
 def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
@@ -72,28 +67,20 @@ def test_figures_are_of_whole_answers() -> None:
     figures = summed(*answers, left_out=7)
     assert (figures["requests"], figures["answered"], figures["failed"]) == (5, 3, 2)
     assert figures["errors"] == {"connect": 2}
-    assert figures["ttft_s"]["mean"] == pytest.approx(0.2)
-    assert figures["gap_s"]["mean"] == pytest.approx(0.375)
-    assert figures["requests_per_s"] == pytest.approx(3 / 5)
-    assert figures["output_tokens_per_s"] == pytest.approx(30 / 5)
+    means = [figures[name]["mean"] for name in ("ttft_s", "gap_s")]
+    rates = [figures[f"{name}_per_s"] for name in ("requests", "output_tokens")]
+    assert means + rates == pytest.approx([0.2, 0.375, 3 / 5, 30 / 5])
     assert figures["prompt_tokens"] == {"planned": 300, "counted": 300}
-    replicas = figures["replicas"]
-    assert {name: (one["requests"], one["failed"]) for name, one in replicas.items()} == {
-        "a": (2, 2),
-        "b": (3, 0),
-    }
-    assert replicas["a"]["ttft_s"] is None
+    a, b = (figures["replicas"][name] for name in "ab")
+    assert (a["requests"], a["failed"], b["requests"], b["failed"]) == (2, 2, 3, 0)
+    assert a["ttft_s"] is None
     assert figures["warnings"] == []
     text = table(figures)
-    assert "3 of 5 requests answered" in text
-    assert "failed: 2 × connect" in text
-    assert "no room for them: 7" in text
-
-
-def test_nothing_was_answered() -> None:
-    figures = summed(answer(1, problem="timeout"))
-    assert figures["ttft_s"] is figures["completion_s"] is figures["gap_s"] is None
-    assert "0 of 1 requests answered" in table(figures)
+    for said in ("3 of 5 requests answered", "failed: 2 × connect", "no room for them: 7"):
+        assert said in text
+    nothing = summed(answer(1, problem="timeout"))
+    assert nothing["ttft_s"] is nothing["completion_s"] is nothing["gap_s"] is None
+    assert "0 of 1 requests answered" in table(nothing)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +133,7 @@ def test_a_time_in_which_nothing_arrives(
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    line = complaint(capsys, "--url", url)
-    assert line.startswith(f"load: {url} cannot be reached: ")
+    assert complaint(capsys, "--url", url).startswith(f"load: {url} cannot be reached: ")
 
 
 @pytest.fixture
@@ -206,11 +192,8 @@ def test_parts_follow_each_other_and_a_seed_sends_the_same_again(
 
 
 def cached_tokens(replica: str) -> float:
-    """Prompt tokens that the replica found in its prefix cache, so far."""
-    with urlopen(f"{replica}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
-    return float(line.split()[-1])
+    samples = asyncio.run(get_samples(f"{replica}/metrics"))
+    return next(one.value for one in samples if one.name == "vllm:prefix_cache_hits_total")
 
 
 @pytest.mark.process

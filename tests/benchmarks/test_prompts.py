@@ -1,7 +1,7 @@
-"""Prompts have the tokens and the shared prefixes of the trace, as the server counts them."""
+"""Prompts with the tokens and the shared prefixes of the trace, as the server counts them."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks import trace
 from benchmarks.load.plan import Planned, plan
 from benchmarks.load.target import PATHS, Counting, Target, ask, prompt
+from benchmarks.processes import get_samples
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -48,43 +49,32 @@ async def test_a_simulated_replica_counts_what_the_trace_says(replica_url: str) 
 
 async def test_equal_leading_ids_are_equal_leading_tokens(replica_url: str) -> None:
     target = Target("simulated", None, {"completions": Counting()})
-    planned = some("mooncake-synthetic", 400, target)
     pairs = [
-        (one, other)
-        for index, one in enumerate(planned)
-        for other in planned[:index]
-        if 0 < shared(one.traced.hash_ids, other.traced.hash_ids) < len(one.traced.hash_ids)
+        (one, other, equal)
+        for one, other in combinations(some("mooncake-synthetic", 400, target), 2)
+        if (equal := shared(one.traced.hash_ids, other.traced.hash_ids)) > 0
+        and equal < len(other.traced.hash_ids)
     ]
     assert len(pairs) > 10
     async with ClientSession() as session:
-        for one, other in islice(pairs, 15):
-            tokens, others = [
-                await token_ids(session, replica_url, each.body(target, "a"))
-                for each in (one, other)
-            ]
-            least = min(one.traced.prompt_tokens, other.traced.prompt_tokens)
-            prefix = min(shared(one.traced.hash_ids, other.traced.hash_ids) * ID_TOKENS, least)
+        for *both, equal in pairs[:15]:
+            bodies = [one.body(target, "a") for one in both]
+            tokens, others = [await token_ids(session, replica_url, body) for body in bodies]
+            prefix = min(equal * ID_TOKENS, *(one.traced.prompt_tokens for one in both))
             # The next word may be the same by chance, ten of them may not.
             assert prefix <= shared(tokens, others) < prefix + 10
 
 
 async def test_a_prefix_is_found_in_the_cache(replica_url: str) -> None:
-    target = Target("simulated", None, {"chat": Counting(8)})
-    first, second = [
-        Planned(number, TracedRequest(0.0, 1500, 1, 1, (1, 2, number)), "chat", False, 1, False)
-        for number in (1, 2)
-    ]
     async with ClientSession() as session:
-        for one in (first, second):
-            body = one.body(target, "a")
-            async with session.post(f"{replica_url}{PATHS[one.endpoint]}", json=body) as response:
+        for number in (1, 2):
+            traced = TracedRequest(0.0, 1500, 1, 1, (1, 2, number))
+            body = Planned(number, traced, "chat", False, 1, False).body(SIMULATED, "a")
+            async with session.post(f"{replica_url}{PATHS['chat']}", json=body) as response:
                 assert response.status == 200
-        async with session.get(f"{replica_url}/metrics") as response:
-            page = await response.text()
-    (line,) = [
-        line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total")
-    ]
-    assert float(line.split()[-1]) == 2 * ID_TOKENS
+    samples = await get_samples(f"{replica_url}/metrics")
+    (hits,) = (one for one in samples if one.name == "vllm:prefix_cache_hits_total")
+    assert hits.value == 2 * ID_TOKENS
 
 
 def test_another_run_says_other_words_and_so_does_another_request() -> None:

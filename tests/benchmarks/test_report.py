@@ -22,7 +22,7 @@ PICTURES = {"figures", "completion", "ttft", "load", "prediction"}
 
 
 class Page:
-    """What a reader sees of a page in Markdown, and what it links to."""
+    """Text and links of a page in Markdown."""
 
     def __init__(self, text: str) -> None:
         self.text = plain(text)
@@ -31,8 +31,8 @@ class Page:
         self.rows = [re.split(r" \| ", row) for row in rows]
         outcome = text.partition("## How it was measured")[0]
         self.said = [plain(line[2:]) for line in outcome.splitlines() if line.startswith("- ")]
+        # Names of the rows with a bold figure.
         self.best = {plain(row[0]) for row in self.rows for cell in row if cell.startswith("**")}
-        """What the rows with a bold figure begin with."""
 
     def row(self, name: str) -> list[str]:
         return next([*map(plain, row)] for row in self.rows if plain(row[0]) == name)
@@ -110,34 +110,23 @@ def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
     )
 
 
-def test_a_loss_is_said_as_plainly() -> None:
-    runs = [run(name, scale, n) for n in range(2) for name, scale in (("us", 3), ("them", 1))]
+TURNS: dict[str, tuple[dict[str, tuple[float, ...]], str, set[str]]] = {
+    "worse in all": ({"us": (3, 3), "them": (1, 1)}, " 3.00×", {"them"}),
+    "better in all": ({"us": (1, 2), "them": (2, 5)}, " 0.45× 0.40 – 0.50×", {"us"}),
+    "no clear difference": ({"us": (1.0, 1.2), "them": (1.1, 1.1)}, "≈ 1.00× 0.91 – 1.09×", set()),
+    "shows no spread": ({"us": (1,), "them": (2,)}, " 0.50×", set()),
+}
+
+
+@pytest.mark.parametrize("verdict", TURNS)
+def test_table_marks_what_all_turns_agree_on(verdict: str) -> None:
+    scales, ending, best = TURNS[verdict]
+    runs = [run(name, scale, n) for name, of in scales.items() for n, scale in enumerate(of)]
     page = told(compared(*runs))
-    assert "us is 3.00× the best other (them), worse in all 2 turns." in page.said[0]
-    assert page.best == {"them"}
-
-
-def test_turns_that_do_not_agree_show_no_difference() -> None:
-    runs = [run("us", 1.0, 0), run("us", 1.2, 1), run("them", 1.1, 0), run("them", 1.1, 1)]
-    page = told(compared(*runs))
-    assert "better in 1 of 2 turns (0.91 – 1.09×): no clear difference" in page.said[0]
-    assert page.row("us")[4].endswith("≈ 1.00× 0.91 – 1.09×")
-    assert "≈" in page.row("them")[4]
-    assert not page.best
-
-
-def test_the_table_has_the_spread_of_ratios() -> None:
-    runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 5, 1)]
-    page = told(compared(*runs))
-    assert page.row("us")[4].endswith(" 0.45× 0.40 – 0.50×")
-    assert page.best == {"us"}
-
-
-def test_one_turn_is_not_bold() -> None:
-    page = told(compared(run("us", 1), run("them", 2)))
-    assert "in one turn, which shows no spread" in page.said[0]
-    assert page.row("us")[4].endswith(" 0.50×")
-    assert not page.best
+    assert verdict in page.said[0]
+    assert page.row("us")[4].endswith(ending)
+    assert ("≈" in page.row("them")[4]) is ending.startswith("≈")
+    assert page.best == best
 
 
 @pytest.mark.parametrize("wrong", [{"complaints": ["3 failed"]}, {"validity": {"doubts": ["CPU"]}}])
@@ -182,8 +171,10 @@ def test_own_contenders_and_references_are_no_rivals() -> None:
 
 
 def test_page_links_to_its_pictures_and_its_json(both: tuple[Json, Path]) -> None:
-    links = Page((both[1] / PAGE).read_text()).links
-    assert {*links} == {*(f"{name}.png" for name in PICTURES), "results.json"}
+    page = Page((both[1] / PAGE).read_text())
+    for shown in ("a lathe", "python -m benchmarks.compare", "envoy: 1.40.0"):
+        assert shown in page.text
+    assert {*page.links} == {*(f"{name}.png" for name in PICTURES), "results.json"}
     assert {path.stem for path in both[1].glob("*.png")} == PICTURES
     for path in both[1].glob("*.png"):
         with Image.open(path) as image:
@@ -191,13 +182,6 @@ def test_page_links_to_its_pictures_and_its_json(both: tuple[Json, Path]) -> Non
             assert 500 < image.width < 2400
             assert 200 < image.height < 3000
             assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20  # not empty
-
-
-def test_how_it_was_measured_is_shown(both: tuple[Json, Path]) -> None:
-    text = Page((both[1] / PAGE).read_text()).text
-    assert "a lathe" in text
-    assert "python -m benchmarks.compare" in text
-    assert "envoy: 1.40.0" in text
 
 
 def test_names_are_text_and_neither_markup_nor_formulas(tmp_path: Path) -> None:
@@ -245,18 +229,14 @@ def test_all_requests_failed(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == {"load"}
 
 
-def test_one_of_two_contenders_failed_altogether() -> None:
+def test_contender_without_answers_has_a_row() -> None:
     dead = run("dead", 1, requests=3)
     for one in dead["requests"]:
         one |= {"error": "connect", "completion_s": None}
-    page = told(compared(run("alive", 1), dead))
+    page = told(compared(run("alive", 1), dead, run("none", 1, requests=0)))
     assert page.row("dead")[1:5] == ["3", "1", "3", "–"]
-    assert "Failed requests: dead 3 of 3." in page.said[-1]
-
-
-def test_a_run_without_requests(tmp_path: Path) -> None:
-    page = written(compared(run("none", 1, requests=0)), tmp_path)
     assert page.row("none")[1:4] == ["0", "–", "0"]
+    assert "Failed requests: dead 3 of 3." in page.said[-1]
 
 
 def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
@@ -269,18 +249,14 @@ def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
     assert page.row("one")[1:5] == ["2", "1", "1", "1.00 s"]
 
 
-def test_the_time_per_token_is_there_where_it_was_measured() -> None:
+def test_time_per_token_is_that_of_the_requests_with_gaps() -> None:
     gaps = [0.01, 0.02, 0.03, 0.04]
     requests = [request(n, 1.0, gaps_s={"mean": mean}) for n, mean in enumerate(gaps)]
     page = told({"run": {"name": "one"}, "requests": [*requests, request(9, 1.0, gaps_s=None)]})
     assert page.row("one")[-1] == seconds(float(np.percentile(gaps, 99)))
-
-
-def test_gaps_of_nothing_are_compared_with_nothing() -> None:
     runs = [run("a", 1), run("b", 1)]
-    for one in runs:
-        for each in one["requests"]:
-            each["gaps_s"] = {"mean": 0.0}
+    for each in runs[0]["requests"] + runs[1]["requests"]:
+        each["gaps_s"] = {"mean": 0.0}
     assert told(compared(*runs)).row("a")[-1] == "0.00 ms"
 
 
@@ -301,10 +277,8 @@ def test_the_share_of_predictions_that_were_near() -> None:
 
 
 def test_figures_have_three_digits_and_their_unit() -> None:
-    assert seconds(0.00712) == "7.12 ms"
-    assert seconds(0.412) == "412 ms"
-    assert seconds(0.9999) == "1.00 s"
-    assert seconds(1234.0) == "1,234 s"
+    shown = {0.00712: "7.12 ms", 0.412: "412 ms", 0.9999: "1.00 s", 1234.0: "1,234 s"}
+    assert {value: seconds(value) for value in shown} == shown
     assert between(0.95, 1.05) == "0.95 – 1.05 s"
     assert ratio(0.453) == "0.45×"
 
@@ -361,20 +335,12 @@ def test_what_is_no_result_is_refused_and_nothing_drawn(
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_file_that_is_missing_or_no_json(
+def test_report_names_files_that_it_cannot_read_or_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing, broken = tmp_path / "missing.json", tmp_path / "broken.json"
+    missing, broken, good = (tmp_path / f"{name}.json" for name in ("missing", "broken", "good"))
     broken.write_bytes(b'{"run": \xff')
-    for file in (missing, broken):
-        assert main([str(file), "--out", str(tmp_path)]) == 2
-        assert str(file) in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_made_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "results.json"
-    file.write_text(json.dumps(run("a", 1, requests=2)))
-    assert main([str(file), "--out", str(file / "report")]) == 2
-    assert str(file / "report") in capsys.readouterr().err
+    good.write_text(json.dumps(run("a", 1, requests=2)))
+    for file, out in ((missing, tmp_path), (broken, tmp_path), (good, good / "report")):
+        assert main([str(file), "--out", str(out)]) == 2
+        assert str(out if file == good else file) in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import fleet, trace
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
+from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 
 CONVERSATION = Path(__file__).parents[2] / "benchmarks/traces/azure-2023-conv.jsonl.gz"
@@ -64,12 +65,13 @@ def test_urgent_requests_go_first(two: FleetFile) -> None:
 
 
 def test_tenants_get_the_same_however_much_they_ask_for(two: FleetFile) -> None:
-    got: dict[str, int] = defaultdict(int)
-    for seed in (0, 1, 2):  # which requests are whose makes a difference of a fifth
-        served = play(two, 4.0, 1200, hold=True, tenants=[3, 1], seed=seed)
-        ends = max(one.traced.at for one in served)
-        for one in served:
-            assert one.first_token is not None
-            if 0.2 * ends < one.first_token < ends:
-                got[one.group] += one.traced.prompt_tokens + one.traced.output_tokens
-    assert 0.8 < got["tenant 1"] / got["tenant 2"] < 1.25
+    """One asks for three times as much as the other, and both for twice what the fleet carries."""
+    alike = [TracedRequest(number / 15, 1000, 60, None) for number in range(600)]
+    ratios = []
+    for hold in (False, True):
+        simulation = Simulation(two, "completion", hold=hold, tenants=[3, 1])
+        begun = [one for one in simulation.run(alike) if 24 < (one.first_token or 0.0) < 40]
+        first = sum(one.group == "tenant 1" for one in begun)
+        ratios.append(first / (len(begun) - first))
+    assert ratios[0] > 2
+    assert 0.8 < ratios[1] < 1.25
