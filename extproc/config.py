@@ -235,8 +235,9 @@ class ServeSettings(TlsFiles):
     """Requests in flight that the router follows; Envoy serves further ones without it."""
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds that open streams have to end on SIGTERM; for the first 1.5 s, new ones are taken."""
-    second_choice: bool = True
-    """Name a second replica for retries: a list, as only Envoy's override_host policy takes it."""
+    second_choice: bool | None = None
+    """Name a second replica for retries: a list, as only Envoy's override_host policy takes it.
+    Unset: in every protocol but that of endpoint pickers."""
     chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
     """Chunks of streamed responses read per second, on average, for token timing and usage;
     responses that replicas store (Responses API) are read in full beside them."""

@@ -12,7 +12,14 @@ from extproc.envoy.envoy_file import (
     sources,
 )
 from extproc.envoy.finding import Level
-from extproc.envoy.rules import DEFAULT_BUFFER, Rule, is_body_first, seconds, wanted_sources
+from extproc.envoy.rules import (
+    DEFAULT_BUFFER,
+    Rule,
+    is_body_first,
+    is_full_duplex,
+    seconds,
+    wanted_sources,
+)
 from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
 from extproc.proxy.messages import DESTINATION
 from extproc.proxy.messages import METADATA_NAMESPACE as NAMESPACE
@@ -46,6 +53,11 @@ def _by_route(file: EnvoyFile) -> bool:
 def _one_alone(file: EnvoyFile) -> list[Node]:
     """The replicas' clusters that take one address: the policy override_host takes a list."""
     return [one for one in file.replica_clusters if not file.all(OVERRIDE_HOST, one)]
+
+
+def _names_second(file: EnvoyFile) -> bool:
+    named = file.config.serve.second_choice
+    return not all(map(is_full_duplex, file.filters)) if named is None else named
 
 
 def _with_second(file: EnvoyFile) -> list[Node]:
@@ -257,7 +269,7 @@ CLUSTER_RULES = (
         "cluster {node[name]!r} speaks {}"),
     Rule("one_replica_is_named", Level.ERROR, _one_alone,
         "The router names one replica alone to a cluster that takes no list.",
-        lambda _, file: file.config.serve.second_choice,
+        lambda _, file: _names_second(file),
         "cluster {node[name]!r} takes one address, and the router as it is configured here names "
         "two: no request would go where it says. Set serve.second_choice: false, or name the file "
         "that does with --config"),

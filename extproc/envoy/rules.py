@@ -68,6 +68,11 @@ def is_body_first(filter: Node) -> bool:
     return mode(filter, "request_header") == "SKIP"
 
 
+def is_full_duplex(filter: Node) -> bool:
+    """Bodies go to the router and come back in chunks, as endpoint pickers are asked."""
+    return mode(filter, "request_body") == _DUPLEX
+
+
 def wanted_sources(file: EnvoyFile) -> str:
     """Sources that override_host has to read: an answer to a body sets no header."""
     return _FROM_METADATA if _bodies_first(file) else f"[{{header: {DESTINATION}}}]"
@@ -161,7 +166,7 @@ FILTER_RULES = (
         "The stream stays open until the response has ended, for its close says that it has.",
         # Envoy closes the stream when it has nothing more to send, unless it buffers the request.
         lambda filter, _: (
-            mode(filter, "request_body") == _DUPLEX
+            is_full_duplex(filter)
             and mode(filter, "response_body") == "NONE"
             and mode(filter, "response_trailer") != "SEND"
         ),
@@ -222,7 +227,7 @@ FILTER_RULES = (
         "max_request_bytes is 1 MiB or less: a larger body, such as one with an image, gets 413. "
         "Write max_request_bytes: 67108864"),
     Rule("waits_for_room", Level.WARNING,
-        lambda file: [one for one in file.filters if mode(one, "request_body") != _DUPLEX]
+        lambda file: [one for one in file.filters if not is_full_duplex(one)]
             if file.config.hold.longest_s else [],
         "A request may wait at the router while every replica is full.",
         lambda filter, file: (

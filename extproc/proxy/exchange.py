@@ -295,9 +295,10 @@ class Exchange:
 
     def _listed(self, first: str, second: str | None) -> str:
         """The destination as Envoy takes it: what to try first, and what after that."""
-        if second is None or not self.services.config.serve.second_choice:
-            return first
-        return f"{first},{second}"
+        wanted = self.services.config.serve.second_choice
+        if wanted is None:
+            wanted = not self.full_duplex  # not every gateway takes a list
+        return first if second is None or not wanted else f"{first},{second}"
 
 
 def _passed(phase: str, message: ProcessingRequest) -> bytes:

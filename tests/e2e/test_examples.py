@@ -27,7 +27,7 @@ REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10
 EXAMPLES: dict[str, dict[str, object]] = {
     "envoy": {},
     "ext_proc": {},
-    "endpoint_picker": {},
+    "endpoint_picker": {"second_choice": True},
     "original_dst": {"second_choice": False},
     "api_only": {},
 }

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "policy": "round_robin",
         "seed": 1,
     },
-    "serve": {"chunks_per_s": 1e6, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True},
 }
 ENVOYS = ("envoy", "partial", "endpoint_picker")
 """Bodies in one piece, as much of them as Envoy holds, and in full duplex."""

@@ -229,6 +229,14 @@ def test_a_cluster_that_takes_no_list_is_to_be_named_one_replica() -> None:
     assert "Set serve.second_choice: false" in findings[0].text
 
 
+def test_an_endpoint_picker_names_one_replica_by_itself() -> None:
+    def duplex(b: Bootstrap) -> None:
+        b.original_dst()
+        b.mode["request_body_mode"] = "FULL_DUPLEX_STREAMED"
+
+    assert "one_replica_is_named" not in {one.rule for one in broken(duplex, {})}
+
+
 def test_a_cluster_without_members_is_right_but_for_the_lack_of_a_fallback() -> None:
     (finding,) = complaints(read_yaml(ENVOY / "original_dst.yaml"))
     assert finding.rule == "goes_on_without_router"

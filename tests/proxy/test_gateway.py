@@ -32,6 +32,13 @@ from tests.proxy.replies import (
 BODY = json.dumps(CHAT).encode()
 
 
+@pytest.fixture
+def config(config: Config) -> Config:
+    """Its Envoy takes a second choice."""
+    serve = config.serve.model_copy(update={"second_choice": True})
+    return config.model_copy(update={"serve": serve})
+
+
 async def test_duplex_headers_wait_for_unchanged_body(envoy: EnvoySide, services: Services) -> None:
     pieces = [BODY[:7], BODY[7:100], b"", BODY[100:]]
     async with envoy.stream() as stream:
@@ -50,6 +57,25 @@ async def test_duplex_headers_wait_for_unchanged_body(envoy: EnvoySide, services
         assert (await stream.response_trailers()).response_trailers is not None
         await stream.end()
     assert services.fleet.in_flight == 0
+
+
+class TestDefault:
+    """Not every gateway takes a list of addresses."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"route": {"seed": 1}})
+
+    async def test_duplex_names_one_replica(self, envoy: EnvoySide, services: Services) -> None:
+        services.fleet.responses.keep("resp_1", replica(2))
+        for body, path in ((CHAT, "/v1/chat/completions"), (None, "/v1/responses/resp_1")):
+            async with envoy.stream() as stream:
+                method = "GET" if body is None else "POST"
+                await stream.write_headers(path, method, body is None, **DUPLEX)
+                if body is not None:
+                    await stream.write_body(BODY)
+                assert len(destination(await stream.read())) == 1
+        assert len(destination(await envoy.ask())) == 2
 
 
 async def test_duplex_body_before_trailers_returns_with_headers(envoy: EnvoySide) -> None:
