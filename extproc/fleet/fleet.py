@@ -124,7 +124,10 @@ class Fleet:
         self.members.by_row[row] = state
         self._learn_lengths(state, before)
         of_now = before is None or state.scraped_at != before.scraped_at  # or told again
-        fresh = of_now and state.healthy and not state.unanswered_s
+        started_at = before.started_at if before else 0.0  # of its process; 0: not known
+        fell = state.steps < self._replicas.polled_steps[row]
+        older = fell and 0.0 < started_at == state.started_at  # another poller's
+        fresh = of_now and state.healthy and not state.unanswered_s and not older
         if fresh:
             self.lone.polled(row, state, asked_at)
         known = usual_step(self._replicas, row)
@@ -132,7 +135,7 @@ class Fleet:
         self._corrections.slowed(row, self._slower(row, known))
         if not fresh:
             return
-        if state.steps < self._replicas.polled_steps[row]:
+        if fell or started_at not in (0.0, state.started_at):
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
             self.sent.emptied(state.id)

@@ -38,6 +38,10 @@ MODELS_EVERY_S = 10.0  # a LoRA adapter may be loaded at any time, and `/v1/mode
 SILENCE_STEP_S = 0.1
 """Step in which the silence of a replica is counted; and by how much later than the scrape before
 its figures must be for the poller to doubt it."""
+STALL_S = 1.0
+"""Seconds of silence from which on routers are told: a busy API server stalls for less, and serves
+what it has nonetheless."""
+_SILENT_SCRAPES = 2  # scrapes without an answer in a row that make a replica unhealthy
 _LONGEST_PROBLEM = 200
 
 
@@ -82,6 +86,8 @@ class PolledReplica:
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
+        self._reached_at = monotonic()  # when the replica last answered, in whatever way
+        self._silent_scrapes = 0  # in a row
         self._typical = typical
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
@@ -164,6 +170,7 @@ class PolledReplica:
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self.target.who})
         self._backoff.reset()
+        self._reached_at, self._silent_scrapes = self._monotonic(), 0
         self._metrics.seconds.observe(seconds)
         self._figures = figures
         learned = {
@@ -180,25 +187,34 @@ class PolledReplica:
 
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
+        self._metrics.failed.inc()
+        self._calibration.interrupted()
+        if self._kv_stream is not None:
+            self._kv_stream.doubt()
+        is_silent = isinstance(error, SilentError)
+        self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
+        if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
+            self._publish(self.state)  # routers hear that the poller is there
+            return
         if self.state is None or self.healthy:
             extra = {"replica": self.target.who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
-        self._metrics.failed.inc()
-        self._calibration.interrupted()
         if isinstance(error, UnreachableError):
             self._models.forget()  # it may come back with others
-        if self._kv_stream is not None:
-            self._kv_stream.doubt()
         last = self.state or self._blank()
-        update = {"healthy": False, "problem": problem, "kv_news": None}
-        if not isinstance(error, SilentError):
+        now = self._monotonic()
+        if not isinstance(error, UnreachableError | SilentError):
+            self._reached_at = now
+        unreached_s = now - self._reached_at
+        update = {"healthy": False, "problem": problem, "kv_news": None, "unreached_s": unreached_s}
+        if not is_silent:
             self._clear_doubt()
             update["unanswered_s"] = 0.0
         self._publish(structs.replace(last, **update))
 
     async def _count_silence(self, due_s: float) -> None:
-        """Publishes the seconds for which the replica has answered nothing at all, from ``due_s``
-        on until cancelled; 0: it answers again.
+        """Publishes the seconds for which the replica has answered nothing at all, counted from
+        ``due_s`` on until cancelled; 0: it answers again.
 
         The count is of this task's own steps: while the poller itself is held up, no time is held
         against the replica.
@@ -211,11 +227,12 @@ class PolledReplica:
                 try:
                     while not (await asyncio.wait([asking], timeout=SILENCE_STEP_S))[0]:
                         silent_s += SILENCE_STEP_S
-                        self._update(unanswered_s=silent_s)
+                        if silent_s >= STALL_S:
+                            self._update(unanswered_s=silent_s)
                     answered = asking.result()
                 finally:
                     asking.cancel()
-            if silent_s:
+            if silent_s >= STALL_S:
                 self._update(unanswered_s=0.0)
             await asyncio.sleep(SILENCE_STEP_S)
 

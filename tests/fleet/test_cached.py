@@ -108,6 +108,20 @@ def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
     assert not other.held(prefix, other.view(MODEL)).expected.any()
 
 
+@pytest.mark.parametrize(("started_at", "known"), [(0.0, False), (1e9, True)])
+def test_older_state_of_the_same_process_empties_no_cache(
+    fleet: Fleet, clock: ManualClock, started_at: float, known: bool
+) -> None:
+    """Two pollers may scrape a replica for a moment."""
+    prefix = prompt("a")
+    for steps in (100, 200, 199, 201):
+        clock.advance(1)
+        fleet.put(state(1, "llama-8b-h100", clock, steps=steps, started_at=started_at))
+        if steps == 100:
+            fleet.dispatch(replica(1), request(prefix))
+    assert fleet.held(prefix, fleet.view(MODEL)).expected.any() == known
+
+
 def test_prompts_of_others_that_wait_are_taken_to_be_cached_as_much_as_all(
     fleet: Fleet, clock: ManualClock
 ) -> None:

@@ -188,6 +188,19 @@ def test_a_restarted_replica_counts_its_steps_anew() -> None:
     assert 100 <= fleet.sequences(fleet.view(MODEL)).context[0] < 120
 
 
+@pytest.mark.parametrize(("started_at", "known"), [(2e9, False), (1e9, True)])
+def test_start_of_process_tells_restart_behind_higher_counters(
+    started_at: float, known: bool
+) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, steps=10, started_at=1e9))
+    fleet.dispatch(replica(1), chat(100, 400))
+    clock.advance(0.2)
+    fleet.put(state(1, A10, clock, steps=200, running=1, started_at=started_at))
+    assert (fleet.sequences(fleet.view(MODEL)).context[0] >= 250) == known
+
+
 def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)

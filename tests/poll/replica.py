@@ -57,6 +57,23 @@ async def hang(_: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
+class Once:
+    """Answers the first request in one way, and all others in another."""
+
+    def __init__(self, first: Handler, then: Handler) -> None:
+        self._first = first
+        self._then = then
+        self._asked = False
+        self.over = asyncio.Event()  # the first was answered, or given up
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        if self._asked:
+            self.over.set()
+            return await self._then(request)
+        self._asked = True
+        return await self._first(request)
+
+
 def late(seconds: float, body: str) -> Handler:
     """Answers after more than so many seconds."""
 

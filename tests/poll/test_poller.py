@@ -28,6 +28,7 @@ from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.polling import SOON, config, healthy, polling, unhealthy, watching
 from tests.poll.replica import (
     Handler,
+    Once,
     Replica,
     hang,
     late,
@@ -171,6 +172,46 @@ async def test_a_replica_whose_answers_are_late_stays_in(
                 metrics = await response.text()
     assert 'extproc_poll_scrapes_total{result="late"}' in metrics
     assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
+
+
+async def test_single_scrape_without_answer_does_not_make_unhealthy(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
+        await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+        for _ in range(2):
+            silent = Once(hang, text(page(running=7)))
+            replica.answers["/metrics"] = silent
+            await silent.over.wait()
+            await seen.replica(replica, partial(runs, 7))
+            replica.answers["/metrics"] = text(page(running=2))
+            await seen.replica(replica, partial(runs, 2))
+        assert all(state.healthy for state in seen.history)
+
+
+async def test_stalls_of_api_server_are_not_told(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.poll.replica.STALL_S", 10.0)  # far more, on a busy machine
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, healthy)
+        replica.answers |= {"/metrics": late(0.5, page(running=7)), "/health": late(0.5, "")}
+        await seen.replica(replica, partial(runs, 7))
+        await replica.asked_for("/health", replica.asked.count("/health") + 4)
+        assert all(state.healthy and not state.unanswered_s for state in seen.history)
+
+
+async def test_state_says_for_how_long_replica_was_not_reached(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, healthy)
+        replica.answers["/health"] = text("", 503)
+        assert (await seen.replica(replica, unhealthy)).unreached_s == 0.0
+        await replica.stop()
+        state = await seen.replica(replica, lambda state: state.unreached_s > 0.2)
+        assert not state.healthy
+        replica.answers["/health"] = text("")
+        await replica.start()
+        assert (await seen.replica(replica, healthy)).unreached_s == 0.0
 
 
 async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
