@@ -34,7 +34,6 @@ _REMOVED = {  # commands of earlier versions, and their replacements
     "replicas add": f"{_FILE}; to take back a drain, use 'extproc replicas undrain'",
     "replicas remove": _FILE,
 }
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"extproc {args.command}: {problem}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130  # 128 + SIGINT, as shells count
 
 
 class _Command(Parser):

@@ -17,7 +17,6 @@ from extproc.config import RedisSettings
 from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.text import Cells, Column, count, figure, printable, share, suggest, table_of
-from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import address, connect
 from extproc.share.drains import DrainStore
@@ -120,14 +119,22 @@ class PoolReplica:
         return ", ".join(filter(None, ("draining" * state.draining, health))) or "healthy"
 
     @property
-    def learned(self) -> StepModel | None:
-        """Step times, where the work of the replica taught them."""
-        return self.state.learned if self.state and self.state.measured else None
+    def speed(self) -> tuple[float | None, float | None]:
+        """Step time in ms and prefilled tokens a second, where work of the replica taught them."""
+        step = self.state.learned if self.state and self.state.measured else None
+        if step is None:
+            return None, None
+        return (step.c0 + step.c_batch) * 1e3, 1 / step.c_prefill if step.c_prefill else None
 
     def age(self, now: float) -> float | None:
         """Seconds since the last good scrape."""
         scraped_at = self.state.scraped_at if self.state else 0.0
         return max(now - scraped_at, 0.0) if scraped_at else None
+
+    def to_json(self, now: float) -> dict[str, Any]:
+        seen = structs.asdict(self.state) if self.state else {"name": self.name}
+        more = {"id": self.id, "state": self.condition, "drained": self.drained}
+        return more | {"age_s": self.age(now)} | seen
 
 
 async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica]:
@@ -198,7 +205,7 @@ def _left(state: ReplicaState | None) -> str:
 def _listed(replicas: Sequence[PoolReplica], pool: str, as_json: bool) -> str:
     now = wall()
     if as_json:
-        return json.dumps([_everything(one, now) for one in replicas], indent=2, default=asdict)
+        return json.dumps([one.to_json(now) for one in replicas], indent=2, default=asdict)
     if not replicas:
         return f"nothing is known of a replica in the pool {pool!r}: does a poller run?"
     cells: Cells[PoolReplica] = (
@@ -208,22 +215,8 @@ def _listed(replicas: Sequence[PoolReplica], pool: str, as_json: bool) -> str:
         (Column("running"), lambda one: count(one.state.running if one.state else None)),
         (Column("waiting"), lambda one: count(one.state.waiting if one.state else None)),
         (Column("KV"), lambda one: share(one.state.kv_usage if one.state else None)),
-        (Column("step ms"), lambda one: figure(_step_ms(one.learned))),
-        (Column("prefill tok/s"), lambda one: count(_prefill_per_s(one.learned))),
+        (Column("step ms"), lambda one: figure(one.speed[0])),
+        (Column("prefill tok/s"), lambda one: count(one.speed[1])),
         (Column("age s"), lambda one: figure(one.age(now))),
     )
     return "\n".join(table_of(cells, replicas))
-
-
-def _everything(replica: PoolReplica, now: float) -> dict[str, Any]:
-    seen = structs.asdict(replica.state) if replica.state else {"name": replica.name}
-    more = {"id": replica.id, "state": replica.condition, "drained": replica.drained}
-    return more | {"age_s": replica.age(now)} | seen
-
-
-def _step_ms(step: StepModel | None) -> float | None:
-    return (step.c0 + step.c_batch) * 1e3 if step else None
-
-
-def _prefill_per_s(step: StepModel | None) -> float | None:
-    return 1 / step.c_prefill if step and step.c_prefill else None

@@ -7,22 +7,19 @@ import signal
 import sys
 import termios
 from functools import partial
-from pathlib import Path
 
 import pytest
 from msgspec.json import decode, encode
-from prometheus_client import CollectorRegistry
 
 from extproc.cli.look import screen
 from extproc.lab.harness.processes import free_port
-from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
 from tests.fakes import chat, replica
 from tests.large import thousand
-from tests.observe.conftest import Run, decide, secured, serving
+from tests.observe.conftest import Run, decide, serving
 from tests.observe.dashboard.conftest import poll
 from tests.waiting import PATIENCE_S
 
@@ -70,24 +67,6 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
 async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Run) -> None:
     await apply(Snapshot(thousand()), services.fleet)
     assert len(await top("--router", router)) > 1000
-
-
-async def test_token_and_tls_are_those_of_the_admin_address(
-    services: Services, top: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with secured(services, tmp_path, monkeypatch) as other:
-        assert rows(await top()) == ["r1", "r2", "r3", "r4"]
-        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
-        (error,) = await top(status=1)
-        assert error.endswith("asks for another token (admin.token_file)")
-
-
-async def test_server_that_is_no_router_is_one_line(top: Run) -> None:
-    (error,) = await top("--router", f"127.0.0.1:{free_port()}", status=1)
-    assert "no router answers" in error
-    async with serve_admin("127.0.0.1:0", CollectorRegistry()) as poller:
-        (error,) = await top("--router", poller, status=1)
-        assert "is not the admin address (serve.admin) of a router: it answers status 404" in error
 
 
 async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None:
