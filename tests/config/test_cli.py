@@ -242,7 +242,8 @@ def test_a_missing_tokenizer_is_one_line() -> None:
         _, errors = process.communicate(timeout=PATIENCE_S)
     (line,) = errors.splitlines()
     assert process.returncode == 2
-    assert line.startswith("extproc serve: the tokenizer configured for model 'm' does not exist")
+    assert line.startswith("extproc serve: the tokenizer configured for model 'm' cannot be read: ")
+    assert "/nowhere/tokenizer.json/tokenizer.json: No such file" in line
 
 
 @pytest.mark.process
