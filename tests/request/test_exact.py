@@ -98,7 +98,9 @@ Folder = Callable[..., TokenCounter]
 @pytest.fixture
 def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
     def made(template: str = CHATML, **config: object) -> TokenCounter:
+        tokenizer.enable_truncation(10)  # which would cut prompts short, if it were let
         tokenizer.save(str(tmp_path / "tokenizer.json"))
+        tokenizer.no_truncation()
         (tmp_path / "chat_template.jinja").write_text(template)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
@@ -374,6 +376,10 @@ def test_whatever_a_client_sends_is_measured(
     check_sane(inspect(endpoint, json.dumps(body | {"model": "m"}).encode(), small), endpoint)
 
 
+def test_other_models_are_estimated(counter: Folder) -> None:
+    assert counter().count("other", ["x" * 400]) == 100
+
+
 class TestFolder:
     def test_without_a_template_is_said(self, counter: Folder, tmp_path: Path) -> None:
         counter()
@@ -385,13 +391,24 @@ class TestFolder:
         with pytest.raises(TokenizerError, match=r"not a Jinja template.*to estimate its tokens"):
             counter("{% if %}")
 
-    def test_without_a_tokenizer_is_said(self, tmp_path: Path) -> None:
-        with pytest.raises(TokenizerError, match=r"'m' cannot be read.*tokenizer\.json"):
-            TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+    @pytest.mark.parametrize(("name", "content"), [("", None), ("x", None), ("", "{}")])
+    def test_without_a_tokenizer_is_said(
+        self, tmp_path: Path, name: str, content: str | None
+    ) -> None:
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(
+            TokenizerError, match=r"'m' cannot be read.*r\.json: .*; give the folder"
+        ):
+            TokenCounter(RequestSettings(tokenizers={"m": tmp_path / name}))
 
-    def test_needs_a_package(self, counter: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "extproc.request.exact")
-        monkeypatch.delitem(sys.modules, "extproc.request.template")
-        monkeypatch.setitem(sys.modules, "jinja2", None)
-        with pytest.raises(TokenizerError, match=r"'jinja2'.*pip install 'extproc\[tokenizers\]'"):
+    @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+    def test_needs_packages(
+        self, counter: Folder, monkeypatch: pytest.MonkeyPatch, package: str
+    ) -> None:
+        for name in ("extproc.request.exact", "extproc.request.template"):
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+        told = rf"'{package}'.*pip install 'extproc\[tokenizers\]'"
+        with pytest.raises(TokenizerError, match=told):
             counter()

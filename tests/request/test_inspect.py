@@ -11,7 +11,9 @@ from extproc.request.inspect import inspect
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY, VIDEO_TOKENS
 from extproc.request.tokens import TokenCounter
+from tests.request.conftest import assistant, profiled, user
 
+E = Endpoint
 IMAGE_TOKENS = 100
 FRAME = TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
 MINUTE = "AAAA" * (60 * 16_000 // 3)  # a minute of MP3 at 128 kbit/s, in base64
@@ -19,19 +21,17 @@ MINUTE_URL = "data:audio/mp3;base64," + MINUTE
 DATA_URL = "data:image/png;base64," + "iVBORw0K" * 10_000
 
 
-def profile(endpoint: Endpoint, **fields: Any) -> RequestProfile:
-    body = json.dumps({"model": "m", **fields}).encode()
-    return inspect(endpoint, body, counter())
-
-
 def counter() -> TokenCounter:
-    """One token a byte: text is worth its length."""
+    """A counter of one token a byte: text is worth its length."""
     return TokenCounter(RequestSettings(bytes_per_token=1.0, image_tokens=IMAGE_TOKENS))
 
 
-def chat(content: Any, **fields: Any) -> int:
-    messages = [{"role": "user", "content": content}]
-    return profile(Endpoint.CHAT, messages=messages, **fields).prompt_tokens - FRAME
+def profile(endpoint: Endpoint, **fields: Any) -> RequestProfile:
+    return profiled(counter(), endpoint, **fields)
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class TestEndpoint:
@@ -45,10 +45,10 @@ class TestEndpoint:
     @pytest.mark.parametrize(
         ("path", "endpoint"),
         [
-            ("/score", Endpoint.SCORE),
-            ("/rerank", Endpoint.RERANK),
-            ("/v2/rerank", Endpoint.RERANK),
-            ("/v2/embed", Endpoint.EMBEDDINGS),
+            ("/score", E.SCORE),
+            ("/rerank", E.RERANK),
+            ("/v2/rerank", E.RERANK),
+            ("/v2/embed", E.EMBEDDINGS),
         ],
     )
     def test_has_other_paths_too(self, path: str, endpoint: Endpoint) -> None:
@@ -79,171 +79,129 @@ class TestEndpoint:
         assert stored_response_of(path) == response
 
 
-class TestChatPrompt:
-    def test_is_its_text_and_the_template_around_it(self) -> None:
-        messages = [{"role": "system", "content": "12345"}, {"role": "user", "content": "123"}]
-        got = profile(Endpoint.CHAT, messages=messages)
-        assert got.prompt_tokens == 8 + 2 * TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
-
-    def test_counts_bytes_of_utf8_not_characters(self) -> None:
-        assert chat("héllo 😀") == 11
-
-    def test_has_content_in_parts(self) -> None:
-        assert chat([{"type": "text", "text": "abc"}, {"type": "refusal", "refusal": "no"}]) == 5
-        assert chat(["abc", {"text": "de"}]) == 5
-
-    @pytest.mark.parametrize(
-        ("part", "tokens"),
-        [
-            ({"type": "image_url", "image_url": {"url": DATA_URL}}, IMAGE_TOKENS),
-            ({"image_url": DATA_URL}, IMAGE_TOKENS),
-            ({"type": "video_url", "video_url": {"url": DATA_URL}}, VIDEO_TOKENS),
-            ({"type": "audio_url", "audio_url": {"url": "https://x/y.mp3"}}, 30 * 25),
-            ({"type": "audio_url", "audio_url": {"url": MINUTE_URL}}, 60 * 25),
-            ({"type": "input_audio", "input_audio": {"data": MINUTE, "format": "mp3"}}, 60 * 25),
-        ],
-    )
-    def test_counts_media(self, part: dict[str, Any], tokens: int) -> None:
-        got = chat([{"type": "text", "text": "abc"}, part])
-        assert got == pytest.approx(3 + tokens, rel=0.001)
-
-    def test_has_tool_calls_and_their_results(self) -> None:
-        call = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a":1}'}}
-        messages = [
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "x", "content": "42"},
-        ]
-        got = profile(Endpoint.CHAT, messages=messages)
-        assert got.prompt_tokens == 3 + 7 + 2 + 2 * TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
-
-    def test_has_the_schemas_of_tools(self) -> None:
-        tools = [{"type": "function", "function": {"name": "get", "parameters": {"a": [1, 2]}}}]
-        assert chat("", tools=tools) == len(json.dumps(tools, separators=(",", ":")))
+def media(kind: str, value: Any) -> list[dict[str, Any]]:
+    """A question of 3 tokens about a medium."""
+    return [user([{"type": "text", "text": "abc"}, {"type": kind, kind: value}])]
 
 
-class TestOtherPrompts:
-    @pytest.mark.parametrize(
-        ("prompt", "tokens", "prompts"),
-        [
-            ("abcd", 4, 1),
-            (["abcd", "ef"], 6, 2),
-            ([101, 102, 103], 3, 1),
-            ([[1, 2, 3], [4]], 4, 2),
-            ("", 0, 1),
-        ],
-    )
-    def test_completions_and_embeddings(self, prompt: Any, tokens: int, prompts: int) -> None:
-        completion = profile(Endpoint.COMPLETIONS, prompt=prompt, n=3)
-        assert (completion.prompt_tokens, completion.sequences) == (tokens, 3 * prompts)
-        embedding = profile(Endpoint.EMBEDDINGS, input=prompt, n=3)
-        assert (embedding.prompt_tokens, embedding.sequences) == (tokens, 0)
+CALL = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a":1}'}}
+CALLS = assistant(None) | {"tool_calls": [CALL]}
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"a": [1, 2]}}}]
+ITEMS = [
+    user([{"type": "input_text", "text": "abc"}]),
+    user([{"type": "input_image", "image_url": DATA_URL}]),
+    {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "done"},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+]
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA_URL}
+RESULT = [{"type": "text", "text": "42"}, {"type": "image", "source": SOURCE}]
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s" * 99}
+MESSAGES = [
+    user("abc"),
+    assistant([THOUGHT, {"type": "tool_use", "id": "t", "name": "get", "input": {"a": 1}}]),
+    user([{"type": "tool_result", "tool_use_id": "t", "content": RESULT}]),
+]
+OF_MESSAGES = 3 + 2 + 3 + len('{"a":1}') + 2 + IMAGE_TOKENS + len("brief")
+PROMPTS: list[tuple[Endpoint, dict[str, Any], int, int]] = [
+    # a chat's messages: tokens of their content, and how many they are
+    (E.CHAT, {"messages": [{"role": "system", "content": "12345"}, user("123")]}, 8, 2),
+    (E.CHAT, {"messages": [user("héllo 😀")]}, 11, 1),  # bytes of UTF-8
+    (E.CHAT, {"messages": [user(["abc", {"type": "refusal", "refusal": "no"}])]}, 5, 1),
+    (E.CHAT, {"messages": [user([{"type": "text", "text": "abc"}, {"text": "de"}])]}, 5, 1),
+    (E.CHAT, {"messages": [user([{"image_url": DATA_URL}])]}, IMAGE_TOKENS, 1),
+    (E.CHAT, {"messages": media("image_url", {"url": DATA_URL})}, 3 + IMAGE_TOKENS, 1),
+    (E.CHAT, {"messages": media("video_url", {"url": DATA_URL})}, 3 + VIDEO_TOKENS, 1),
+    (E.CHAT, {"messages": media("audio_url", {"url": "https://x/y.mp3"})}, 3 + 30 * 25, 1),
+    (E.CHAT, {"messages": media("audio_url", {"url": MINUTE_URL})}, 3 + 60 * 25, 1),
+    (E.CHAT, {"messages": media("input_audio", {"data": MINUTE, "format": "mp3"})}, 3 + 1500, 1),
+    (E.CHAT, {"messages": [CALLS, {"role": "tool", "tool_call_id": "x", "content": "42"}]}, 12, 2),
+    (E.CHAT, {"messages": [user("")], "tools": TOOLS}, len(compact(TOOLS)), 1),
+    (E.EMBEDDINGS, {"messages": [user("abc")]}, 3, 1),
+    (E.EMBEDDINGS, {"input": [user("abc")]}, 3, 1),
+    (E.RESPONSES, {"input": "abc"}, 3, 1),
+    (E.RESPONSES, {"input": ITEMS, "instructions": "be brief"}, 14 + IMAGE_TOKENS + 8, 6),
+    (E.MESSAGES, {"messages": MESSAGES, "system": "brief"}, OF_MESSAGES, 4),
+    (E.MESSAGES, {"messages": MESSAGES, "system": [{"type": "text", "text": "brief"}]},
+     OF_MESSAGES, 4),
+]  # fmt: skip
+OTHERS: list[tuple[Endpoint, dict[str, Any], int]] = [
+    (E.EMBEDDINGS, {"input": [[user("abc")]] * 2}, 2 * (3 + FRAME)),
+    (E.CHAT, {"messages": [[user("abc")]] * 2}, 2 * (3 + FRAME)),
+    (E.SCORE, {"text_1": "abc", "text_2": "de"}, 5),
+    (E.SCORE, {"text_1": "abc", "text_2": ["de", "f"]}, 2 * 3 + 3),
+    (E.SCORE, {"text_1": ["abc"], "text_2": ["de", "f"]}, 2 * 3 + 3),
+    (E.SCORE, {"text_1": ["abc", "x"], "text_2": ["de", "f"]}, 3 + 1 + 2 + 1),
+    (E.SCORE, {"queries": "abc", "documents": ["de", "f"]}, 9),
+    (E.SCORE, {"queries": "abc", "items": ["de", "f"]}, 9),
+    (E.SCORE, {"data_1": "abc", "data_2": ["de", "f"]}, 9),
+    (E.SCORE, {"queries": "abc", "documents": {"content": [{"image_url": DATA_URL}]}}, 103),
+    (E.RERANK, {"query": "abc", "documents": ["d"] * 10}, 40),
+    (E.EMBEDDINGS, {"input": ["x" * 100] * 2, "truncate_prompt_tokens": 30}, 60),
+]
 
-    @pytest.mark.parametrize(
-        ("fields", "density"),
-        [
-            ({"prompt": []}, 1),
-            ({"other": "text " * 500}, 1),
-            ({"other": [[12, 34, 56]] * 900}, 0.3),
-        ],
-    )
-    @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.POOLING, Endpoint.SCORE])
-    def test_fields_unknown_here_count_by_the_length_of_the_body(
-        self, endpoint: Endpoint, fields: dict[str, Any], density: float
-    ) -> None:
-        got = profile(endpoint, **fields)
-        size = len(json.dumps({"model": "m", **fields}))
-        assert got.prompt_tokens == pytest.approx(size * density, rel=0.3)
-        assert got.prompt_bytes == 0
 
-    def test_embeddings_of_conversations(self) -> None:
-        messages = [{"role": "user", "content": "abc"}]
-        assert profile(Endpoint.EMBEDDINGS, messages=messages).prompt_tokens == 3 + FRAME
-        assert profile(Endpoint.EMBEDDINGS, input=messages).prompt_tokens == 3 + FRAME
-        assert profile(Endpoint.EMBEDDINGS, input=[messages] * 2).prompt_tokens == 2 * (3 + FRAME)
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "tokens"),
+    [*OTHERS, *((e, f, n + m * TOKENS_PER_MESSAGE + TOKENS_TO_REPLY) for e, f, n, m in PROMPTS)],
+)
+def test_prompt_tokens_are_those_of_content_and_template(
+    endpoint: Endpoint, fields: dict[str, Any], tokens: int
+) -> None:
+    assert profile(endpoint, **fields).prompt_tokens == pytest.approx(tokens, rel=0.001)
 
-    def test_responses(self) -> None:
-        assert profile(Endpoint.RESPONSES, input="abc").prompt_tokens == 3 + FRAME
-        items = [
-            {"role": "user", "content": [{"type": "input_text", "text": "abc"}]},
-            {"role": "user", "content": [{"type": "input_image", "image_url": DATA_URL}]},
-            {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "done"},
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
-        ]
-        got = profile(Endpoint.RESPONSES, input=items, instructions="be brief")
-        text = 3 + IMAGE_TOKENS + 5 + 4 + 2 + 8
-        assert got.prompt_tokens == text + 6 * TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
 
-    def test_messages(self) -> None:
-        source = {"type": "base64", "media_type": "image/png", "data": DATA_URL}
-        result = [{"type": "text", "text": "42"}, {"type": "image", "source": source}]
-        messages = [
-            {"role": "user", "content": "abc"},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm", "signature": "s" * 99},
-                    {"type": "tool_use", "id": "t", "name": "get", "input": {"a": 1}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "t", "content": result}],
-            },
-        ]
-        for system in ("brief", [{"type": "text", "text": "brief"}]):
-            got = profile(Endpoint.MESSAGES, messages=messages, system=system, max_tokens=9)
-            text = 3 + 2 + 3 + len('{"a":1}') + 2 + IMAGE_TOKENS + len("brief")
-            assert got.prompt_tokens == text + 4 * TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "prompts"),
+    [
+        ("abcd", 4, 1),
+        (["abcd", "ef"], 6, 2),
+        ([101, 102, 103], 3, 1),
+        ([[1, 2, 3], [4]], 4, 2),
+        ("", 0, 1),
+    ],
+)
+def test_texts_and_token_ids_are_prompts(prompt: Any, tokens: int, prompts: int) -> None:
+    completion = profile(E.COMPLETIONS, prompt=prompt, n=3)
+    assert (completion.prompt_tokens, completion.sequences) == (tokens, 3 * prompts)
+    embedding = profile(E.EMBEDDINGS, input=prompt, n=3)
+    assert (embedding.prompt_tokens, embedding.sequences) == (tokens, 0)
 
-    @pytest.mark.parametrize(
-        ("fields", "tokens"),
-        [
-            ({"text_1": "abc", "text_2": "de"}, 5),
-            ({"text_1": "abc", "text_2": ["de", "f"]}, 2 * 3 + 3),
-            ({"text_1": ["abc"], "text_2": ["de", "f"]}, 2 * 3 + 3),
-            ({"text_1": ["abc", "x"], "text_2": ["de", "f"]}, 3 + 1 + 2 + 1),
-            ({"queries": "abc", "documents": ["de", "f"]}, 9),
-            ({"queries": "abc", "items": ["de", "f"]}, 9),
-            ({"data_1": "abc", "data_2": ["de", "f"]}, 9),
-            ({"queries": "abc", "documents": {"content": [{"image_url": DATA_URL}]}}, 103),
-        ],
-    )
-    def test_score_reads_the_query_with_every_document(
-        self, fields: dict[str, Any], tokens: int
-    ) -> None:
-        assert profile(Endpoint.SCORE, **fields).prompt_tokens == tokens
 
-    def test_rerank_reads_the_query_with_every_document(self) -> None:
-        got = profile(Endpoint.RERANK, query="abc", documents=["d"] * 10)
-        assert got.prompt_tokens == 40
-
-    def test_truncation_bounds_every_prompt(self) -> None:
-        inputs = ["x" * 100, "x" * 100]
-        got = profile(Endpoint.EMBEDDINGS, input=inputs, truncate_prompt_tokens=30)
-        assert (got.prompt_tokens, got.prompt_bytes) == (60, 0)
+@pytest.mark.parametrize(
+    ("fields", "density"),
+    [({"prompt": []}, 1), ({"x": "text " * 500}, 1), ({"x": [[12, 34, 56]] * 900}, 0.3)],
+)
+@pytest.mark.parametrize("endpoint", [E.COMPLETIONS, E.POOLING, E.SCORE])
+def test_fields_unknown_here_count_by_the_length_of_the_body(
+    endpoint: Endpoint, fields: dict[str, Any], density: float
+) -> None:
+    got = profile(endpoint, **fields)
+    size = len(json.dumps({"model": "m", **fields}))
+    assert got.prompt_tokens == pytest.approx(size * density, rel=0.3)
+    assert got.prompt_bytes == 0
 
 
 class TestOutputBound:
     @pytest.mark.parametrize(
         ("endpoint", "fields", "bound"),
         [
-            (Endpoint.CHAT, {}, None),
-            (Endpoint.CHAT, {"max_tokens": 5}, 5),
-            (Endpoint.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
-            (Endpoint.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
-            (Endpoint.CHAT, {"max_tokens": 300.0}, 300),
-            (Endpoint.CHAT, {"max_tokens": 10**400}, 10_000_000),
-            (Endpoint.CHAT, {"max_output_tokens": 5}, None),
-            (Endpoint.COMPLETIONS, {}, 16),
-            (Endpoint.COMPLETIONS, {"max_tokens": None}, 16),
-            (Endpoint.COMPLETIONS, {"max_tokens": 5}, 5),
-            (Endpoint.RESPONSES, {"max_tokens": 5}, None),
-            (Endpoint.RESPONSES, {"max_output_tokens": 5}, 5),
-            (Endpoint.MESSAGES, {"max_tokens": 5}, 5),
-            (Endpoint.EMBEDDINGS, {"max_tokens": 5}, 0),
-            (Endpoint.SCORE, {}, 0),
-            (Endpoint.RERANK, {}, 0),
+            (E.CHAT, {}, None),
+            (E.CHAT, {"max_tokens": 5}, 5),
+            (E.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
+            (E.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
+            (E.CHAT, {"max_tokens": 300.0}, 300),
+            (E.CHAT, {"max_tokens": 10**400}, 10_000_000),
+            (E.CHAT, {"max_output_tokens": 5}, None),
+            (E.COMPLETIONS, {}, 16),
+            (E.COMPLETIONS, {"max_tokens": None}, 16),
+            (E.COMPLETIONS, {"max_tokens": 5}, 5),
+            (E.RESPONSES, {"max_tokens": 5}, None),
+            (E.RESPONSES, {"max_output_tokens": 5}, 5),
+            (E.MESSAGES, {"max_tokens": 5}, 5),
+            (E.EMBEDDINGS, {"max_tokens": 5}, 0),
+            (E.SCORE, {}, 0),
+            (E.RERANK, {}, 0),
         ],
     )
     def test_follows_vllm(
@@ -259,9 +217,9 @@ class TestOutputBound:
         ],
     )
     def test_absurd_numbers_count_as_absent(self, absurd: Any) -> None:
-        chat = profile(Endpoint.CHAT, max_completion_tokens=absurd, n=absurd)
+        chat = profile(E.CHAT, max_completion_tokens=absurd, n=absurd)
         assert (chat.output_bound, chat.sequences) == (None, 1)
-        completion = profile(Endpoint.COMPLETIONS, max_tokens=absurd, n=absurd)
+        completion = profile(E.COMPLETIONS, max_tokens=absurd, n=absurd)
         assert (completion.output_bound, completion.sequences) == (16, 1)
 
     @pytest.mark.parametrize(
@@ -269,25 +227,34 @@ class TestOutputBound:
         [("12", 12), (" 12 ", 12), ("12.0", 12), ("+5", 5), (12.0, 12), (True, 1), ("1_000", 1000)],
     )
     def test_numbers_are_read_as_vllm_reads_them(self, given: Any, read: int) -> None:
-        got = profile(Endpoint.CHAT, max_tokens=given, n=given)
+        got = profile(E.CHAT, max_tokens=given, n=given)
         assert (got.output_bound, got.sequences) == (read, read)
-        got = profile(Endpoint.COMPLETIONS, prompt=["a", "b"], max_tokens=given, n=given)
+        got = profile(E.COMPLETIONS, prompt=["a", "b"], max_tokens=given, n=given)
         assert (got.output_bound, got.sequences) == (read, 2 * read)
-        got = profile(Endpoint.EMBEDDINGS, input="x" * 2_000, truncate_prompt_tokens=given)
+        got = profile(E.EMBEDDINGS, input="x" * 2_000, truncate_prompt_tokens=given)
         assert got.prompt_tokens == read
 
     def test_sequences_have_a_limit(self) -> None:
-        assert profile(Endpoint.CHAT, n=10**12).sequences == 100_000
+        assert profile(E.CHAT, n=10**12).sequences == 100_000
 
-    @pytest.mark.parametrize(
-        ("stream", "expected"),
-        [
-            *[(True, True), ("true", True), ("yes", True), (1, True)],
-            *[(False, False), ("false", False), (0, False), ("abc", False), (None, False)],
-        ],
-    )
-    def test_stream(self, stream: Any, expected: bool) -> None:
-        assert profile(Endpoint.CHAT, stream=stream).stream is expected
+
+FLAGS: list[tuple[str, Endpoint, dict[str, Any], bool]] = [
+    *(("stream", E.CHAT, {"stream": said}, True) for said in (True, "true", "yes", 1)),
+    *(("stream", E.CHAT, {"stream": said}, False) for said in (False, "false", 0, "abc", None)),
+    *(("stored", E.RESPONSES, said, True) for said in ({}, {"store": True})),
+    *(("stored", E.RESPONSES, {"store": said}, False) for said in (False, None)),
+    *(("stored", E.CHAT, said, False) for said in ({}, {"store": True})),
+    ("in_background", E.RESPONSES, {"background": True}, True),
+    ("in_background", E.RESPONSES, {"background": True, "stream": True}, False),
+    ("in_background", E.CHAT, {"background": True}, False),
+]
+
+
+@pytest.mark.parametrize(("name", "endpoint", "fields", "expected"), FLAGS)
+def test_flags_are_read_as_vllm_reads_them(
+    name: str, endpoint: Endpoint, fields: dict[str, Any], expected: bool
+) -> None:
+    assert getattr(profile(endpoint, input="abc", **fields), name) is expected
 
 
 class TestPromptBytes:
@@ -295,19 +262,18 @@ class TestPromptBytes:
         """Reports on short prompts, mostly template, lead to the ratio of the text alone."""
         tokens = TokenCounter(RequestSettings(bytes_per_token=4.0))
         content = "12345678" * 5
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
+        body = json.dumps({"model": "m", "messages": [user(content)]})
         for _ in range(5_000):
-            got = inspect(Endpoint.CHAT, body.encode(), tokens)
+            got = inspect(E.CHAT, body.encode(), tokens)
             tokens.learn("m", got.prompt_bytes, len(content) // 2 + FRAME)
         assert tokens.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
         assert got.prompt_tokens == pytest.approx(len(content) // 2 + FRAME, abs=1)
 
     def test_are_left_out_where_the_report_says_nothing_of_text(self) -> None:
-        image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
-        messages = [{"role": "user", "content": ["abc", image]}]
-        assert profile(Endpoint.CHAT, messages=messages).prompt_bytes == 0
-        assert profile(Endpoint.COMPLETIONS, prompt=[1, 2, 3]).prompt_bytes == 0
-        assert profile(Endpoint.RERANK, query="a", documents=["b", "c"]).prompt_bytes == 0
+        messages = media("image_url", {"url": "http://x/y.png"})
+        assert profile(E.CHAT, messages=messages).prompt_bytes == 0
+        assert profile(E.COMPLETIONS, prompt=[1, 2, 3]).prompt_bytes == 0
+        assert profile(E.RERANK, query="a", documents=["b", "c"]).prompt_bytes == 0
 
 
 class TestPartialBody:
@@ -316,8 +282,8 @@ class TestPartialBody:
             "model": "m",
             "max_tokens": 7,
             "messages": [
-                {"role": "user", "content": 'é \U0001f600 "quoted" \\ text'},
-                {"role": "user", "content": "a\u00e9b", "name": "n", "x": [-1.5e-10, True, None]},
+                user('é \U0001f600 "quoted" \\ text'),
+                user("a\u00e9b") | {"name": "n", "x": [-1.5e-10, True, None]},
             ],
             "stream": True,
         },
@@ -326,45 +292,37 @@ class TestPartialBody:
 
     @pytest.mark.parametrize("length", range(len(body) + 1))
     def test_may_break_off_anywhere(self, length: int) -> None:
-        got = inspect(
-            Endpoint.CHAT,
-            self.body[:length],
-            counter(),
-            partial=True,
-            content_length=len(self.body),
-        )
-        whole = inspect(Endpoint.CHAT, self.body, counter())
+        whole, size = inspect(E.CHAT, self.body, counter()), len(self.body)
+        part = self.body[:length]
+        got = inspect(E.CHAT, part, counter(), partial=True, content_length=size)
         assert got.model in ("", "m")
         assert got.prompt_bytes == 0
         assert whole.prompt_tokens <= got.prompt_tokens <= len(self.body)
 
     def test_model_cut_short_is_no_model(self) -> None:
-        got = inspect(Endpoint.CHAT, b'{"stream": true, "model": "gpt', counter(), partial=True)
+        got = inspect(E.CHAT, b'{"stream": true, "model": "gpt', counter(), partial=True)
         assert got.model == ""
 
     def test_missing_bytes_of_an_image_are_not_text(self) -> None:
-        image = {"type": "image_url", "image_url": {"url": DATA_URL}}
-        messages = [{"role": "user", "content": [image]}]
+        messages = [user([{"type": "image_url", "image_url": {"url": DATA_URL}}])]
         body = json.dumps({"model": "m", "messages": messages}).encode()
-        got = inspect(
-            Endpoint.CHAT, body[:5_000], counter(), partial=True, content_length=len(body)
-        )
+        got = inspect(E.CHAT, body[:5_000], counter(), partial=True, content_length=len(body))
         assert got.prompt_tokens == IMAGE_TOKENS + FRAME
         assert (got.images, got.fetches) == (0, True)
 
     @pytest.mark.parametrize(("length", "tokens"), [(10**400, 10_000_000), (-1, 0), (None, 0)])
     def test_absurd_length_is_no_harm(self, length: int | None, tokens: int) -> None:
-        got = inspect(Endpoint.SCORE, b"", counter(), partial=True, content_length=length)
+        got = inspect(E.SCORE, b"", counter(), partial=True, content_length=length)
         assert got.prompt_tokens == tokens
 
     def test_that_is_no_json_is_refused(self) -> None:
         with pytest.raises(BadRequest):
-            inspect(Endpoint.CHAT, b"model=m", counter(), partial=True)
+            inspect(E.CHAT, b"model=m", counter(), partial=True)
 
 
 def test_error_body_is_openais() -> None:
     with pytest.raises(BadRequest) as caught:
-        inspect(Endpoint.CHAT, b'{"model": 5}', counter())
+        inspect(E.CHAT, b'{"model": 5}', counter())
     assert json.loads(error_body(caught.value)) == {
         "error": {
             "message": "the model must be a string",
@@ -379,18 +337,18 @@ class TestLongestPrompt:
     @pytest.mark.parametrize(
         ("endpoint", "fields", "longest"),
         [
-            (Endpoint.CHAT, {"messages": [{"role": "user", "content": "x" * 91}], "n": 4}, 100),
-            (Endpoint.COMPLETIONS, {"prompt": "x" * 100, "n": 4}, 100),
-            (Endpoint.COMPLETIONS, {"prompt": ["x" * 80, "x" * 20], "n": 4}, 80),
-            (Endpoint.COMPLETIONS, {"prompt": [[1] * 30, [1] * 10]}, 30),
-            (Endpoint.EMBEDDINGS, {"input": ["x" * 10] * 9 + ["x" * 60]}, 60),
-            (Endpoint.EMBEDDINGS, {"input": ["", ""]}, 0),
-            (Endpoint.EMBEDDINGS, {"input": ["x" * 90, "x"], "truncate_prompt_tokens": 30}, 30),
-            (Endpoint.CLASSIFY, {"input": ["x" * 10, "x" * 30]}, 30),
-            (Endpoint.POOLING, {"input": "x" * 30}, 30),
-            (Endpoint.SCORE, {"text_1": "xyz", "text_2": ["x" * 7, "x" * 17]}, 20),
-            (Endpoint.SCORE, {"text_1": ["x" * 20, "x"], "text_2": ["x", "x" * 7]}, 21),
-            (Endpoint.RERANK, {"query": "xyz", "documents": ["x" * 7, "x" * 17]}, 20),
+            (E.CHAT, {"messages": [user("x" * 91)], "n": 4}, 100),
+            (E.COMPLETIONS, {"prompt": "x" * 100, "n": 4}, 100),
+            (E.COMPLETIONS, {"prompt": ["x" * 80, "x" * 20], "n": 4}, 80),
+            (E.COMPLETIONS, {"prompt": [[1] * 30, [1] * 10]}, 30),
+            (E.EMBEDDINGS, {"input": ["x" * 10] * 9 + ["x" * 60]}, 60),
+            (E.EMBEDDINGS, {"input": ["", ""]}, 0),
+            (E.EMBEDDINGS, {"input": ["x" * 90, "x"], "truncate_prompt_tokens": 30}, 30),
+            (E.CLASSIFY, {"input": ["x" * 10, "x" * 30]}, 30),
+            (E.POOLING, {"input": "x" * 30}, 30),
+            (E.SCORE, {"text_1": "xyz", "text_2": ["x" * 7, "x" * 17]}, 20),
+            (E.SCORE, {"text_1": ["x" * 20, "x"], "text_2": ["x", "x" * 7]}, 21),
+            (E.RERANK, {"query": "xyz", "documents": ["x" * 7, "x" * 17]}, 20),
         ],
     )
     def test_is_one_of_the_prompts(
@@ -399,12 +357,12 @@ class TestLongestPrompt:
         assert profile(endpoint, **fields).longest_prompt == pytest.approx(longest)
 
     def test_shares_the_context_with_the_output(self) -> None:
-        bounded = profile(Endpoint.COMPLETIONS, prompt="x" * 60)
+        bounded = profile(E.COMPLETIONS, prompt="x" * 60)
         assert bounded.most_output(100) == 16
         assert bounded.most_output(70) == 10
         assert bounded.most_output(50) == 1
-        assert profile(Endpoint.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
-        unbounded = profile(Endpoint.CHAT, messages=[])
+        assert profile(E.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
+        unbounded = profile(E.CHAT, messages=[])
         assert unbounded.most_output(100) == 100 - TOKENS_TO_REPLY
 
 
@@ -417,7 +375,7 @@ class TestAudioForm:
         head = b"--b\r\nContent-Disposition: form-data"
         return b"".join(head + part + b"\r\n" for part in (*parts, file)) + b"--b--\r\n"
 
-    @pytest.mark.parametrize("endpoint", [Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS])
+    @pytest.mark.parametrize("endpoint", [E.TRANSCRIPTIONS, E.TRANSLATIONS])
     def test_is_routed_on_its_length(self, endpoint: Endpoint) -> None:
         got = inspect(endpoint, self.form(model="whisper", stream="true"), counter())
         assert (got.model, got.stream) == ("whisper", True)
@@ -427,7 +385,7 @@ class TestAudioForm:
         assert (got.prompt_bytes, got.output_bound) == (0, None)
 
     def test_may_name_no_model(self) -> None:
-        got = inspect(Endpoint.TRANSCRIPTIONS, self.form(), counter(), model_of=lambda *_: "m")
+        got = inspect(E.TRANSCRIPTIONS, self.form(), counter(), model_of=lambda *_: "m")
         assert (got.model, got.stream) == ("m", False)
 
     @pytest.mark.parametrize(
@@ -435,40 +393,23 @@ class TestAudioForm:
     )
     def test_takes_little_time_whatever_it_is(self, line: bytes) -> None:
         started = time.process_time()
-        inspect(Endpoint.TRANSCRIPTIONS, line * (4_000_000 // len(line)), counter())
+        inspect(E.TRANSCRIPTIONS, line * (4_000_000 // len(line)), counter())
         assert time.process_time() - started < 0.1
 
     def test_need_not_be_seen(self) -> None:
-        got = inspect(
-            Endpoint.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=1_920_000
-        )
+        got = inspect(E.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=1_920_000)
         assert got.prompt_tokens == 120 * 25
 
 
 class TestResponses:
     def test_go_on_from_one_that_a_replica_holds(self) -> None:
-        got = profile(Endpoint.RESPONSES, input="abc", previous_response_id="resp_1")
+        got = profile(E.RESPONSES, input="abc", previous_response_id="resp_1")
         assert got.previous_response == "resp_1"
         assert got.prompt_bytes == 0  # the replica's count has what was said before, too
-        assert profile(Endpoint.CHAT, previous_response_id="resp_1").previous_response == ""
+        assert profile(E.CHAT, previous_response_id="resp_1").previous_response == ""
 
     @pytest.mark.parametrize("absurd", [None, "", 5, [], "x" * 1_000])
     def test_absurd_ids_count_as_absent(self, absurd: Any) -> None:
-        got = profile(Endpoint.RESPONSES, input="abc", previous_response_id=absurd)
+        got = profile(E.RESPONSES, input="abc", previous_response_id=absurd)
         assert got.previous_response == ""
         assert got.prompt_bytes > 0
-
-    @pytest.mark.parametrize(
-        ("fields", "stored"),
-        [({}, True), ({"store": True}, True), ({"store": False}, False), ({"store": None}, False)],
-    )
-    def test_are_stored_unless_that_is_not_wanted(
-        self, fields: dict[str, Any], stored: bool
-    ) -> None:
-        assert profile(Endpoint.RESPONSES, input="abc", **fields).stored is stored
-        assert profile(Endpoint.CHAT, **fields).stored is False
-
-    def test_may_be_made_in_the_background(self) -> None:
-        assert profile(Endpoint.RESPONSES, background=True).in_background
-        assert not profile(Endpoint.RESPONSES, background=True, stream=True).in_background
-        assert not profile(Endpoint.CHAT, background=True).in_background

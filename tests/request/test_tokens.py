@@ -1,32 +1,14 @@
-import json
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from extproc.config import RequestSettings
-from extproc.request.endpoint import Endpoint
-from extproc.request.inspect import inspect
-from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.request.tokens import TokenCounter
 
 
 @pytest.fixture
 def counter() -> TokenCounter:
     return TokenCounter(RequestSettings(bytes_per_token=4.0))
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    """A word is a token; and one that would cut prompts short, if it were let."""
-    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.enable_truncation(10)
-    words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return tmp_path
 
 
 class TestRatio:
@@ -76,36 +58,3 @@ class TestRatio:
         assert counter.bytes_per_token("model-0") == 4.0
         assert counter.bytes_per_token("model-2999") < 4.0
         assert counter.bytes_per_token("used") == pytest.approx(2.0, rel=0.05)
-
-
-class TestTokenizer:
-    def test_counts_exactly(self, tokenizer: Path) -> None:
-        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
-        message = {"role": "user", "content": "one two three " * 5}
-        body = json.dumps({"model": "m", "messages": [message]}).encode()
-        got = inspect(Endpoint.CHAT, body, counter)
-        assert got.prompt_tokens == 15
-        assert got.prompt_bytes == 0
-
-    def test_other_models_are_estimated(self, tokenizer: Path) -> None:
-        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
-        assert counter.count("other", ["x" * 400]) == 100
-
-    @pytest.mark.parametrize("name", ["", "tokenizer.json"])
-    def test_missing_file_is_said(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(
-            TokenizerError, match=r"'m' cannot be read.*\.json: .*; give the folder"
-        ):
-            TokenCounter(RequestSettings(tokenizers={"m": tmp_path / name}))
-
-    def test_unreadable_file_is_said(self, tmp_path: Path) -> None:
-        (tmp_path / "tokenizer.json").write_text("{}")
-        with pytest.raises(TokenizerError, match=r"'m' cannot be read.*tokenizer\.json"):
-            TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
-
-    def test_missing_package_is_said(
-        self, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-        with pytest.raises(TokenizerError, match=r"pip install 'extproc\[tokenizers\]'"):
-            TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
