@@ -25,16 +25,16 @@ import aiohttp
 
 from benchmarks import arguments, fleet
 from benchmarks.arguments import about
-from benchmarks.compare import pickers, terminal
-from benchmarks.compare.aibrix import AIBrix
+from benchmarks.compare import pickers
 from benchmarks.compare.contenders import Contender, Fleet
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
 from benchmarks.compare.envoy import EnvoyAlone, Router
-from benchmarks.compare.llm_d import LlmD
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import FAULTS, Fault, play
+from benchmarks.compare.products import AIBrix, LlmD
 from benchmarks.report import figures
+from benchmarks.report.words import progress_header, progress_line, terminal_result
 from extproc.cli.arguments import number, probability
 from extproc.lab.harness.processes import ProcessError
 from extproc.route.policies import POLICIES
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _INTERRUPTED
     if turns.runs:
         result = _result(args, origin, turns)
-        print("\n" + terminal.result(result))
+        print("\n" + terminal_result(result))
         arguments.keep(args, result)
     if status:
         print(f"logs: {logs}", file=sys.stderr)
@@ -95,14 +95,14 @@ async def _compare(
     """Runs all contenders before the next repeat: changes on the machine meet all of them."""
     for one in contenders:
         print(f"{one.name:30}{one.about}")
-    print("\n" + terminal.progress_header(), flush=True)
+    print("\n" + progress_header(), flush=True)
     for repeat in range(args.repeats):
         first = repeat % len(contenders)  # no contender is always the first on a machine
         for one in (*contenders[first:], *contenders[:first]):
             directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
             try:
                 turns.runs.append(await play(one, replicas, args, repeat, directory))
-                print(terminal.progress_line(turns.runs[-1]), flush=True)
+                print(progress_line(turns.runs[-1]), flush=True)
             except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
                 turns.not_run.append({"name": one.name, "repeat": repeat, "why": str(error)})
                 print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)

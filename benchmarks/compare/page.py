@@ -19,11 +19,10 @@ from typing import Any
 from benchmarks import arguments
 from benchmarks.compare.__main__ import contender
 from benchmarks.compare.play import FAULTS
-from benchmarks.compare.terminal import median_and_range
-from benchmarks.report.faults import harm
 from benchmarks.report.figures import HEADLINES, Spread, contenders
 from benchmarks.report.markdown import table_of
 from benchmarks.report.results import Overhead, read
+from benchmarks.report.words import harm, median_and_range
 
 _ROOT = Path(__file__).parents[2]
 KEPT = _ROOT / "benchmarks" / "results"

@@ -14,21 +14,211 @@ polled during a run, as a router learns it.
 
 import argparse
 import asyncio
+import json
+import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from benchmarks import arguments
-from benchmarks.fit.record import Plan, record
-from benchmarks.fit.replay import Fitted, Recording, fit, read_recording, write_recording
-from benchmarks.vllm import described
+from benchmarks import arguments, trace
+from benchmarks.arguments import about
+from benchmarks.fit.replay import (
+    Fitted,
+    Limits,
+    Recording,
+    Request,
+    Run,
+    bursts,
+    fit,
+    read_recording,
+    write_recording,
+)
+from benchmarks.processes import get_json
+from benchmarks.trace import TracedRequest
+from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero
+from extproc.ground.clock import monotonic
 from extproc.ground.text import Column, table
+from extproc.lab.harness import traffic
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.replay.figures import FIGURES
-from extproc.poll.scrape import ScrapeError
+from extproc.poll.scrape import ScrapeError, open_session, scrape
+from extproc.predict.windows import EngineCounts
+
+_TOKEN_BUDGET = 2048
+_LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context
+_SPECIAL_TOKENS = 16  # ids below are left out of prompts: beginnings, ends, padding
+_POLL_INTERVAL_S = 0.25
+_GIVE_UP_S = 600.0
+_PAUSE_S = 0.2  # between two bursts: the server has become idle
+_CORE = 0  # the server's
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    trace: Path
+    requests: int  # of each run
+    speeds: Sequence[float]  # of consecutive slices of the trace, a run each
+    shrink_prompts: int  # what the prompts of the trace are divided by
+    shrink_answers: int  # the same for what is generated
+
+    def __str__(self) -> str:
+        prompts, answers = self.shrink_prompts, self.shrink_answers
+        return f"{self.trace.name}, prompts ÷ {prompts}, answers ÷ {answers}"
+
+    def runs(self) -> list[list[TracedRequest]]:
+        """Requests of each run, timed from its first; OSError or ValueError for a bad trace."""
+        slices = [
+            trace.read([self.trace], speed, (number + 1) * self.requests)[number * self.requests :]
+            for number, speed in enumerate(self.speeds)
+        ]
+        if len(slices[-1]) < self.requests:
+            raise ValueError(f"{self.trace} has too few requests for {len(slices)} runs")
+        if any(part[0].at == part[-1].at for part in slices):
+            raise ValueError(f"{self.trace}: all requests of a run arrive at once; send more")
+        return [[self._shrunk(one, part[0].at) for one in part] for part in slices]
+
+    def _shrunk(self, one: TracedRequest, start: float) -> TracedRequest:
+        prompt = min(max(one.prompt_tokens // self.shrink_prompts, 1), _LONGEST_PROMPT)
+        output = min(max(one.output_tokens // self.shrink_answers, 1), _LONGEST_OUTPUT)
+        return TracedRequest(one.at - start, prompt, output, max_tokens=None)
+
+
+async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Recording:
+    """Runs vLLM with the model in a folder, and records its answers to the requests.
+
+    The model has a core to itself, as it would have a GPU; all other processes share the others.
+
+    Raises:
+        ProcessError: vLLM could not be started; its output is in ``logs``.
+        ScrapeError: it has no counters.
+        RuntimeError: a request failed.
+        OSError, ValueError: the model or the trace cannot be read.
+    """
+    planned, here = plan.runs(), about("benchmarks.fit", [])
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    options = [["--max-num-batched-tokens", str(_TOKEN_BUDGET)]]
+    async with vllm_servers([model], [max_num_seqs], logs, options) as servers:
+        (server,) = servers.values()
+        _leave_core(server.pid)
+        version = (await get_json(f"http://{server.address}/version"))["version"]
+        async with open_session(_GIVE_UP_S) as session:
+            page = await scrape(session, server.address, health=False)
+        player = Player(server.address, MODEL, vocabulary, Random(0))
+        print("recording requests for the calibration", flush=True)
+        calibration = await player.play("calibration", bursts())
+        runs = []
+        for requests in planned:
+            seconds = requests[-1].at
+            name = f"{len(requests) / seconds:.2f} requests/s"
+            print(f"recording {len(requests)} requests, {name}, {seconds:.0f} s", flush=True)
+            runs.append(await player.play(name, [requests]))
+    origin = {
+        "server": f"vLLM {version}, CPU backend, one core",
+        "model": model.name,
+        "machine": here["machine"],
+        "date": here["date"],
+        "requests": str(plan),
+    }
+    limits = Limits(max_num_seqs, _TOKEN_BUDGET, page.block_size, page.kv_tokens)
+    return Recording(origin, limits, calibration, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Sends requests to one server; ``ignore_eos`` and ``max_tokens`` fix the answers' lengths.
+
+    Prompts are random token ids: no two share a prefix, and none has to be tokenized.
+    """
+
+    server: str  # `ip:port`
+    model: str  # what the server calls it
+    vocabulary: int  # token ids of the prompts are below this
+    random: Random  # draws the prompts
+
+    async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> Run:
+        """Sends the requests of each part at their times, each part when the last has ended.
+
+        The server must be idle, and is polled meanwhile. RuntimeError if a request fails.
+        """
+        served: list[Request] = []
+        prepared = [[self._request(*numbered) for numbered in enumerate(part)] for part in parts]
+        async with _polls(self.server) as polls:
+            started = monotonic()
+            for part, requests in zip(parts, prepared, strict=True):
+                async with traffic.Client(f"http://{self.server}", _GIVE_UP_S) as client:
+                    answers = await client.run(requests)
+                served += [_seen(*pair, started) for pair in zip(part, answers, strict=True)]
+                await asyncio.sleep(_PAUSE_S)
+        return Run(name, served, [replace(poll, at=poll.at - started) for poll in polls])
+
+    def _request(self, number: int, traced: TracedRequest) -> traffic.Request:
+        ids = range(_SPECIAL_TOKENS, self.vocabulary)
+        body = {
+            "model": self.model,
+            "prompt": self.random.choices(ids, k=traced.prompt_tokens),
+            "max_tokens": traced.output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent = json.dumps(body).encode()
+        return traffic.Request(traced.at, f"fit-{number}", "/v1/completions", sent, stream=True)
+
+
+def _seen(traced: TracedRequest, answer: traffic.Answer, started: float) -> Request:
+    lengths = answer.tokens("prompt"), answer.tokens("completion")
+    if not answer.ok or answer.ttft_s is None:
+        raise RuntimeError(f"a request failed: {answer.account}")
+    if lengths != (traced.prompt_tokens, traced.output_tokens):
+        raise RuntimeError(f"the server counts {lengths} tokens, the trace has {traced}")
+    times = answer.ttft_s, answer.completion_s
+    return Request(answer.sent_at - started, traced.prompt_tokens, traced.output_tokens, *times)
+
+
+@asynccontextmanager
+async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
+    polls: list[EngineCounts] = []
+
+    async def poll() -> None:
+        due = monotonic()
+        async with open_session(_GIVE_UP_S) as session:
+            while True:
+                figures = await scrape(session, server, health=False)
+                polls.append(figures.counts(monotonic()))
+                due = max(due + _POLL_INTERVAL_S, monotonic())
+                await asyncio.sleep(due - monotonic())
+
+    polling = asyncio.create_task(poll())
+    try:
+        yield polls
+    finally:
+        polling.cancel()
+        with suppress(asyncio.CancelledError):
+            await polling
+
+
+def _leave_core(server: int) -> None:
+    """Moves everything but the process that runs the model to the other cores."""
+    others = os.sched_getaffinity(0) - {_CORE}
+    os.sched_setaffinity(0, others)
+    for pid in _family(server):
+        if not Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Worker"):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), others)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from _family(int(child))
+
 
 _HERE = Path(__file__).parents[1]
 RECORDED = _HERE / "recordings" / "vllm-cpu-29m.json.gz"

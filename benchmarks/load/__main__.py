@@ -24,9 +24,16 @@ import uvloop
 
 from benchmarks import arguments, trace
 from benchmarks.arguments import about
-from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
+from benchmarks.load.plan import (
+    OBJECTIVE_HEADER,
+    PATHS,
+    URGENT,
+    TargetError,
+    ask,
+    plan,
+    with_urgent,
+)
 from benchmarks.load.summary import Effort, record, summary, table
-from benchmarks.load.target import PATHS, TargetError, ask
 from benchmarks.processes import allow_many_connections
 from extproc.cli.arguments import above_zero, probability
 from extproc.ground.clock import monotonic

@@ -7,10 +7,19 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from benchmarks.report import faults
 from benchmarks.report.figures import METRICS, Contender, Metric, beside_best, contenders, spread
 from benchmarks.report.results import Overhead, Results, Setup, read
-from benchmarks.report.words import added, between, of_turns, outcome, ratio, ratios, seconds
+from benchmarks.report.words import (
+    HARM_HEAD,
+    added,
+    between,
+    harm_rows,
+    of_turns,
+    outcome,
+    ratio,
+    ratios,
+    seconds,
+)
 
 PAGE = "report.md"
 _TERMS = (
@@ -155,9 +164,9 @@ def _figures(results: Results, every: Sequence[Contender]) -> str:
 
 
 def _harm(results: Results, every: Sequence[Contender]) -> str:
-    rows = (map(escaped, row) for row in faults.rows(results, every))
+    rows = (map(escaped, row) for row in harm_rows(results, every))
     note = "Counts are of all turns, until and slowest the most of any, other times medians."
-    return "\n".join([*table_of(["", *faults.HEAD], rows), "", note])
+    return "\n".join([*table_of(["", *HARM_HEAD], rows), "", note])
 
 
 def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:

@@ -11,12 +11,11 @@ import pytest
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare import terminal
 from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
 from benchmarks.compare.play import FAULTS, Fault, play
-from benchmarks.report.faults import Harm, harm
 from benchmarks.report.markdown import markdown
 from benchmarks.report.results import Results, Run, read
+from benchmarks.report.words import Harm, harm, terminal_result
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.predict.step import hardware_profile
 
@@ -85,7 +84,7 @@ def result() -> Json:
 
 
 def test_the_table_is_the_same_on_terminal_and_page() -> None:
-    printed = terminal.result(result())
+    printed = terminal_result(result())
     rows = [line.split() for line in printed.splitlines()]
     hurt = ["2", "1", "1", "1", "2.50", "20.00", "1.50", "1.99", "4.00", "4.98"]
     whole = ["0", "0", "0", "0", "–", "1.00", "1.00", "1.00", "1.00", "1.00"]

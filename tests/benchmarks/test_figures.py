@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import terminal
 from benchmarks.report import figures
+from benchmarks.report.words import terminal_result
 
 Json = dict[str, Any]
 DOUBT: Json = {"validity": {"doubts": ["CPU 95% busy"]}}
@@ -83,7 +83,7 @@ ALONE = "Nothing is compared: in no turn are both us and another without doubt."
     ],
 )
 def test_terminal_compares_turns_without_doubt(results: Json, said: str) -> None:
-    printed = terminal.result(results)
+    printed = terminal_result(results)
     assert said in printed
     if said is ALONE:
         assert "×" not in printed
@@ -98,7 +98,7 @@ def test_turn_in_doubt_is_never_the_best_other(wrong: Json) -> None:
     results = compared(*doubtful, *others)
     beside = figures.to_json(results)["beside_best"]["Completion, mean"]
     assert beside["ratio"] == {"median": 0.375, "least": 0.25, "most": 0.5, "turns": 2}
-    printed = terminal.result(results)
+    printed = terminal_result(results)
     assert "fast ! " in printed
     assert "In doubt: fast in 1 of 2 turns. Comparisons leave these turns out." in printed
 

@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.fit.__main__ import RECORDED, main
-from benchmarks.fit.record import Plan, Player
+from benchmarks.fit.__main__ import RECORDED, Plan, Player, main
 from benchmarks.fit.replay import (
     LEARNED,
     MEASURED,

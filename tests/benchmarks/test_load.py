@@ -14,9 +14,8 @@ import pytest
 
 from benchmarks import trace
 from benchmarks.load.__main__ import main
-from benchmarks.load.plan import OBJECTIVE_HEADER, Planned, plan, with_urgent
+from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, Planned, Target, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
-from benchmarks.load.target import Counting, Target
 from benchmarks.processes import allow_many_connections, get_samples
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.processes import free_port

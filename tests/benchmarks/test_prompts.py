@@ -12,8 +12,7 @@ from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks import trace
-from benchmarks.load.plan import Planned, plan
-from benchmarks.load.target import PATHS, Counting, Target, ask, prompt
+from benchmarks.load.plan import PATHS, Counting, Planned, Target, ask, plan, prompt
 from benchmarks.processes import get_samples
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
