@@ -145,6 +145,10 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
         ),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
+        (
+            'check --request.tokenizers {"m":"/nope/tokenizer.json"}',
+            "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/",
+        ),
         ("eds --state memory", "state is 'memory'"),
     ],
 )

@@ -1,20 +1,26 @@
-"""The protocol: by its state for one stream, and over a real gRPC channel."""
+"""EDS: the protocol, by the state of a stream and over a real gRPC channel, and the replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import grpc
 import pytest
-from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.envoy.config.core.v3 import HealthStatus, Node
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
 from envoy_data_plane.google.rpc import Status
 from grpc.aio import EOF
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec import structs
 
 from extproc.config import TlsFiles
+from extproc.envoy.eds import PoolMembers, load_assignment
 from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, Catalog, EdsServer, Subscription
+from extproc.replica_state import ReplicaState
+from extproc.share.replicas import Put, Removed, Snapshot
 from tests.conftest import Logged
+from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
 REFUSED = "envoy refused what it was sent"
@@ -43,7 +49,7 @@ def values(response: DiscoveryResponse | None) -> list[bytes]:
 
 
 class Stream:
-    """The state of a stream, and what Envoy sends on it."""
+    """The state of a stream."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._subscription = Subscription(catalog, "peer")
@@ -51,7 +57,7 @@ class Stream:
     def ask(
         self, *names: str, answering: DiscoveryResponse | None = None, refusal: str = ""
     ) -> DiscoveryResponse | None:
-        """Returns what it is sent for that."""
+        """Returns the response to a request, if any."""
         raw = request(*names, answering=answering, refusal=refusal)
         self._subscription.take(DiscoveryRequest.parse(raw))
         return self.due()
@@ -126,13 +132,12 @@ def test_every_server_gives_the_same_list_the_same_version() -> None:
     assert len({one.version_info for one in answers if one is not None}) == 1
 
 
-class Server:
+class Server(NamedTuple):
     """A server on a port of its own."""
 
-    def __init__(self, catalog: Catalog, server: EdsServer, channel: grpc.aio.Channel) -> None:
-        self.catalog = catalog
-        self.server = server
-        self.channel = channel
+    catalog: Catalog
+    server: EdsServer
+    channel: grpc.aio.Channel
 
     def stream(self) -> "grpc.aio.StreamStreamCall[bytes, bytes]":
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
@@ -146,8 +151,8 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
     return DiscoveryResponse.parse(raw)
 
 
-@asynccontextmanager
-async def serving() -> AsyncIterator[Server]:
+@pytest.fixture
+async def eds() -> AsyncIterator[Server]:
     catalog = Catalog({"a": b"a1"})
     server = EdsServer(catalog, TlsFiles())
     port = await server.start("127.0.0.1:0")
@@ -156,48 +161,44 @@ async def serving() -> AsyncIterator[Server]:
     await server.stop()
 
 
-async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing() -> None:
-    async with serving() as eds:
-        for number in range(3):
-            call = eds.stream()
-            await call.write(request("a"))
-            await response(call)
-            eds.catalog.put("a", b"a%d" % number)
-            assert values(await response(call)) == [b"a%d" % number]
-            await call.done_writing()
-            assert await call.code() == grpc.StatusCode.OK
-        assert not eds.catalog.watchers
+async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing(eds: Server) -> None:
+    for number in range(3):
+        call = eds.stream()
+        await call.write(request("a"))
+        await response(call)
+        eds.catalog.put("a", b"a%d" % number)
+        assert values(await response(call)) == [b"a%d" % number]
+        await call.done_writing()
+        assert await call.code() == grpc.StatusCode.OK
+    assert not eds.catalog.watchers
 
 
-async def test_garbage_ends_its_stream_alone(logged: Logged) -> None:
-    async with serving() as eds:
-        broken, good = eds.stream(), eds.stream()
-        await broken.write(b"\x0a\xff\xff\xff")
-        assert await broken.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert len(logged.lines("a client sent what is no DiscoveryRequest")) == 1
-        await good.write(request("a"))
-        assert values(await response(good)) == [b"a1"]
+async def test_garbage_ends_its_stream_alone(eds: Server, logged: Logged) -> None:
+    broken, good = eds.stream(), eds.stream()
+    await broken.write(b"\x0a\xff\xff\xff")
+    assert await broken.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(logged.lines("a client sent what is no DiscoveryRequest")) == 1
+    await good.write(request("a"))
+    assert values(await response(good)) == [b"a1"]
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-async def test_health_is_told(service: str) -> None:
+async def test_health_is_told(eds: Server, service: str) -> None:
     kinds = health_pb2.HealthCheckResponse
-    async with serving() as eds:
-        health = health_pb2_grpc.HealthStub(eds.channel)
-        for serves, status in ((True, kinds.SERVING), (False, kinds.NOT_SERVING)):
-            await eds.server.report(serving=serves)
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
-            assert answer.status == status
+    health = health_pb2_grpc.HealthStub(eds.channel)
+    for serves, status in ((True, kinds.SERVING), (False, kinds.NOT_SERVING)):
+        await eds.server.report(serving=serves)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == status
 
 
-async def test_streams_that_are_sent_away_end_and_new_ones_are_served() -> None:
-    async with serving() as eds:
-        for _ in range(2):
-            call = eds.stream()
-            await call.write(request("a"))
-            assert values(await response(call)) == [b"a1"]
-            eds.server.send_away()
-            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+async def test_streams_that_are_sent_away_end_and_new_ones_are_served(eds: Server) -> None:
+    for _ in range(2):
+        call = eds.stream()
+        await call.write(request("a"))
+        assert values(await response(call)) == [b"a1"]
+        eds.server.send_away()
+        assert await call.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
@@ -206,3 +207,97 @@ async def test_an_address_that_is_taken_is_named() -> None:
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
         await EdsServer(Catalog({}), TlsFiles()).start(f"127.0.0.1:{port}")
     await first.stop()
+
+
+A, B = ReplicaState(id="10.0.0.1:8000"), ReplicaState(id="[::1]:8000")
+TTL_S = 10.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def members(clock: ManualClock) -> PoolMembers:
+    return PoolMembers(clock)
+
+
+def test_nothing_is_told_before_a_replica_is_heard_of(members: PoolMembers) -> None:
+    assert not members.apply(Snapshot(()))
+    assert members.current is None
+    assert members.apply(Snapshot((A,)))
+    assert members.current == {A.id: HealthStatus.HEALTHY}
+
+
+def test_health_and_draining_follow_the_polls(members: PoolMembers) -> None:
+    members.apply(Snapshot((A, B)))
+    assert not members.apply(Put(structs.replace(A, running=7)))
+    assert members.apply(Put(structs.replace(A, healthy=False)))
+    assert members.apply(Put(structs.replace(B, draining=True)))
+    assert members.current == {A.id: HealthStatus.UNHEALTHY, B.id: HealthStatus.DRAINING}
+    assert members.apply(Put(A))
+    assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
+
+
+def test_a_replica_that_is_removed_leaves_even_the_last(members: PoolMembers) -> None:
+    members.apply(Snapshot((A,)))
+    assert members.apply(Removed(A.id))
+    assert not members.apply(Removed(A.id))
+    assert members.current == {}
+
+
+def test_who_is_missing_in_a_new_snapshot_stays(members: PoolMembers) -> None:
+    members.apply(Snapshot((A, B)))
+    assert not members.apply(Snapshot((A,)))
+    assert not members.apply(Snapshot(()))
+    assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.HEALTHY}
+
+
+def hear(
+    members: PoolMembers, clock: ManualClock, seconds: int, *polled: ReplicaState
+) -> list[str]:
+    """Polls once a second; returns the replicas that left."""
+    left = []
+    for _ in range(seconds):
+        clock.advance(1)
+        for state in polled:
+            members.apply(Put(state))
+        left += members.drop_silent(TTL_S)
+    return left
+
+
+def test_who_is_silent_while_others_are_heard_leaves(
+    members: PoolMembers, clock: ManualClock
+) -> None:
+    hear(members, clock, 20, A, B)
+    assert hear(members, clock, 10, A) == []
+    assert hear(members, clock, 1, A) == [B.id]
+    assert members.current == {A.id: HealthStatus.HEALTHY}
+
+
+def test_when_nothing_is_heard_nobody_leaves(members: PoolMembers, clock: ManualClock) -> None:
+    hear(members, clock, 20, A, B)
+    assert hear(members, clock, 1000) == []
+    # Back, and empty: the others have the time of their life to be heard again.
+    assert hear(members, clock, 10, A) == []
+    assert hear(members, clock, 1, A) == [B.id]
+
+
+def test_endpoints_are_what_envoy_reads() -> None:
+    members = {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
+    read = ClusterLoadAssignment.parse(load_assignment("batch", members))
+    assert read.cluster_name == "batch"
+    (locality,) = read.endpoints
+    assert [one.to_dict() for one in locality.lb_endpoints] == [
+        {"endpoint": {"address": {"socketAddress": {"address": host, "portValue": 8000}}}, **health}
+        for host, health in (
+            ("10.0.0.1", {"healthStatus": "HEALTHY"}),
+            ("::1", {"healthStatus": "DRAINING"}),
+        )
+    ]
+
+
+def test_a_pool_without_replicas_is_one_without_endpoints() -> None:
+    read = ClusterLoadAssignment.parse(load_assignment("batch", {}))
+    assert [one.lb_endpoints for one in read.endpoints] == [[]]

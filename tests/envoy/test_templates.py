@@ -1,15 +1,23 @@
-"""The files in ``envoy/`` are what their templates make.
+"""The files in ``envoy/``: what their templates make, what the demo runs, and what a mesh gets.
 
     python -m tests.envoy.test_templates
 
 writes them anew.
 """
 
+import copy
 from pathlib import Path
 from textwrap import dedent, indent
+from typing import Any
 
 import pytest
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from extproc.envoy.check import check_envoy
+from extproc.envoy.finding import Level
+from extproc.lab.harness.envoy_config import TEMPLATE, addressed
+from tests.envoy_gateway import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 TEMPLATES = Environment(
@@ -20,6 +28,7 @@ TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 FILES = [name.removesuffix(".j2") for name in TEMPLATES.list_templates() if name != "base.yaml.j2"]
+GATEWAY = list(yaml.safe_load_all((ENVOY / "envoy_gateway.yaml").read_text(encoding="utf-8")))
 
 
 def at(block: str, column: int) -> str:
@@ -38,6 +47,52 @@ def made(name: str) -> str:
 def test_a_file_is_what_its_template_makes(name: str) -> None:
     text = (ENVOY / name).read_text(encoding="utf-8")
     assert text == made(name), f"change envoy/templates/{name}.j2, then run: make envoy-files"
+
+
+def test_users_and_demo_have_one_file() -> None:
+    assert TEMPLATE.read_text(encoding="utf-8") == (ENVOY / "envoy.yaml").read_text("utf-8")
+
+
+def test_only_addresses_differ_from_the_template() -> None:
+    listen, admin = "127.0.0.1:1", "127.0.0.1:2"
+    routers, replicas = ["127.0.0.1:3", "127.0.0.1:4"], ["10.0.0.1:5", "h:6"]
+    rendered = addressed(listen=listen, admin=admin, routers=routers, replicas=replicas)
+    original = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    for tree in (original, rendered):
+        resources = tree["static_resources"]
+        groups = [one["load_assignment"].pop("endpoints") for one in resources["clusters"]]
+        addresses = [
+            [tree["admin"].pop("address")],
+            [resources["listeners"][0].pop("address")],
+            *([one["endpoint"]["address"] for one in group["lb_endpoints"]] for [group] in groups),
+        ]
+    assert rendered == original
+    found = [
+        [f"{at['address']}:{at['port_value']}" for one in part for at in one.values()]
+        for part in addresses
+    ]
+    assert found == [[admin], [listen], routers, replicas]
+    assert {key for part in addresses for one in part for key in one} == {"socket_address"}
+
+
+def translated(resources: list[Any]) -> dict[str, Any]:
+    return bootstrap(
+        resources, "0.0.0.0:10080", "127.0.0.1:19000", ["10.0.0.1:8000"], ["10.0.0.2:50051"]
+    )
+
+
+def test_resources_of_envoy_gateway_lack_only_what_no_field_is_for() -> None:
+    """``max_message_timeout``, without which requests do not wait at the router."""
+    findings = check_envoy(translated(GATEWAY))
+    lacking = [(one.rule, one.level) for one in findings if one.level is not Level.OK]
+    assert lacking == [("waits_for_room", Level.WARNING)]
+
+
+def test_a_misspelt_field_of_envoy_gateway_is_refused() -> None:
+    resources = copy.deepcopy(GATEWAY)
+    resources[3]["spec"]["extProc"][0]["failOpened"] = True
+    with pytest.raises(ValueError, match="no field failOpened"):
+        translated(resources)
 
 
 if __name__ == "__main__":
