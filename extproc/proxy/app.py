@@ -62,7 +62,7 @@ async def run_router(config: Config) -> None:
     server = GrpcServer(services, others)
     async with (
         _admin(pools, registry, stopping) as admin,
-        _background(server.end_lost(), stopping) as ending,
+        _background(server.look_after(), stopping) as ending,
         _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,

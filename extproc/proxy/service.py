@@ -43,6 +43,7 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 _KEEPALIVE_S = 20.0
+_READY_EVERY_S = 0.05  # seconds between two looks for a first replica
 _LOOK_EVERY_S = 1.0  # seconds between two looks for replicas that hang
 LAME_DUCK_S = 1.5
 """Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
@@ -130,6 +131,11 @@ class ExternalProcessor:
             await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
 
     @property
+    def is_ready(self) -> bool:
+        """A replica is known, of any pool."""
+        return any(pool.fleet.members for pool in self._pools.values())
+
+    @property
     def idle(self) -> bool:
         """Whether no stream is open, nor any came of late."""
         return not self._exchanges and self._services.clock() - self._opened_at > LAME_DUCK_S
@@ -197,6 +203,7 @@ class GrpcServer:
         """
         serve = services.config.serve
         self._files = serve
+        self._stopping = False
         keepalive_ms = round(keepalive_s * 1000)
         options = [
             *_OPTIONS,
@@ -217,16 +224,20 @@ class GrpcServer:
         port = open_port(self._server, address, self._files, "serve")
         with patient():
             await self._server.start()
-        serving = health_pb2.HealthCheckResponse.SERVING
-        await self._health.set(_LIVENESS, serving)
-        await self._report(serving)
+        await self._health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self._report_readiness()
         return port
 
-    async def end_lost(self) -> None:
-        """Ends, for ever, the requests on replicas that hang."""
+    async def look_after(self) -> None:
+        """Reports its health once the first replica is known, for until then another router serves
+        better; then ends, for ever, the requests on replicas that hang."""
+        ready = False
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            await self._processor.end_lost()
+            await asyncio.sleep(_LOOK_EVERY_S if ready else _READY_EVERY_S)
+            if ready:
+                await self._processor.end_lost()
+            elif ready := self._processor.is_ready:
+                await self._report_readiness()
 
     async def stop(self, drain_s: float) -> None:
         """Ends within ``drain_s`` seconds.
@@ -235,11 +246,14 @@ class GrpcServer:
         idle; a stream that is refused would be a request without the router, though others might be
         there. Open ones have the rest of the time to end.
         """
-        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._stopping = True
+        await self._report_readiness()
         lame_duck_s = 0.0 if self._processor.idle else min(LAME_DUCK_S, drain_s)
         await asyncio.sleep(lame_duck_s)
         await self._server.stop(drain_s - lame_duck_s)
 
-    async def _report(self, status: int) -> None:
+    async def _report_readiness(self) -> None:
+        is_ready = self._processor.is_ready and not self._stopping
+        statuses = health_pb2.HealthCheckResponse
         for service in _HEALTH_NAMES:
-            await self._health.set(service, status)
+            await self._health.set(service, statuses.SERVING if is_ready else statuses.NOT_SERVING)

@@ -30,7 +30,7 @@ IN_TURN = {"x-extproc-policy": "round_robin"}
 @pytest.fixture
 async def server(services: Services) -> AsyncIterator[GrpcServer]:
     server = GrpcServer(services)
-    ending = asyncio.create_task(server.end_lost())
+    ending = asyncio.create_task(server.look_after())
     yield server
     ending.cancel()
 

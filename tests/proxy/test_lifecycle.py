@@ -5,10 +5,15 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
+from extproc.config import Config
+from extproc.proxy.app import build
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
+from tests.fakes import replica
+from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import EnvoySide, running
 from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import PATIENCE_S, until
@@ -45,6 +50,30 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
         await stream.end()
         await asyncio.wait_for(stopping, PATIENCE_S)
     assert services.fleet.in_flight == 0
+
+
+async def test_health_is_bad_until_a_replica_is_known(config: Config) -> None:
+    services = build(config, CollectorRegistry())
+    server = GrpcServer(services)
+    looking = asyncio.create_task(server.look_after())
+    async with running(server) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        async def status(service: str) -> str:
+            answer = await check(health_pb2.HealthCheckRequest(service=service))
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+        async def serving() -> bool:
+            return await status("") == "SERVING"
+
+        assert [await status(name) for name in ("", SERVICE, "readiness")] == ["NOT_SERVING"] * 3
+        assert await status("liveness") == "SERVING"
+        put_replicas(services, healthy=False)
+        await until(serving)
+        services.fleet.remove(replica(1))
+        services.fleet.remove(replica(2))
+        assert await serving()
+    looking.cancel()
 
 
 async def test_drain_ends_after_drain_s(services: Services, logged: Logged) -> None:
