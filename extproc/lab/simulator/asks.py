@@ -84,17 +84,11 @@ class GenerateBody(Body, ABC):
         return True
 
 
-class StreamOptions(BaseModel):
-    """``stream_options``."""
-
-    include_usage: bool | None = False
-
-
 class OpenAIBody(GenerateBody):
     """A request for one or several choices."""
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool | None] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
@@ -108,7 +102,7 @@ class OpenAIBody(GenerateBody):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        return bool((self.stream_options or {}).get("include_usage"))
 
 
 class Message(BaseModel):

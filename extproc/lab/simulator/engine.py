@@ -165,6 +165,8 @@ class Engine:
         if self.step is None and not self.running and not self._waiting:
             self._now = max(self._now, now)
         sequence.arrived = now
+        if not self.prefix_caching:
+            sequence.hashes = ()
         if self.by_priority:
             insort(self._waiting, sequence, key=_rank)
         else:
@@ -333,10 +335,8 @@ class Engine:
 
         A hit covers whole blocks and leaves at least one token to compute.
         """
-        hits = 0
-        if self.prefix_caching:
-            limit = (sequence.context - 1) // self.pool.block_size
-            hits = self.pool.cached(sequence.hashes, limit)
+        limit = (sequence.context - 1) // self.pool.block_size
+        hits = self.pool.cached(sequence.hashes, limit)
         shared = sequence.hashes[:hits]
         needed = self.pool.blocks_for(sequence.context) - hits + self.pool.idle(shared)
         if needed > self.pool.free:
@@ -360,12 +360,12 @@ class Engine:
         missing = self._blocks_missing(sequence, chunk)
         self.pool.take(missing)
         sequence.blocks += missing
-        if self.prefix_caching:
-            size = self.pool.block_size
-            self._publish(sequence, sequence.computed // size, (sequence.computed + chunk) // size)
+        self._publish(sequence, sequence.computed, sequence.computed + chunk)
 
-    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        new = self.pool.publish(sequence.hashes[first:end])
+    def _publish(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Let the full blocks of tokens ``begin`` to ``end`` be hit."""
+        first, last = begin // self.pool.block_size, end // self.pool.block_size
+        new = self.pool.publish(sequence.hashes[first:last])
         sequence.held += new
         if self.events and new:
             self.events.stored(sequence, first, new)
@@ -506,9 +506,7 @@ class Engine:
         self._stretch = None
         # The step in progress has taken room for one more token.
         sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
-        if self.prefix_caching:
-            size = self.pool.block_size
-            self._publish(sequence, sequence.prompt_tokens // size, tokens // size)
+        self._publish(sequence, sequence.prompt_tokens, tokens)
 
     def _count(self, outcome: Outcome) -> None:
         if not outcome.decoded and not outcome.prefilled:

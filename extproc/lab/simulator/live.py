@@ -37,10 +37,7 @@ class Lateness:
         """Counts a step whose tokens went out ``late_s`` seconds after its end."""
         self._late.observe(late_s)
         self._most = max(self._most, late_s)
-
-    def lost(self, seconds: float) -> None:
-        """Adds time that is not caught up on: the engine was slower than its profile."""
-        self._lost += seconds
+        self._lost += max(late_s - MAX_LAG_S, 0.0)  # the engine was slower than its profile
 
     def to_json(self) -> dict[str, Any]:
         """``late_s`` in seconds; its p99 is the bound of a bucket, and at most twice too large."""
@@ -208,9 +205,7 @@ class LiveEngine:
             await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
             await self.working.wait()
             self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
-            late = (self._now() - step.ends_at) / self.speed
-            self.lateness.delivered(max(late, 0.0))
-            self.lateness.lost(max(late - MAX_LAG_S, 0.0))
+            self.lateness.delivered(max(self._now() - step.ends_at, 0.0) / self.speed)
             now = max(step.ends_at, self._now() - MAX_LAG_S * self.speed)
 
     def _now(self) -> float:

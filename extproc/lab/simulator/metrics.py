@@ -4,8 +4,7 @@ prometheus_client takes ten times as long for this page (37 ms against 3): a rep
 five times a second would deliver its tokens late.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from extproc.ground.clock import wall
 from extproc.lab.simulator.engine import Engine
@@ -55,7 +54,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
-        self._model = f'model_name="{_escaped(model)}"'
+        self._model = _labels(model_name=model)
         self._labels = f'engine="0",{self._model}'
         self.rejections = dict.fromkeys(LIMITS, 0)  # requests refused, by limit
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
@@ -104,13 +103,49 @@ class Metrics:
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
-        now, totals, level = self._engine.gauges, self._engine.counters, self._engine.sleep_level
+        for kind, families in (("gauge", self._gauges()), ("counter", self._counters())):
+            for name, series in families.items():
+                yield f"# TYPE vllm:{name} {kind}"
+                for labels, value in series.items():
+                    yield f"vllm:{name}{{{labels}}} {float(value)}"
+        yield from self._histogram("iteration_tokens_total", self._engine.counters.iteration_tokens)
+        for name, histogram in self._histograms.items():
+            yield from self._histogram(name, histogram)
+
+    def _gauges(self) -> dict[str, dict[str, float]]:
+        """Values by family and labels."""
+        engine, pool, now = self._engine, self._engine.pool, self._engine.gauges
+        level = engine.sleep_level
+        reasons = {"capacity": now.waiting - now.deferred, "deferred": now.deferred}
+        sleep = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+        cache = _labels(
+            block_size=pool.block_size,
+            enable_prefix_caching=engine.prefix_caching,
+            engine=0,
+            kv_cache_size_tokens=engine.capacity,
+            num_gpu_blocks=pool.blocks,
+        )
         gauges = {
-            "num_requests_running": now.running,
-            "num_requests_waiting": now.waiting,
-            "kv_cache_usage_perc": now.kv_usage,
+            "num_requests_running": {self._labels: float(now.running)},
+            "num_requests_waiting": {self._labels: float(now.waiting)},
+            "kv_cache_usage_perc": {self._labels: now.kv_usage},
+            "num_requests_waiting_by_reason": self._by("reason", **reasons),
+            "engine_sleep_state": self._by("sleep_state", **sleep),
+            "cache_config_info": {cache: 1.0},
         }
-        counters = {
+        if engine.adapters and engine.steps:
+            # vLLM means the last list for adapters that wait, but both of its lists are the same.
+            lists = ("running_lora_adapters", "waiting_lora_adapters")
+            names = dict.fromkeys(lists, ",".join(now.adapters))
+            gauges["lora_requests_info"] = {
+                _labels(max_lora=engine.adapters.slots, **names): wall()
+            }
+        return gauges
+
+    def _counters(self) -> dict[str, dict[str, float]]:
+        totals = self._engine.counters
+        computed = totals.prompt_tokens - totals.cached_tokens
+        single = {
             "prefix_cache_queries": totals.prefix_queries,
             "prefix_cache_hits": totals.prefix_hits,
             "num_preemptions": totals.preemptions,
@@ -119,66 +154,24 @@ class Metrics:
             "generation_tokens": totals.generated_tokens,
         }
         if self._engine.speculation:
-            counters["spec_decode_num_drafts"] = totals.drafts
-            counters["spec_decode_num_draft_tokens"] = totals.draft_tokens
-            counters["spec_decode_num_accepted_tokens"] = totals.accepted_tokens
-        reasons = {"capacity": now.waiting - now.deferred, "deferred": now.deferred}
-        sources = {
-            "local_compute": totals.prompt_tokens - totals.cached_tokens,
-            "local_cache_hit": totals.cached_tokens,
-            "external_kv_transfer": 0,
-        }
-        sleep = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+            single["spec_decode_num_drafts"] = totals.drafts
+            single["spec_decode_num_draft_tokens"] = totals.draft_tokens
+            single["spec_decode_num_accepted_tokens"] = totals.accepted_tokens
+        sources = {"local_compute": computed, "local_cache_hit": totals.cached_tokens}
         finished = {reason: totals.finished[reason] for reason in FINISHED_REASONS}
-        for name, value in gauges.items():
-            yield from self._family("gauge", name, {None: value})
-        yield from self._family("gauge", "num_requests_waiting_by_reason", reasons, "reason")
-        yield from self._family("gauge", "engine_sleep_state", sleep, "sleep_state")
-        yield from self._rejections()
-        yield from self._adapters()
-        for name, value in counters.items():
-            yield from self._family("counter", f"{name}_total", {None: value})
-        yield from self._family("counter", "prompt_tokens_by_source_total", sources, "source")
-        yield from self._family("counter", "request_success_total", finished, "finished_reason")
-        yield from self._histogram("iteration_tokens_total", totals.iteration_tokens)
-        for name, histogram in self._histograms.items():
-            yield from self._histogram(name, histogram)
-        yield from self._cache_config()
+        rejected = {
+            f"{self._model},{_labels(reason=limit)}": float(n)
+            for limit, n in self.rejections.items()
+        }
+        return {
+            **{f"{name}_total": {self._labels: float(value)} for name, value in single.items()},
+            "prompt_tokens_by_source_total": self._by("source", **sources, external_kv_transfer=0),
+            "request_success_total": self._by("finished_reason", **finished),
+            "admission_rejections_total": rejected,
+        }
 
-    def _adapters(self) -> Iterator[str]:
-        """Names of adapters that run: vLLM means the other list for those that wait, but both of
-        its lists name the same."""
-        engine = self._engine
-        if engine.adapters and engine.steps:
-            names = _escaped(",".join(engine.gauges.adapters))
-            yield "# TYPE vllm:lora_requests_info gauge"
-            yield (
-                f'vllm:lora_requests_info{{max_lora="{engine.adapters.slots}",'
-                f'running_lora_adapters="{names}",waiting_lora_adapters="{names}"}} {wall()}'
-            )
-
-    def _rejections(self) -> Iterator[str]:
-        name = "vllm:admission_rejections_total"
-        yield f"# TYPE {name} counter"
-        for reason, count in self.rejections.items():
-            yield f'{name}{{{self._model},reason="{reason}"}} {float(count)}'
-
-    def _cache_config(self) -> Iterator[str]:
-        pool = self._engine.pool
-        yield "# TYPE vllm:cache_config_info gauge"
-        yield (
-            f'vllm:cache_config_info{{block_size="{pool.block_size}",'
-            f'enable_prefix_caching="{self._engine.prefix_caching}",engine="0",'
-            f'kv_cache_size_tokens="{self._engine.capacity}",num_gpu_blocks="{pool.blocks}"}} 1.0'
-        )
-
-    def _family(
-        self, kind: str, name: str, values: Mapping[Any, float], label: str = ""
-    ) -> Iterator[str]:
-        yield f"# TYPE vllm:{name} {kind}"
-        for key, value in values.items():
-            further = f',{label}="{key}"' if label else ""
-            yield f"vllm:{name}{{{self._labels}{further}}} {float(value)}"
+    def _by(self, label: str, **values: float) -> dict[str, float]:
+        return {f"{self._labels},{_labels(**{label: key})}": value for key, value in values.items()}
 
     def _histogram(self, name: str, histogram: Histogram) -> Iterator[str]:
         counts = histogram.cumulative()
@@ -193,6 +186,10 @@ class Metrics:
 def _times(*times: float | None) -> list[float]:
     """Times of events that have all happened."""
     return [time for time in times if time is not None]
+
+
+def _labels(**labels: object) -> str:
+    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
 
 
 def _escaped(value: str) -> str:
