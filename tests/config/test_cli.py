@@ -67,14 +67,8 @@ def test_help_of_a_command_lists_what_it_reads(
     assert "--config FILE" in text
     assert set(re.findall(r"--([a-z]+)\.[a-z_]+ VALUE", text)) == sections
     assert ("(default: 0.2)" in text) is (command in ("serve", "poll"))  # poll.interval_s
-
-
-def test_help_lists_a_key_alone_where_no_other_of_its_section_is_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert exit_status(["eds", "--help"]) == 0
-    shown = re.findall(r"--([a-z_]+) VALUE", capsys.readouterr().out)
-    assert shown == ["pool", "pools"]
+    if command == "eds":  # keys without a section, alone
+        assert re.findall(r"--([a-z_]+) VALUE", text) == ["pool", "pools"]
 
 
 def test_what_another_command_reads_is_taken_all_the_same(
@@ -89,16 +83,10 @@ def test_what_another_command_reads_is_taken_all_the_same(
     [
         ([], "extproc COMMAND [OPTION]...", "extproc: the following arguments are required"),
         (["srve"], "extproc COMMAND [OPTION]...", "invalid choice: 'srve'"),
-        (
-            ["serve", "--poll.intervall_s=3"],
-            "extproc serve [OPTION]...",
-            "unknown argument '--poll.intervall_s'; did you mean '--poll.interval_s'?",
-        ),
-        (
-            ["replicas", "list", "--jsn"],
-            "extproc replicas list [OPTION]...",
-            "unknown argument '--jsn'; did you mean '--json'?",
-        ),
+        (["serve", "--poll.intervall_s=3"], "extproc serve [OPTION]...",
+         "unknown argument '--poll.intervall_s'; did you mean '--poll.interval_s'?"),
+        (["replicas", "list", "--jsn"], "extproc replicas list [OPTION]...",
+         "unknown argument '--jsn'; did you mean '--json'?"),
         (["simulate", "--port", "http"], "extproc simulate", "--port: 'http' is not a whole"),
         (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not a number above 0"),
         (["simulate", "--max-loras", "0"], "extproc simulate", "'0' is not a whole number from 1"),
@@ -110,7 +98,7 @@ def test_what_another_command_reads_is_taken_all_the_same(
         (["explain", " "], "extproc explain", "the request id is empty"),
         (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number above 0"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_answered_with_the_usage_and_what_is_wrong(
     argv: list[str], usage: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,19 +127,15 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
     ("argv", "reason"),
     [
         ("serve --state memory", "no replicas to poll"),
-        (
-            "serve --serve.admin 127.0.0.1:0 --serve.tls_cert /nope --serve.tls_key /nope",
-            "serve.tls_cert: /nope",
-        ),
+        ("serve --serve.admin 127.0.0.1:0 --serve.tls_cert /nope --serve.tls_key /nope",
+         "serve.tls_cert: /nope"),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
-        (
-            'check --request.tokenizers {"m":"/nope/tokenizer.json"}',
-            "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/",
-        ),
+        ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
+         "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/"),
         ("eds --state memory", "state is 'memory'"),
     ],
-)
+)  # fmt: skip
 def test_what_no_command_could_do_is_wrongly_asked(
     argv: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,25 +160,32 @@ def test_a_replicas_file_that_cannot_be_used_is_found(
     assert main(["check", "--config", str(config)]) == 0
 
 
-@pytest.mark.parametrize("command", ["check", "serve --state memory --replicas [127.0.0.1:1]"])
-def test_traces_that_cannot_be_sent_are_told_of_before_anything_runs(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert main([*command.split(), "--traces.endpoint", "http://collector:4318"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("OpenTelemetry is not installed: pip install 'extproc[traces]'")
+_TRACES = ("--traces.endpoint", "http://collector:4318")
+_PODS = ("--replicas", "[{kubernetes: {service: vllm, port: 8000}}]")
 
 
-@pytest.mark.parametrize("command", ["check", "poll", "serve --state memory"])
-def test_kubernetes_source_without_the_extra_names_the_extra(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "options", "module", "extra"),
+    [
+        ("check", _TRACES, "opentelemetry.sdk.trace", "traces"),
+        ("serve --state memory --replicas [a:1]", _TRACES, "opentelemetry.sdk.trace", "traces"),
+        ("check", _PODS, "lightkube", "kubernetes"),
+        ("poll", _PODS, "lightkube", "kubernetes"),
+        ("serve --state memory", _PODS, "lightkube", "kubernetes"),
+    ],
+)
+def test_extra_that_is_not_installed_is_named_before_anything_runs(
+    command: str,
+    options: tuple[str, ...],
+    module: str,
+    extra: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "lightkube", None)
-    pods = "[{kubernetes: {service: vllm, port: 8000}}]"
-    assert main([*command.split(), "--replicas", pods]) == 2
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main([*command.split(), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("not installed: pip install 'extproc[kubernetes]'")
+    assert line.endswith(f" not installed: pip install 'extproc[{extra}]'")
 
 
 @pytest.mark.parametrize(
@@ -202,17 +193,13 @@ def test_kubernetes_source_without_the_extra_names_the_extra(
     [
         ("replica", "use 'extproc simulate'"),
         ("xds", "use 'extproc eds'"),
-        (
-            "replicas add 10.0.0.7:8000",
-            "edit the file that 'replicas_file' names: pollers follow it while requests run; to "
-            "take back a drain, use 'extproc replicas undrain'",
-        ),
-        (
-            "replicas remove gpu-7",
-            "edit the file that 'replicas_file' names: pollers follow it while requests run",
-        ),
+        ("replicas add 10.0.0.7:8000",
+         "edit the file that 'replicas_file' names: pollers follow it while requests run; to "
+         "take back a drain, use 'extproc replicas undrain'"),
+        ("replicas remove gpu-7",
+         "edit the file that 'replicas_file' names: pollers follow it while requests run"),
     ],
-)
+)  # fmt: skip
 def test_removed_command_names_its_replacement(
     command: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,12 +227,17 @@ def start(*argv: str) -> "subprocess.Popen[str]":
     )
 
 
+def ended(*argv: str) -> tuple[int, list[str]]:
+    """Runs a command to its end; returns its status and the lines of its errors."""
+    with start(*argv) as process:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, errors.splitlines()
+
+
 @pytest.mark.process
 def test_a_missing_tokenizer_is_one_line() -> None:
-    with start("serve", "--request.tokenizers", '{"m": "/nowhere/tokenizer.json"}') as process:
-        _, errors = process.communicate(timeout=PATIENCE_S)
-    (line,) = errors.splitlines()
-    assert process.returncode == 2
+    status, [line] = ended("serve", "--request.tokenizers", '{"m": "/nowhere/tokenizer.json"}')
+    assert status == 2
     assert line.startswith("extproc serve: the tokenizer configured for model 'm' cannot be read: ")
     assert "/nowhere/tokenizer.json/tokenizer.json: No such file" in line
 
@@ -253,37 +245,22 @@ def test_a_missing_tokenizer_is_one_line() -> None:
 @pytest.mark.process
 def test_what_check_finds_is_not_logged_as_well() -> None:
     argv = ("check", "--live", "--state", "memory", "--replicas", "nowhere.invalid:8000")
-    with start(*argv) as process:
-        _, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (1, "")
+    assert ended(*argv) == (1, [])
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("flag", ["--serve.listen", "--serve.admin"])
-def test_an_address_in_use_is_one_line(flag: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        addresses = {"--serve.listen": "127.0.0.1:0", "--serve.admin": "127.0.0.1:0"}
-        addresses[flag] = f"127.0.0.1:{port}"
-        argv = [word for pair in addresses.items() for word in pair]
-        with start("serve", *argv, "--log.level", "error") as process:
-            _, errors = process.communicate(timeout=PATIENCE_S)
-    (line,) = errors.splitlines()
-    assert process.returncode == 1
-    assert line.startswith("extproc serve: ")
-    assert port in line
-
-
-@pytest.mark.process
-def test_two_pollers_on_one_machine_need_addresses_of_their_own() -> None:
+@pytest.mark.parametrize("setting", ["serve.listen", "serve.admin", "poll.admin"])
+def test_an_address_in_use_is_one_line(setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        argv = ("--poll.admin", address, "--redis.url", "redis://127.0.0.1:1")
-        with start("poll", *argv, "--log.level", "error") as process:
-            _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    reason = f"cannot listen on {address} (poll.admin): "
-    assert errors.startswith(f"extproc poll: {reason}")
+        free = dict.fromkeys(("serve.listen", "serve.admin", "poll.admin"), "127.0.0.1:0")
+        flags = {"redis.url": "redis://127.0.0.1:1", "log.level": "error"} | free
+        flags[setting] = address
+        command = setting.partition(".")[0]
+        status, [line] = ended(command, *(f"--{key}={value}" for key, value in flags.items()))
+    assert status == 1
+    assert line.startswith(f"extproc {command}: cannot listen ")
+    assert f"on {address} ({setting}): " in line
 
 
 @pytest.mark.process

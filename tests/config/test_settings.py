@@ -1,6 +1,7 @@
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -11,11 +12,17 @@ from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
 from extproc.share.connection import address, connect
 
+Write = Callable[[str], Path]
 
-def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "extproc.yaml"
-    path.write_text(text, encoding="utf-8")
-    return path
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "extproc.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
 
 
 def problems(
@@ -31,69 +38,54 @@ def test_removed_setting_names_its_replacement(key: str) -> None:
     assert problems({key: "1"}) == [f"--{key}: {key!r} was removed: {REMOVED[key]}"]
 
 
+FOR_EXTPROC = {
+    "EXTPROC_SERVICE_HOST": "10.0.0.1",
+    "EXTPROC_PORT": "tcp://10.0.0.1:50051",
+    "EXTPROC_PORT_50051_TCP_ADDR": "10.0.0.1",
+}
+"""Variables that Kubernetes sets for a Service named extproc."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text", "loaded"),
+    [
+        ({}, {}, "# nothing", {}),
+        ({}, {}, "poll:\n  # interval_s: 1\n", {}),  # all keys of a section are commented out
+        ({"poll.interval_s": "0.3"},
+         {"EXTPROC_POLL__INTERVAL_S": "0.2", "EXTPROC_POLL__TIMEOUT_S": "1.5"},
+         "poll: {interval_s: 0.1, timeout_s: 1, admin: 'a:1'}",
+         {"poll": {"interval_s": 0.3, "timeout_s": 1.5, "admin": "a:1"}}),
+        ({}, {"EXTPROC_POOL": "123"}, "", {"pool": "123"}),
+        ({}, {"EXTPROC_ROUTE__SEED": ""}, "", {}),
+        ({}, FOR_EXTPROC, "", {}),
+        ({"request.tokenizers": "{llama: /tokenizer.json}"}, {}, "",
+         {"request": {"tokenizers": {"llama": Path("/tokenizer.json")}}}),
+        ({"serve.listen": "[::]:50051"}, {"EXTPROC_POLL__ADMIN": "[::1]:9089"}, "",
+         {"serve": {"listen": "[::]:50051"}, "poll": {"admin": "[::1]:9089"}}),
+        *(({}, {"EXTPROC_REPLICAS": text}, "", {"replicas": [{"url": "a:1"}, {"url": "b:2"}]})
+          for text in ("a:1, b:2", '["a:1", "b:2"]', "[{url: a:1}, {url: 'b:2'}]")),
+        *(({"replicas": text}, {}, "",
+           {"replicas": [{"url": "[fd00::1]:8000"}, {"url": "[fd00::2]:8000"}]})
+          for text in ("[fd00::1]:8000, [fd00::2]:8000", '["[fd00::1]:8000", "[fd00::2]:8000"]')),
+        ({"route.models": "{a: b, l: [x, y], l2: [l2, x], c: {l: 95, a-next: 5}, d: l}"}, {}, "",
+         {"route": {"models": {"a": {"b": 1.0}, "l": ["x", "y"], "l2": ["l2", "x"],
+                               "c": {"l": 95.0, "a-next": 5.0}, "d": {"l": 1.0}}}}),
+    ],
+)  # fmt: skip
+def test_flags_win_over_environment_and_environment_over_file(
+    flags: dict[str, str], env: dict[str, str], text: str, loaded: dict[str, Any], write: Write
+) -> None:
+    assert load(flags, env, write(text)) == Config.model_validate(loaded)
+
+
 def test_nothing_set_gives_the_defaults() -> None:
     assert load({}, {}) == Config()
 
 
-def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path) -> None:
-    file = write(tmp_path, "poll: {interval_s: 0.1, timeout_s: 1, admin: 'a:1'}")
-    env = {"EXTPROC_POLL__INTERVAL_S": "0.2", "EXTPROC_POLL__TIMEOUT_S": "1.5"}
-    poll = load({"poll.interval_s": "0.3"}, env, file).poll
-    assert (poll.interval_s, poll.timeout_s, poll.admin) == (0.3, 1.5, "a:1")
-
-
-def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path, "pool: from-file")
+def test_the_environment_may_name_the_file_unless_one_is_given(write: Write) -> None:
+    file = write("pool: from-file")
     assert load({}, {"EXTPROC_CONFIG": str(file)}).pool == "from-file"
-
-
-def test_a_file_given_wins_over_the_one_the_environment_names(tmp_path: Path) -> None:
-    file = write(tmp_path, "pool: given")
-    assert load({}, {"EXTPROC_CONFIG": "/does/not/exist.yaml"}, file).pool == "given"
-
-
-@pytest.mark.parametrize("text", ["a:1, b:2", '["a:1", "b:2"]', "[{url: a:1}, {url: 'b:2'}]"])
-def test_lists_are_written_with_commas_or_as_yaml(text: str) -> None:
-    config = load({}, {"EXTPROC_REPLICAS": text})
-    assert [replica.url for replica in config.replicas] == ["a:1", "b:2"]
-
-
-def test_an_ipv6_address_is_no_list() -> None:
-    config = load({"serve.listen": "[::]:50051"}, {"EXTPROC_POLL__ADMIN": "[::1]:9089"})
-    assert (config.serve.listen, config.poll.admin) == ("[::]:50051", "[::1]:9089")
-    for text in ("[fd00::1]:8000, [fd00::2]:8000", '["[fd00::1]:8000", "[fd00::2]:8000"]'):
-        urls = [replica.url for replica in load({"replicas": text}, {}).replicas]
-        assert urls == ["[fd00::1]:8000", "[fd00::2]:8000"]
-    (problem,) = problems(flags={"serve.listen": "[::1]:http"})
-    assert "not an address of the form" in problem
-
-
-def test_mappings_are_written_as_yaml() -> None:
-    config = load({"request.tokenizers": "{llama: /tokenizer.json}"}, {})
-    assert config.request.tokenizers == {"llama": Path("/tokenizer.json")}
-
-
-def test_text_that_looks_like_a_number_stays_text() -> None:
-    assert load({}, {"EXTPROC_POOL": "123"}).pool == "123"
-
-
-def test_an_empty_variable_counts_as_unset() -> None:
-    assert load({}, {"EXTPROC_ROUTE__SEED": ""}).route.seed is None
-
-
-def test_a_section_whose_keys_are_all_commented_out_is_fine(tmp_path: Path) -> None:
-    assert load({}, {}, write(tmp_path, "poll:\n  # interval_s: 1\n")) == Config()
-
-
-def test_an_empty_file_is_fine(tmp_path: Path) -> None:
-    assert load({}, {}, write(tmp_path, "# nothing\n")) == Config()
-
-
-@pytest.mark.parametrize(
-    "name", ["EXTPROC_SERVICE_HOST", "EXTPROC_PORT", "EXTPROC_PORT_50051_TCP_ADDR"]
-)
-def test_what_kubernetes_sets_for_a_service_named_extproc_is_left_alone(name: str) -> None:
-    assert load({}, {name: "tcp://10.0.0.1:50051"}) == Config()
+    assert load({}, {"EXTPROC_CONFIG": "/does/not/exist.yaml"}, file).pool == "from-file"
 
 
 @pytest.mark.parametrize(
@@ -101,10 +93,10 @@ def test_what_kubernetes_sets_for_a_service_named_extproc_is_left_alone(name: st
     [("poll.intervall_s", "poll.interval_s"), ("servee.listen", "serve.listen"), ("pol", "pool")],
 )
 def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
-    tmp_path: Path, key: str, nearest: str
+    write: Write, key: str, nearest: str
 ) -> None:
     section, _, name = key.rpartition(".")
-    file = write(tmp_path, f"{section}: {{{name}: 1}}" if section else f"{name}: 1")
+    file = write(f"{section}: {{{name}: 1}}" if section else f"{name}: 1")
     variable = f"EXTPROC_{key.replace('.', '__').upper()}"
     hint = f"unknown key {key!r}; did you mean {nearest!r}?"
     assert problems(file=file) == [f"{file}: {hint}"]
@@ -112,11 +104,9 @@ def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
     assert problems(flags={key: "1"}) == [f"--{key}: {hint}"]
 
 
-def test_each_wrong_value_is_one_line_with_source_key_and_value(tmp_path: Path) -> None:
-    file = write(tmp_path, "poll: {interval_s: soon}\nlog: {level: loud}")
-    found = problems(
-        flags={"serve.listen": "nowhere"}, env={"EXTPROC_POLL__TIMEOUT_S": "-2"}, file=file
-    )
+def test_each_wrong_value_is_one_line_with_source_key_and_value(write: Write) -> None:
+    file = write("poll: {interval_s: soon}\nlog: {level: loud}")
+    found = problems({"serve.listen": "nowhere"}, {"EXTPROC_POLL__TIMEOUT_S": "-2"}, file)
     assert len(found) == 4
     for parts in [
         (f"{file}: log.level: ", "'loud'", "'debug'"),
@@ -129,33 +119,105 @@ def test_each_wrong_value_is_one_line_with_source_key_and_value(tmp_path: Path) 
         assert "\n" not in problem
 
 
-@pytest.mark.parametrize(
-    "url", ["10.0.0.1", "::1:80", "https://x:1", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1"]
-)
-@pytest.mark.parametrize("key", ["url", "dns"])
-def test_a_replica_without_host_and_port_is_named(key: str, url: str) -> None:
-    (problem,) = problems(env={"EXTPROC_REPLICAS": f"[{{url: a:1}}, {{{key}: '{url}'}}]"})
-    assert problem.startswith(f"variable EXTPROC_REPLICAS: replicas.1.{key}: ")
-    assert "host:port" in problem
+_PORTS = ("x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1")
+NOT_ADDRESSES = ("10.0.0.1", "::1:80", "https://x:1", *_PORTS)
 
 
 @pytest.mark.parametrize(
-    ("said", "where", "reason"),
+    ("text", "problem"),
     [
-        ("kubernetes: {service: 'vllm:8000', port: 1}", ".kubernetes.service", "letters, digits"),
-        ("kubernetes: {service: vllm, port: 1, namespace: ''}", ".kubernetes.namespace", "letters"),
-        ("kubernetes: {service: vllm, port: 0}", ".kubernetes.port", "from 1 to 65535"),
-        ("kubernetes: {service: vllm, port: '65536'}", ".kubernetes.port", "from 1 to 65535"),
-        ("kubernetes: {service: vllm, port: 'a b'}", ".kubernetes.port", "letters, digits"),
-        ("kubernetes: {service: vllm}", ".kubernetes.port", "required"),
-        ("url: a:1, dns: a:1", "", "needs one of 'url', 'dns' and 'kubernetes'"),
-        ("name: one", "", "needs one of 'url', 'dns' and 'kubernetes'"),
+        ("zzzzz: 1", "unknown key 'zzzzz'"),
+        ("poll: 3", "'poll' is a section: set its keys, for example 'poll.interval_s'"),
+        ("replicas: [{url: 'a:1'}, {url: 'b:1', profil: llama-8b-h100}]",
+         "unknown key 'replicas.1.profil'; did you mean 'profile'?"),
+        ("replicas: {url: a:1}", "replicas: must be a list; given: {'url': 'a:1'}"),
+        ("request: {tokenizers: [a]}",
+         "request.tokenizers: must hold keys and values; given: ['a']"),
+        ("hold: {objectives: {a: 5}}", "hold.objectives.a: must hold keys and values; given: 5"),
+        ("route: {models: {a: 5}}",
+         "route.models.a: must be a name, a list of names, or names with weights; given: 5"),
+        ("route: {models: {a: []}}", "route.models.a.list: must not be empty; given: []"),
+        ("route: {models: {a: {b: -1}}}",
+         "route.models.a.weights.b: input should be greater than or equal to 0; given: -1"),
     ],
-)
-def test_a_replica_is_named_in_one_way(said: str, where: str, reason: str) -> None:
-    (problem,) = problems(env={"EXTPROC_REPLICAS": f"[{{{said}}}]"})
-    assert problem.startswith(f"variable EXTPROC_REPLICAS: replicas.0{where}: ")
+)  # fmt: skip
+def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, write: Write) -> None:
+    file = write(text)
+    assert problems(file=file) == [f"{file}: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ("a: [1", "", "not YAML: line 1, column 6: "),
+        ("pool: 2024-13-45", "", "line 1, column 7: not a valid timestamp"),
+        ("a: " + "[" * 3000, "", "nested too deeply"),
+        ("a: &a {b: *a}", "", "recursive"),
+        ("serve: {drain_s: 2}\nroute:\n  policy: lmetric\nserve:\n", "",
+         "line 4, column 1: the key 'serve' is already there in line 1"),
+        ('redis: {url: redis://h, "url": redis://g}', "",
+         "column 25: the key 'url' is already there"),
+        ("a: 1\n---\nb: 1", "", "must hold keys and values, not a list"),
+        ("- a\n- b", "", "must hold keys and values"),
+        ("just text", "", "must hold keys and values"),
+        ("redis: {url: redis://:hunter2@host:6379", "", "not YAML"),
+        ("poll: {interval_s: .inf}", "poll.interval_s: ", "finite number"),
+        ("serve: {drain_s: .nan}", "serve.drain_s: ", "finite number"),
+        ("poll: {timeout_s: 2}", "poll.timeout_s: ",
+         "must be less than 5 s: a replica that answers late"),
+        ("poll: {timeout_s: 1.5, interval_s: 1}", "poll.timeout_s: ",
+         "must be less than 5 s: a replica that answers late"),
+        ("route: {policy: complet}", "route.policy: ",
+         "; given: 'complet'; did you mean 'completion'?"),
+        ("serve: {listen: '[::1]:http'}", "serve.listen: ", "not an address of the form"),
+        *((f"{section}: {{{name}: 'x tenant:'}}", f"{section}.{name}: ", "pattern")
+          for section, name in (("route", "session_header"), ("request", "tenant_header"),
+                                ("hold", "objective_header"))),
+        ("pools: {default: {}}", "pools: ", "'default' is the name of the pool itself"),
+        ("pools: {a b: {}}", "pools.a b", ""),
+        ("pools: {batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'", ""),
+        ("pools: {batch: {replicas: [a]}}", "pools.batch.replicas.0.url: ",
+         "'a' is not an address"),
+        ("route: {models: {a: {}}}", "route.models: ", "'a'"),
+        ("route: {models: {a: {b: 0}}}", "route.models: ", "'a'"),
+        ("route: {models: {a: b, b: c}}", "route.models: ", "'a' leads to 'b'"),
+        ("route: {models: {a: [b, x], b: [x]}}", "route.models: ", "'a' leads to 'b'"),
+        *((f"replicas: [{{url: a:1}}, {{{key}: '{url}'}}]", f"replicas.1.{key}: ", "host:port")
+          for key in ("url", "dns") for url in NOT_ADDRESSES),
+        *((f"replicas: [{{kubernetes: {{service: {service}}}}}]", f"replicas.0.kubernetes.{key}: ",
+           reason) for service, key, reason in (
+            ("'vllm:8000', port: 1", "service", "letters, digits"),
+            ("vllm, port: 1, namespace: ''", "namespace", "letters"),
+            ("vllm, port: 0", "port", "from 1 to 65535"),
+            ("vllm, port: '65536'", "port", "from 1 to 65535"),
+            ("vllm, port: 'a b'", "port", "letters, digits"),
+            ("vllm", "port", "required"))),
+        ("replicas: [{url: a:1, dns: a:1}]", "replicas.0: ",
+         "needs one of 'url', 'dns' and 'kubernetes'"),
+        ("replicas: [{name: one}]", "replicas.0: ", "needs one of 'url', 'dns' and 'kubernetes'"),
+        ("replicas: [{url: a:1, profile: llama-8b-h10}]", "replicas.0.profile: ",
+         "did you mean 'llama-8b-h100'?"),
+        ("replicas: [{url: a:1, kv_events_port: 5557}]", "replicas.0: ",
+         "kv_events_port and kv_events_replay_port go together"),
+        *((f"redis: {{{redis}}}", "redis", reason) for redis, reason in (
+            ("url: 'redis://:hunter2@/0'", "names no host"),
+            ("sentinels: [a:1]", "sentinels and service go together"),
+            ("service: main", "sentinels and service go together"),
+            ("sentinels: [a:1], service: main, cluster: [a:1]", "not both"),
+            ("cluster: [a:1], url: 'redis://:hunter2@a/2'", "no database but 0"),
+            ("cluster: [a:1], url: unix:///run/redis", "need a URL that begins with redis"),
+            ("cluster: [a]", "host:port"))),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_one_line_with_its_place_and_no_password(
+    text: str, key: str, reason: str, write: Write
+) -> None:
+    file = write(text)
+    (problem,) = problems(file=file)
+    assert problem.startswith(f"{file}: {key}")
     assert reason in problem
+    assert "\n" not in problem
+    assert "hunter2" not in problem
 
 
 @pytest.mark.parametrize(("port", "taken"), [("8000", 8000), ("'8000'", 8000), ("http", "http")])
@@ -208,7 +270,7 @@ def test_an_address_of_redis_that_is_none_is_named_without_its_password(
 
 
 @pytest.mark.parametrize(
-    ("settings", "shown"),
+    ("redis", "shown"),
     [
         ("url: redis://host", "host:6379"),
         ("url: 'rediss://user:p@[::1]:1/2'", "[::1]:1"),
@@ -223,77 +285,19 @@ def test_an_address_of_redis_that_is_none_is_named_without_its_password(
         ("url: 'rediss:///0', cluster: [a:1]", "cluster a:1"),
     ],
 )
-def test_redis_is_one_server_or_sentinels_or_cluster(
-    settings: str, shown: str, tmp_path: Path
-) -> None:
-    redis = load({}, {}, write(tmp_path, f"redis: {{{settings}}}")).redis
-    assert address(connect(redis, "test")) == shown
+def test_redis_is_one_server_or_sentinels_or_cluster(redis: str, shown: str, write: Write) -> None:
+    loaded = load({}, {}, write(f"redis: {{{redis}}}")).redis
+    assert address(connect(loaded, "test")) == shown
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ("url: 'redis://:hunter2@/0'", "names no host"),
-        ("sentinels: [a:1]", "sentinels and service go together"),
-        ("service: main", "sentinels and service go together"),
-        ("sentinels: [a:1], service: main, cluster: [a:1]", "not both"),
-        ("cluster: [a:1], url: 'redis://:hunter2@a/2'", "no database but 0"),
-        ("cluster: [a:1], url: unix:///run/redis", "need a URL that begins with redis"),
-        ("cluster: [a]", "host:port"),
-    ],
-)
-def test_redis_in_two_forms_or_half_of_one_is_refused(
-    settings: str, reason: str, tmp_path: Path
-) -> None:
-    (problem,) = problems(file=write(tmp_path, f"redis: {{{settings}}}"))
-    assert reason in problem
-    assert "hunter2" not in problem
-
-
-@pytest.mark.parametrize(
-    "key", ["route.session_header", "request.tenant_header", "hold.objective_header"]
-)
-def test_a_header_has_a_name_that_headers_can_have(key: str) -> None:
-    (problem,) = problems({key: "x tenant:"})
-    assert problem.startswith(f"--{key}: ")
-
-
-def test_ports_of_kv_events_go_together() -> None:
-    both = "{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}"
-    [replica] = load({}, {"EXTPROC_REPLICAS": f"[{both}]"}).replicas
+def test_both_ports_of_kv_events_are_taken() -> None:
+    both = "[{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}]"
+    [replica] = load({}, {"EXTPROC_REPLICAS": both}).replicas
     assert replica.kv_events_ports == (5557, 5558)
-    (problem,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, kv_events_port: 5557}]"})
-    assert "kv_events_port and kv_events_replay_port go together" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a: [1", "not YAML: line 1, column 6: "),
-        ("pool: 2024-13-45", "line 1, column 7: not a valid timestamp"),
-        ("a: " + "[" * 3000, "nested too deeply"),
-        ("a: &a {b: *a}", "recursive"),
-        (
-            "serve: {drain_s: 2}\nroute:\n  policy: lmetric\nserve:\n",
-            "line 4, column 1: the key 'serve' is already there in line 1",
-        ),
-        ('redis: {url: redis://h, "url": redis://g}', "column 25: the key 'url' is already there"),
-        ("a: 1\n---\nb: 1", "must hold keys and values, not a list"),
-        ("- a\n- b", "must hold keys and values"),
-        ("just text", "must hold keys and values"),
-    ],
-)
-def test_a_file_that_is_no_mapping_is_one_line(tmp_path: Path, text: str, reason: str) -> None:
-    file = write(tmp_path, text)
-    (problem,) = problems(file=file)
-    assert problem.startswith(f"{file}: ")
-    assert reason in problem
-    assert "\n" not in problem
-
-
-def test_a_key_may_come_again_from_a_mapping_that_is_merged(tmp_path: Path) -> None:
+def test_a_key_may_come_again_from_a_mapping_that_is_merged(write: Write) -> None:
     file = write(
-        tmp_path,
         "pools:\n  a: &a {replicas: [a:1], replicas_file: /a}\n"
         "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n",
     )
@@ -302,20 +306,11 @@ def test_a_key_may_come_again_from_a_mapping_that_is_merged(tmp_path: Path) -> N
     assert (b.replicas_file, c.replicas_file) == (Path("/a"), Path("/c"))
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "nothing.yaml"
-    assert problems(file=file) == [f"{file}: cannot be read: No such file or directory"]
-
-
-def test_a_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "extproc.yaml"
+    assert problems(file=file) == [f"{file}: cannot be read: No such file or directory"]
     file.write_bytes("pool: café".encode("latin-1"))
     assert problems(file=file) == [f"{file}: not YAML: byte 10 is not UTF-8"]
-
-
-def test_a_broken_file_gives_no_password_away(tmp_path: Path) -> None:
-    (problem,) = problems(file=write(tmp_path, "redis: {url: redis://:hunter2@host:6379"))
-    assert "hunter2" not in problem
 
 
 @pytest.mark.parametrize("text", ["[a:1", "[2024-13-45]", "[" * 3000])
@@ -325,8 +320,7 @@ def test_a_flag_that_is_no_yaml_list_is_one_line(text: str) -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    undescribed = [key for key, field in settings.LEAVES.items() if not field.description]
-    assert undescribed == []
+    assert [key for key, field in settings.LEAVES.items() if not field.description] == []
 
 
 def test_flags_reach_the_configuration() -> None:
@@ -344,9 +338,8 @@ def test_every_policy_can_be_configured() -> None:
     assert set(get_args(PolicyName)) == set(POLICIES)
 
 
-def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:
+def test_every_pool_is_a_configuration_of_its_own(write: Write) -> None:
     file = write(
-        tmp_path,
         "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n",
     )
     own, batch, new = load({"poll.interval_s": "0.5"}, {}, file).each_pool
@@ -354,80 +347,6 @@ def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:
     assert (batch.pool, [one.url for one in batch.replicas]) == ("batch", ["b:1", "b:2"])
     assert (new.pool, new.replicas, new.replicas_file) == ("new", (), Path("/f"))
     assert {one.poll.interval_s for one in (own, batch, new)} == {0.5}
-
-
-def test_model_names_are_written_as_a_name_a_list_or_weights() -> None:
-    models = "{a: b, l: [x, y], l2: [l2, x], c: {l: 95, a-next: 5}, d: l}"
-    assert load({"route.models": models}, {}).route.models == {
-        "a": {"b": 1.0},
-        "l": ("x", "y"),
-        "l2": ("l2", "x"),
-        "c": {"l": 95.0, "a-next": 5.0},
-        "d": {"l": 1.0},
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("zzzzz: 1", "unknown key 'zzzzz'"),
-        ("poll: 3", "'poll' is a section: set its keys, for example 'poll.interval_s'"),
-        (
-            "replicas: [{url: 'a:1'}, {url: 'b:1', profil: llama-8b-h100}]",
-            "unknown key 'replicas.1.profil'; did you mean 'profile'?",
-        ),
-        ("replicas: {url: a:1}", "replicas: must be a list; given: {'url': 'a:1'}"),
-        (
-            "request: {tokenizers: [a]}",
-            "request.tokenizers: must hold keys and values; given: ['a']",
-        ),
-        (
-            "hold: {objectives: {a: 5}}",
-            "hold.objectives.a: must hold keys and values; given: 5",
-        ),
-        (
-            "route: {models: {a: 5}}",
-            "route.models.a: must be a name, a list of names, or names with weights; given: 5",
-        ),
-        ("route: {models: {a: []}}", "route.models.a.list: must not be empty; given: []"),
-        (
-            "route: {models: {a: {b: -1}}}",
-            "route.models.a.weights.b: input should be greater than or equal to 0; given: -1",
-        ),
-    ],
-)
-def test_invalid_value_is_one_line_in_words_of_yaml(
-    text: str, problem: str, tmp_path: Path
-) -> None:
-    file = write(tmp_path, text)
-    assert problems(file=file) == [f"{file}: {problem}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("poll: {interval_s: .inf}", "finite number"),
-        ("serve: {drain_s: .nan}", "finite number"),
-        ("poll: {timeout_s: 2}", "must be less than 5 s: a replica that answers late"),
-        (
-            "poll: {timeout_s: 1.5, interval_s: 1}",
-            "must be less than 5 s: a replica that answers late",
-        ),
-        ("route: {policy: complet}", "; given: 'complet'; did you mean 'completion'?"),
-        ("replicas: [{url: a:1, profile: llama-8b-h10}]", "did you mean 'llama-8b-h100'?"),
-        ("pools: {default: {}}", "'default' is the name of the pool itself"),
-        ("pools: {a b: {}}", "pools.a b"),
-        ("pools: {batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'"),
-        ("pools: {batch: {replicas: [a]}}", "'a' is not an address"),
-        ("route: {models: {a: {}}}", "'a'"),
-        ("route: {models: {a: {b: 0}}}", "'a'"),
-        ("route: {models: {a: b, b: c}}", "'a' leads to 'b'"),
-        ("route: {models: {a: [b, x], b: [x]}}", "'a' leads to 'b'"),
-    ],
-)
-def test_value_that_cannot_work_is_named(text: str, part: str, tmp_path: Path) -> None:
-    (problem,) = problems(file=write(tmp_path, text))
-    assert part in problem
 
 
 def test_a_poll_that_times_out_is_tried_for_three_timeouts() -> None:
