@@ -16,7 +16,6 @@ from itertools import count
 from math import ceil, exp, log, log2
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from benchmarks import arguments
 from benchmarks.trace import ID_TOKENS, TracedRequest
@@ -62,15 +61,10 @@ def sessions(random: Random) -> list[TracedRequest]:
 
 
 def line(request: TracedRequest) -> str:
-    fields: dict[str, Any] = {
-        "timestamp": _milliseconds(request),
-        "input_length": request.prompt_tokens,
-        "output_length": request.output_tokens,
-        "hash_ids": request.hash_ids,
-    }
-    if request.max_tokens is not None:
-        fields["max_tokens"] = request.max_tokens
-    return json.dumps(fields)
+    at, ids = _milliseconds(request), request.hash_ids
+    lengths = {"input_length": request.prompt_tokens, "output_length": request.output_tokens}
+    bound = {} if request.max_tokens is None else {"max_tokens": request.max_tokens}
+    return json.dumps({"timestamp": at, **lengths, "hash_ids": ids, **bound})
 
 
 def _turns(

@@ -59,7 +59,7 @@ _REPEATS = 20
 class Timing:
     policy: str
     replicas: int
-    full: bool  # whether no KV cache has room for another prompt
+    full: bool  # no KV cache has room for another prompt
     median_us: float
     p99_us: float
     ledger_us: float  # median, for the entry of a request and its release together
@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     fleets += [("completion", replicas, True) for replicas in REPLICAS]
     for policy, replicas, full in fleets:
         run = measure(policy, replicas, args.decisions, full)
-        print(_line(run), flush=True)
+        times = (run.median_us, run.p99_us, run.ledger_us, run.poll_us)
+        line = f"{policy:<14}{replicas:>9}{' full' if full else '':<6}"
+        print(line + "".join(f"{us:>9.1f} µs" for us in times), flush=True)
         runs.append(asdict(run))
     print(f"{'a chat of':<14}{'profile':>12}{'its keys':>12}")
     chats = []
@@ -99,12 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats.append(asdict(chat))
     arguments.keep(args, {"runs": runs, "chats": chats})
     return 0
-
-
-def _line(run: Timing) -> str:
-    figures = (run.median_us, run.p99_us, run.ledger_us, run.poll_us)
-    text = f"{run.policy:<14}{run.replicas:>9}{' full' if run.full else '':<6}"
-    return text + "".join(f"{us:>9.1f} µs" for us in figures)
 
 
 def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> Timing:
@@ -134,10 +130,8 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
     """Times the reading of a chat of a few messages."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
-    fields: dict[str, object] = {
-        "model": _MODEL,
-        "messages": [{"role": role, "content": text} for role in roles],
-    }
+    messages = [{"role": role, "content": text} for role in roles]
+    fields: dict[str, object] = {"model": _MODEL, "messages": messages}
     body, counter = json.dumps(fields).encode(), TokenCounter(RequestSettings())
     [(prompt, _)] = read(Endpoint.CHAT, fields).pieces
     tokens = prompt.count(counter, _MODEL)
@@ -166,7 +160,10 @@ class _Load:
         self._to_poll = cycle(names)
         self._polled_at = 0.0
         self._pause = _POLL_INTERVAL / replicas
-        self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
+        self._in_flight: list[Ticket] = []
+        for name in (one for one in names for _ in range(_IN_FLIGHT)):
+            self._wait()
+            self._in_flight.append(self._fleet.dispatch(name, self._request()))
 
     def step(self) -> None:
         self._wait()
@@ -186,10 +183,6 @@ class _Load:
         self.ledger.append(perf_counter() - start + entered - decided)
         tokens = int(self._random.lognormvariate(0.0, 1.0) * _OUTPUT_TOKENS) + 1
         self._fleet.lengths.observe(request, min(tokens, request.output_bound or tokens))
-
-    def _send(self, name: str) -> Ticket:
-        self._wait()
-        return self._fleet.dispatch(name, self._request())
 
     def _wait(self) -> None:
         """Advances half the time until the next request, with the polls that are due."""

@@ -28,11 +28,7 @@ _PAGE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 async def together(
     starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
 ) -> AsyncIterator[dict[str, Process]]:
-    """Processes by name, once all are ready; each has ``stop_s`` seconds to end.
-
-    Raises:
-        ProcessError: a process does not start. None is left.
-    """
+    """Processes by name, once all are ready; none is left if one fails."""
     async with AsyncExitStack() as running:
 
         async def start(process: Awaitable[Process]) -> Process:

@@ -187,21 +187,17 @@ def _print(name: str, run: Mapping[str, Any]) -> None:
     if times := distribution([one["completion_s"] for one in run["served"]]):
         print("completion " + ", ".join(f"{key} {times[key]:.2f} s" for key in times))
     first = [Column("predicted against actual", left=True), Column("", left=True)]
-    rows = [
-        [group, kind, *_cells(one)]
-        for group, kinds in run["accuracy"].items()
-        for kind, one in kinds.items()
-        if one is not None
-    ]
+    rows = []
+    for group, kinds in run["accuracy"].items():
+        for kind, one in kinds.items():
+            if one is not None:
+                errors = f"{one['median_error']:.1%}", f"{one['p90_error']:.1%}"
+                more = f"{one['median_bias']:+.1%}", f"{one['rank_correlation']:.2f}"
+                rows.append([group, kind, str(one["requests"]), *errors, *more])
     print(*table([*first, *map(Column, ("n", "median", "p90", "bias", "rank"))], rows), sep="\n")
     for replica, learned in run["learned"].items():
         model = TypeAdapter(StepModel | None).validate_python(learned)
         print(f"{replica} learned: {described(model) if model else 'nothing yet'}", flush=True)
-
-
-def _cells(one: Accuracy) -> list[str]:
-    errors = f"{one['median_error']:.1%}", f"{one['p90_error']:.1%}", f"{one['median_bias']:+.1%}"
-    return [str(one["requests"]), *errors, f"{one['rank_correlation']:.2f}"]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -76,9 +76,12 @@ def requests_of(
     simulation: Simulation, served: Iterable[Served], phase: Phase
 ) -> list[dict[str, Any]]:
     """Requests for the JSON; those outside the phase are load, and not counted."""
-    return [
-        _served(one, simulation.policy) | {"counted": phase.has(one.traced)} for one in served
-    ] + [_failed(one) | {"counted": phase.has(one.traced)} for one in simulation.failed]
+    requests = [(one.traced, _served(one, simulation.policy)) for one in served]
+    for one in simulation.failed:
+        failure = {"error": "failed", "failed_after_s": one.at - one.traced.at}
+        end = {"at_s": one.traced.at, **failure, "replica": one.replica or None}
+        requests.append((one.traced, end))
+    return [one | {"counted": phase.has(traced)} for traced, one in requests]
 
 
 def header() -> str:
@@ -145,11 +148,6 @@ def _served(one: Served, policy: str) -> dict[str, Any]:
         "predicted_ttft_s": predicted and predicted.predicted_ttft,
         "predicted_completion_s": predicted and predicted.predicted_completion,
     }
-
-
-def _failed(one: Failed) -> dict[str, Any]:
-    lasted, replica = one.at - one.traced.at, one.replica or None
-    return {"at_s": one.traced.at, "error": "failed", "failed_after_s": lasted, "replica": replica}
 
 
 def _work(served: Sequence[Served], failed: Sequence[Failed]) -> dict[str, int]:

@@ -32,11 +32,8 @@ def read(
 ) -> list[TracedRequest]:
     """Merges traces by time, ``speed`` times as fast; returns the first ``most`` requests.
 
-    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a line is no request, or there is none; the message names the file.
+    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``. OSError or
+    a ValueError that names the file if one cannot be read or holds no request.
     """
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)

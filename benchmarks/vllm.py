@@ -29,11 +29,7 @@ async def vllm_servers(
     directory: Path,
     options: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[dict[str, Server]]:
-    """Runs a server for each model on a core of its own; yields them by name.
-
-    Raises:
-        ProcessError: a server could not be started, or did not get ready.
-    """
+    """Runs a server for each model on a core of its own; yields them by name."""
     names = [f"vllm-{number}" for number in range(1, len(models) + 1)]
     ports = pick_ports(dict.fromkeys(names, 0))
 

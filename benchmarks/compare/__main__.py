@@ -29,7 +29,7 @@ from benchmarks.compare import pickers
 from benchmarks.compare.contenders import Contender, Fleet
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
 from benchmarks.compare.envoy import EnvoyAlone, Router
-from benchmarks.compare.peers import PRODUCTS, Peer, Product
+from benchmarks.compare.peers import PRODUCTS, Peer
 from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import FAULTS, Fault, play
 from benchmarks.compare.products import AIBrix, LlmD
@@ -111,13 +111,8 @@ async def _compare(
 def contender(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
     """Contender of a name, ``kind:policy``; a kind alone stands for its usual policy.
 
-    Args:
-        name: kind and policy.
-        programs: folder that is searched for endpoint pickers before ``PATH``.
-        fair: put pickers of the standard protocol behind this project's Envoy file.
-
-    Raises:
-        ValueError: it is unknown or not installed; the message lists the known ones.
+    ``fair`` puts pickers of the standard protocol behind this project's Envoy file. ValueError if
+    it is unknown or not installed, neither in ``programs`` nor on ``PATH``.
     """
     kind, _, policy = name.partition(":")
     if kind == "router":
@@ -161,17 +156,18 @@ def _among(kind: str, policy: str, known: Sequence[str]) -> str:
 
 
 def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contender]:
-    """Contenders of ``--contenders``, or this router, Envoy alone and the installed peers.
-
-    Envoy with weights is among them if replicas differ in speed.
-    """
+    """Contenders of ``--contenders``, or this router, Envoy alone and the installed peers."""
     unequal = len({*file.members.values()}) > 1
     names = args.contenders or [
         "router:completion",
         "envoy:round_robin",
         "envoy:least_request",
         *(["envoy:least_request_weighted"] if unequal else []),
-        *(f"{one.name}:{one.best}" for one in _installed() if not args.quick),
+        *(
+            f"{one.name}:{one.best}"
+            for one in PRODUCTS.values()
+            if one.installed and not args.quick
+        ),
     ]
     return [_named(args, name) for name in names]
 
@@ -180,14 +176,10 @@ def _named(args: argparse.Namespace, name: str) -> Contender:
     return contender(name, args.programs, args.envoy == "fair")
 
 
-def _installed() -> list[Product]:
-    return [one for one in PRODUCTS.values() if one.installed]
-
-
 def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
     ran = list(dict.fromkeys(run["run"]["name"] for run in turns.runs))
     kinds = {name.partition(":")[0] for name in ran}
-    peers = {one.name: one.version for one in _installed() if one.name in kinds}
+    peers = {one.name: one.version for one in PRODUCTS.values() if one.name in kinds}
     result = {
         "compare": {
             **origin,
@@ -221,12 +213,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(speed=_SPEED, skip=None, duration=None)
     turns = "turns of each contender, each with the next part of the trace [2]"
     add("--repeats", type=arguments.count, metavar="N", help=turns)
-    add(
-        "--contenders",
-        type=lambda text: text.split(","),
-        metavar="a,b,c",
-        help="kind:policy, see benchmarks/README.md",
-    )
+    names, split = "kind:policy, see benchmarks/README.md", lambda text: text.split(",")
+    add("--contenders", type=split, metavar="a,b,c", help=names)
     programs = "where epp (llm-d) and gateway-plugins (AIBrix) are [PATH]"
     add("--programs", type=Path, metavar="DIR", help=programs)
     behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"

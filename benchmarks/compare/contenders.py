@@ -40,11 +40,7 @@ class Fleet:
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
-        """Replicas, started anew; logs go to ``directory``.
-
-        Raises:
-            ProcessError: a replica does not start.
-        """
+        """Starts the replicas anew, or raises ProcessError; logs go to ``directory``."""
         ports = pick_ports(dict.fromkeys(self._options, 0))
         servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
@@ -98,8 +94,4 @@ class Contender(Protocol):
     def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
     ) -> AbstractAsyncContextManager[Front]:
-        """Starts it; it is ready to use every replica. Logs and configurations go to ``directory``.
-
-        Raises:
-            ProcessError: it does not start, or does not get ready.
-        """
+        """Starts it, ready to use every replica; its files go to ``directory``."""

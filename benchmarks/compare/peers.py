@@ -146,12 +146,9 @@ async def _healthy(url: str) -> int:
 
 def trouble(samples: Iterable[Sample]) -> list[str]:
     """Retries, open circuit breakers, refusals and the like, out of its metrics."""
-    return [
-        f"its metrics say {one.name}{_labels(one.labels)} {one.value:g}"
-        for one in samples
-        if one.name.endswith(_ALWAYS_ZERO) and one.value
-    ]
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+    found = []
+    for one in samples:
+        if one.name.endswith(_ALWAYS_ZERO) and one.value:
+            labels = ", ".join(f'{name}="{value}"' for name, value in one.labels.items())
+            found.append(f"its metrics say {one.name}{{{labels}}} {one.value:g}")
+    return found

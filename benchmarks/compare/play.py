@@ -16,7 +16,7 @@ import aiohttp
 
 from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
 from benchmarks.compare.validity import between, hits, validity, watching
-from benchmarks.fleet import Stay, imbalance
+from benchmarks.fleet import imbalance
 from benchmarks.load.__main__ import SENDING
 from benchmarks.processes import get_json
 from extproc.ground.clock import wall
@@ -73,7 +73,9 @@ class Blow:
             self._there = frozenset(there or ())
         self._at_s = wall()
         if self._fault.way == "slow":
-            await _slow_down(self._address)
+            url = f"http://{self._address}/simulate"
+            async with aiohttp.ClientSession(raise_for_status=True) as session:
+                await session.post(url, json={"slow": _SLOWER})
         else:
             self._process.signal(_SIGNALS[self._fault.way])
 
@@ -108,12 +110,6 @@ def _ended_s(request: Mapping[str, Any]) -> float:
     return float(request["at_s"] + request["late_s"] + lasted)
 
 
-async def _slow_down(address: str) -> None:
-    url = f"http://{address}/simulate"
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
-        await session.post(url, json={"slow": _SLOWER})
-
-
 _BEGINS_S = 60.0  # until the load client, which reads the trace first, sends a request
 _SOME_FAILED = 1  # exit status of the load client
 _TIMEOUT_S = 120.0  # for an answer; round robin on the mixed fleet needs 60 s for some
@@ -139,11 +135,7 @@ def part(args: argparse.Namespace, repeat: int) -> list[str]:
 async def play(
     contender: Contender, fleet: Fleet, args: argparse.Namespace, repeat: int, directory: Path
 ) -> dict[str, Any]:
-    """Result of the load client and observations of machine and contender.
-
-    Raises:
-        ProcessError: a process does not start, or the load client cannot begin.
-    """
+    """Result of the load client, with observations of machine and contender; or ProcessError."""
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
         fleet.fresh(directory) as (servers, replicas),
@@ -165,7 +157,8 @@ async def play(
     answered = [one for one in requests if one["error"] is None]
     summary = result["summary"]
     summary["hits"] = hits(looks)
-    summary["imbalance"] = imbalance(map(_stay, answered), fleet.speeds)
+    stays = ((one["replica"], one["at_s"], one["at_s"] + one["completion_s"]) for one in answered)
+    summary["imbalance"] = imbalance(stays, fleet.speeds)
     summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
     arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
     machine = validity(arriving, summary["late_s"]["p99"])
@@ -208,25 +201,17 @@ def _seen(
     request: dict[str, Any], decision: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     replica: Any = request["replica"] or decision.get("replica")
-    predicted = ("predicted_ttft_s", "predicted_completion_s")
-    told = {name: decision.get(name) for name in predicted}
+    told = {name: decision.get(name) for name in ("predicted_ttft_s", "predicted_completion_s")}
     return request | told | {"replica": names.get(replica, replica)}
-
-
-def _stay(request: Mapping[str, Any]) -> Stay:
-    return request["replica"], request["at_s"], request["at_s"] + request["completion_s"]
 
 
 def work(requests: Sequence[Mapping[str, Any]]) -> list[str]:
     """Complaints about failed requests and answers of another length than planned."""
     answered = [one for one in requests if one["error"] is None]
-    other = sum(one["output_tokens"] != one["planned_output_tokens"] for one in answered)
-    found = []
-    if failed := len(requests) - len(answered):
-        found.append(f"{failed} of {len(requests)} requests failed")
-    if other:
-        found.append(
-            f"{other} of {len(requests)} requests got another number of tokens than asked for, "
-            "or were not told how many"
-        )
-    return found
+    counts = {
+        "failed": len(requests) - len(answered),
+        "got another number of tokens than asked for, or were not told how many": sum(
+            one["output_tokens"] != one["planned_output_tokens"] for one in answered
+        ),
+    }
+    return [f"{n} of {len(requests)} requests {what}" for what, n in counts.items() if n]

@@ -5,8 +5,8 @@ Waiting for the last answers does not count: it would make shares small.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from benchmarks.compare.contenders import Servers, lateness
 from benchmarks.load.summary import LATE_S
 from benchmarks.processes import get_text
 from extproc.ground.clock import Clock
-from extproc.poll.metrics_text import EngineFigures, read_metrics
+from extproc.poll.metrics_text import read_metrics
 
 _INTERVAL_S = 1.0
 MOST_BUSY = 0.85  # share of all cores
@@ -103,21 +103,13 @@ async def watching(servers: Servers, clock: Clock) -> AsyncIterator[list[Look]]:
 
 async def _look(servers: Servers, clock: Clock) -> Look:
     at_s, cpu = clock(), ticks()
-    figures = [page for address in servers.values() if (page := await _figures(address))]
-    return Look(
-        at_s,
-        cpu,
-        sum(one.prompt_tokens for one in figures),
-        sum(one.cached_tokens for one in figures),
-        await lateness(servers),
-    )
-
-
-async def _figures(address: str) -> EngineFigures | None:
-    try:
-        return read_metrics((await get_text(f"http://{address}/metrics")).encode())
-    except ValueError:
-        return None
+    prompt_tokens = cached_tokens = 0.0
+    for address in servers.values():
+        with suppress(ValueError):  # no page
+            page = read_metrics((await get_text(f"http://{address}/metrics")).encode())
+            prompt_tokens += page.prompt_tokens
+            cached_tokens += page.cached_tokens
+    return Look(at_s, cpu, prompt_tokens, cached_tokens, await lateness(servers))
 
 
 def ticks(proc: Path = Path("/proc")) -> Ticks:
@@ -131,7 +123,10 @@ def ticks(proc: Path = Path("/proc")) -> Ticks:
 
 
 def _own(proc: Path) -> int:
-    processes = dict(_processes(proc))
+    processes: dict[int, list[str]] = {}
+    for stat in proc.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            processes[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
     parents = {pid: int(fields[1]) for pid, fields in processes.items()}
 
     def ours(pid: int) -> bool:
@@ -139,11 +134,3 @@ def _own(proc: Path) -> int:
 
     # Of each its own, and that of its children that ended.
     return sum(sum(map(int, fields[11:15])) for pid, fields in processes.items() if ours(pid))
-
-
-def _processes(proc: Path) -> Iterator[tuple[int, list[str]]]:
-    for stat in proc.glob("[0-9]*/stat"):
-        try:
-            yield int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue

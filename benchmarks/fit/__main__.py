@@ -93,12 +93,6 @@ async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Reco
     """Runs vLLM with the model in a folder, and records its answers to the requests.
 
     The model has a core to itself, as it would have a GPU; all other processes share the others.
-
-    Raises:
-        ProcessError: vLLM could not be started; its output is in ``logs``.
-        ScrapeError: it has no counters.
-        RuntimeError: a request failed.
-        OSError, ValueError: the model or the trace cannot be read.
     """
     planned, here = plan.runs(), about("benchmarks.fit", [])
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
@@ -267,20 +261,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _record(args: argparse.Namespace) -> None:
-    plan = Plan(args.trace, args.requests, args.speed, *args.shrink)
-    with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
-        made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
-    write_recording(made, args.recording)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         arguments.check_outputs(args)
         if args.serve:
             args.recording.open("a").close()
-            _record(args)
+            plan = Plan(args.trace, args.requests, args.speed, *args.shrink)
+            with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
+                made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
+            write_recording(made, args.recording)
         recorded = read_recording(args.recording)
     except (ProcessError, ScrapeError, RuntimeError, OSError, ValueError) as error:
         print(f"fit: {error}", file=sys.stderr)

@@ -94,8 +94,8 @@ class Simulated:
     step: StepModel
     requests: list[Request]
     comparisons: dict[str, dict[str, Any]]
-    """Figures ``real`` and ``simulated`` by kind of time, their ``errors`` (0.1: 10% too long), and
-    ``request_error``, the median over the requests of the error without its sign."""
+    """By kind of time figures ``real`` and ``simulated``, their ``errors`` (0.1: 10% too long), and
+    ``request_error``, the median of the requests' absolute errors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,13 +139,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--endpoint", type=some, default=both, metavar=",".join(both), help="one or both")
     longest = "leave out what needs more than N tokens [as the server says]"
     add("--context", type=arguments.count, metavar="N", help=longest)
-    known = (
-        "max_tokens is what the trace generated, with ignore_eos: for servers other than "
-        "simulated replicas, which end an answer where they like"
-    )
+    known = "max_tokens is what the trace generated, with ignore_eos: for real vLLM servers"
     add("--known-lengths", action="store_true", help=known)
-    whole = "for a whole answer [300]"
-    add("--timeout", type=above_zero, default=300.0, metavar="S", help=whole)
+    add("--timeout", type=above_zero, default=300.0, metavar="S", help="for a whole answer [300]")
     drawn = "of the prompts' words, and which are streamed and which are chats [0]"
     add("--seed", type=int, default=0, help=drawn)
     arguments.add_outputs(parser)

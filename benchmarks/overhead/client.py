@@ -4,8 +4,7 @@
     python -m benchmarks.overhead.client 8080 --at-once 64 --seconds 10
 
 With ``--rate`` requests are sent at random moments, answered or not; with ``--at-once`` each
-connection sends its next request after an answer. To be fast, all requests are the same bytes, and
-of an answer only its status and its end are parsed.
+connection sends its next request after an answer. Only status and end of an answer are parsed.
 """
 
 import argparse

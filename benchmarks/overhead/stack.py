@@ -95,11 +95,9 @@ class Stack:
 async def running(
     setup: Setup, directory: Path, cores: Cores, hold_s: float
 ) -> AsyncIterator[Stack]:
-    """Runs the processes of a setup until the block ends; configurations and logs go to
-    ``directory``, and the upstream holds requests that ask for it for ``hold_s`` seconds.
+    """Runs the processes of a setup until the block ends, or raises ProcessError.
 
-    Raises:
-        ProcessError: a process could not be started or did not get ready.
+    The upstream holds requests that ask for it for ``hold_s`` seconds.
     """
     ports = pick_ports(dict.fromkeys(_PORTS, 0))
     replicas = addresses(setup.replicas, ports["upstream"])
@@ -134,12 +132,15 @@ async def running(
             config.write_text(_configuration(url, ports))
             with _on(cores.router):
                 argv = _python("extproc", "serve", "--config", str(config))
-                router = await start("router", argv, _knows(setup.replicas, ports["router-admin"]))
+                known = f'extproc_replicas{{health="healthy"}} {float(setup.replicas)}'
+                ready = _shows(ports["router-admin"], "metrics", known)
+                router = await start("router", argv, ready)
         with _on(cores.others):
-            ready = answers(_url(ports["envoy-admin"], "ready"))
+            ready = answers(f"http://127.0.0.1:{ports['envoy-admin']}/ready")
             await start("envoy", envoy_command(front, 1), ready)
         if router is not None:
-            await router.wait_ready(_asked(ports), _READY_S)
+            healthy = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
+            await router.wait_ready(_shows(ports["envoy-admin"], "clusters", healthy), _READY_S)
         yield Stack(directory, ports["envoy"], cores, router)
 
 
@@ -190,24 +191,8 @@ def _configuration(redis_url: str, ports: dict[str, int]) -> str:
     return yaml.safe_dump({"pool": _POOL, "redis": {"url": redis_url}, "serve": serve})
 
 
-# -- readiness ------------------------------------------------------------------------------
-
-
-def _url(port: int, path: str) -> str:
-    return f"http://127.0.0.1:{port}/{path}"
-
-
-def _knows(replicas: int, admin_port: int) -> Check:
+def _shows(port: int, page: str, line: str) -> Check:
     async def check() -> bool:
-        found = await get_text(_url(admin_port, "metrics"))
-        return f'extproc_replicas{{health="healthy"}} {float(replicas)}' in found
-
-    return check
-
-
-def _asked(ports: dict[str, int]) -> Check:
-    async def check() -> bool:
-        member = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
-        return member in await get_text(_url(ports["envoy-admin"], "clusters"))
+        return line in await get_text(f"http://127.0.0.1:{port}/{page}")
 
     return check

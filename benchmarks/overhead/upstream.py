@@ -1,7 +1,4 @@
-"""Answers every request with a stream of tokens, in place of all replicas; a process of its own.
-
-python -m benchmarks.overhead.upstream 8000 250
-"""
+"""Process in place of all replicas that answers every request with a stream of tokens."""
 
 import asyncio
 import json

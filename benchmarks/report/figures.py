@@ -133,7 +133,8 @@ def beside_best(contender: Contender, others: Iterable[Contender], metric: Metri
     """Comparison with the lowest of the others in the same turn, if any."""
     own = contender.sound(metric)
     theirs = [(one.name, one.sound(metric)) for one in others if one is not contender]
-    best = {turn: found for turn in own if (found := _least(theirs, turn))}
+    each = {turn: [(of[turn], name) for name, of in theirs if of.get(turn, 0) > 0] for turn in own}
+    best = {turn: min(found) for turn, found in each.items() if found}
     if not best:
         return None
     ratios = [own[turn] / value for turn, (value, _) in best.items()]
@@ -174,11 +175,6 @@ def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
         },
         "beside_best": {name: _json(one) for name, one in beside.items()},
     }
-
-
-def _least(of: Iterable[tuple[str, Mapping[int, float]]], turn: int) -> tuple[float, str] | None:
-    """Lowest value above 0 in a turn, and whose it is."""
-    return min(((at[turn], name) for name, at in of if at.get(turn, 0) > 0), default=None)
 
 
 def _json(of: Spread | Beside | None) -> dict[str, Any] | None:

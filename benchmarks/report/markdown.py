@@ -90,13 +90,9 @@ def writable(folder: Path) -> None:
 
 
 def write(results: Mapping[str, Any], folder: Path) -> Path:
-    """Writes ``report.md``, its PNGs in place of earlier ones, and ``results.json``.
+    """Writes ``report.md``, PNGs in place of earlier ones, and ``results.json``; returns the page.
 
-    Returns the page's path.
-
-    Raises:
-        ValueError: ``results`` is no benchmark's, or matplotlib is missing.
-        OSError: the folder cannot be written.
+    OSError if the folder cannot be written, ValueError if ``results`` is no benchmark's.
     """
     writable(folder)
     from benchmarks.report.pictures import draw  # needs matplotlib
@@ -155,9 +151,10 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 def _figures(results: Results, every: Sequence[Contender]) -> str:
     metrics = [one for one in METRICS if any(spread(each, one) for each in every)]
+    doubts = ([f"in doubt: {of_turns(one)}"] if one.doubtful else [] for one in every)
     rows = (
-        [_name(one), *_counts(one), *(_metric(one, every, metric) for metric in metrics)]
-        for one in every
+        [_cell(one.name, doubt), *_counts(one), *(_metric(one, every, of) for of in metrics)]
+        for one, doubt in zip(every, doubts, strict=True)
     )
     head = ["", "Requests", "of them streamed", "Failed", *(one.name for one in metrics)]
     return "\n".join([*table_of(head, rows), "", escaped(" ".join(_notes(results, every)))])
@@ -189,10 +186,6 @@ def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
     for one in every:
         if one.reference:
             yield f"{one.name} cannot be had in production, and nobody is compared with it."
-
-
-def _name(one: Contender) -> str:
-    return _cell(one.name, [f"in doubt: {of_turns(one)}"] if one.doubtful else [])
 
 
 def _counts(one: Contender) -> Iterator[str]:

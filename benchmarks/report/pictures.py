@@ -226,19 +226,9 @@ def share_within(pairs: Floats) -> tuple[float, float]:
 
 def _density(axis: Axes, pairs: Floats, ends: tuple[float, float]) -> None:
     predicted, actual = pairs.T
-    axis.hexbin(
-        actual,
-        predicted,
-        xscale="log",
-        yscale="log",
-        extent=(*np.log10(ends), *np.log10(ends)),
-        gridsize=44,
-        bins="log",
-        mincnt=1,
-        cmap=_FEW_TO_MANY,
-        linewidths=0.1,
-        rasterized=True,
-    )
+    scales: Any = {"xscale": "log", "yscale": "log", "extent": (*np.log10(ends), *np.log10(ends))}
+    counts: Any = {"gridsize": 44, "bins": "log", "mincnt": 1, "cmap": _FEW_TO_MANY}
+    axis.hexbin(actual, predicted, linewidths=0.1, rasterized=True, **scales, **counts)
     line = np.array(ends)
     axis.plot(line, line, color=_FAINT, lw=1.2, label="as predicted")
     axis.plot(line, line * 2, color=_FAINT, lw=0.9, linestyle="--", label="off by a factor of 2")

@@ -118,11 +118,7 @@ class Overhead(BaseModel):
 
 
 def read(results: Mapping[str, Any]) -> Results | Overhead:
-    """Results of a benchmark, from the object that ``--json`` writes.
-
-    Raises:
-        ValueError: it is something else; the message says where it differs.
-    """
+    """Results from the object that ``--json`` writes; ValueError says where another one differs."""
     try:
         return _read(results)
     except ValidationError as error:

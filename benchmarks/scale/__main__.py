@@ -62,11 +62,8 @@ async def measure(
         began = time.monotonic()
         await asyncio.sleep(seconds)
         after, took = await redis.info("stats"), time.monotonic() - began
-        totals = {
-            "commands": "total_commands_processed",
-            "bytes_in": "total_net_input_bytes",
-            "bytes_out": "total_net_output_bytes",
-        }
+        totals = {"commands": "total_commands_processed"}
+        totals |= {f"bytes_{way}": f"total_net_{way}put_bytes" for way in ("in", "out")}
         counted = {name: round((after[key] - before[key]) / took) for name, key in totals.items()}
         memory = (await redis.info("memory"))["used_memory"] - empty
         used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
