@@ -52,7 +52,7 @@ def encode_content(content: Any) -> bytes:
 
     Other parts, tool calls for example, count as their JSON.
     """
-    if not content or isinstance(content, str):
+    if content is None or isinstance(content, str):
         return encode(content or "")
     if isinstance(content, list):
         return b"".join(encode_content(part) for part in content)

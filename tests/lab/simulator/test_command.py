@@ -92,14 +92,22 @@ async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log
         assert await problem(process) == ""
 
 
-async def test_it_reports_cached_tokens_where_the_flag_says_so() -> None:
+@pytest.mark.parametrize(
+    ("flags", "status", "answer"),
+    [
+        (["--enable-prompt-tokens-details"], 200, '"prompt_tokens_details": {"cached_tokens": 0}'),
+        (["--max-num-queued-reqs", "0"], 503, "The engine is currently busy"),
+        (["--max-num-queued-tokens", "0"], 503, "its prefill token backlog limit"),
+    ],
+)
+async def test_flags_of_vllm_change_answers(flags: list[str], status: int, answer: str) -> None:
     async with (
-        replica("--port", "0", "--enable-prompt-tokens-details") as process,
+        replica("--port", "0", *flags) as process,
         ClientSession(await ready(process)) as session,
         session.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response,
     ):
-        usage = (await response.json())["usage"]
-        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert response.status == status
+        assert answer in await response.text()
 
 
 async def test_it_ends_when_its_engine_fails() -> None:

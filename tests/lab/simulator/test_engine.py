@@ -73,20 +73,22 @@ def test_a_step_counts_only_if_a_sequence_gets_something_of_it() -> None:
     assert engine.counters.iteration_tokens.sum == 1003
 
 
-def test_gauges_show_the_end_of_the_last_step() -> None:
+@pytest.mark.parametrize("freezing", [False, True])
+def test_gauges_show_the_end_of_the_last_step(freezing: bool) -> None:
     first, second = Sequence(1, 320, 2), Sequence(2, 10, 1)
     engine = engine_with(first, kv_tokens=512, max_num_seqs=1)
+    engine.freezing_gauges = freezing
     begin(engine, 0.0)
     engine.add(second, 0.01)
     assert engine.gauges[:3] == (0, 0, 0.0)
     engine.complete()
-    assert engine.gauges[:3] == (1, 0, 0.5)
+    assert engine.gauges[:3] == ((0, 0, 0.0) if freezing else (1, 0, 0.5))
     begin(engine, 1.0)
     engine.complete()
     assert engine.gauges[:3] == (1, 1, 0.625)
     engine.abort(first, 1.1)
     engine.abort(second, 1.1)
-    assert engine.gauges[:3] == (0, 0, 0.0)
+    assert engine.gauges[:3] == ((1, 1, 0.625) if freezing else (0, 0, 0.0))
 
 
 def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:

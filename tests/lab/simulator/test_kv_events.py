@@ -31,6 +31,9 @@ class Told:
         body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         await reply(self._client, "/v1/completions", body)
 
+    async def sleep(self) -> None:
+        await reply(self._client, "/sleep", {})
+
     async def batch(self) -> tuple[int, list[dict[str, Any]]]:
         topic, number, payload = await self._heard.recv_multipart()
         assert topic == b""
@@ -101,6 +104,13 @@ async def test_evicted_blocks_are_told_and_the_last_batches_replayed(told: Told)
     assert removed == stored["block_hashes"][::-1][: len(removed)]
     assert await told.replay(0) == [0, 1, -1]
     assert await told.replay(1) == [1, -1]
+
+
+async def test_sleep_clears_all_blocks(told: Told) -> None:
+    await told.complete([1] * 40)
+    await told.batch()
+    await told.sleep()
+    assert await told.batch() == (1, [{"type": "AllBlocksCleared"}])
 
 
 async def test_a_port_that_is_taken_is_told() -> None:
