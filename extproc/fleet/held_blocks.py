@@ -1,7 +1,7 @@
 """Which KV blocks replicas hold, by their own word: what polls brought of vLLM's KV events."""
 
 import logging
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf, nan
@@ -51,6 +51,8 @@ def unpack(_: type, data: bytes) -> Keys:
 log = logging.getLogger(__name__)
 
 LATE_S = 2.0  # seconds for which blocks count as known since a poll saw no news missing
+_IN_A_TURN = 2048
+"""Blocks that are applied at once: a millisecond, in which a router does nothing else."""
 _SENT_S = 10.0  # seconds within which the blocks of a sent prompt are stored and told
 
 
@@ -78,23 +80,31 @@ class HeldBlocks:
         self._replicas: dict[str, _Replica] = {}
         self._holders = KeyHolders()
 
-    def hear(self, replica: str, news: BlockNews) -> bool:
-        """What a poller tells; returns whether it could be made use of: news that do not follow the
-        last ones are passed over."""
-        if news.whole:
-            one = self._replica(replica)
-            stored = {*news.stored.tolist()}
-            self._drop(one, one.keys - stored - one.sent.keys())
-            self._add(one, stored - one.keys)
-            _expect_no_more(one, stored)
-        elif (known := self._replicas.get(replica)) and news.previous == known.number:
-            one = known
-            self._drop(one, news.removed.tolist())
-            self._add(one, news.stored.tolist())
-        else:
-            return False
+    def follows(self, replica: str, news: BlockNews) -> bool:
+        """Tells whether an update can be applied: it is whole, or continues the last one."""
+        known = self._replicas.get(replica)
+        return news.whole or (known is not None and news.previous == known.number)
+
+    def apply(self, replica: str, news: BlockNews) -> Iterator[None]:
+        """Applies an update that follows, in steps between which other work may come."""
+        one = self._replica(replica)
+        for _ in self._steps(one, news):
+            yield
+            if self._replicas.get(replica) is not one:  # forgotten meanwhile
+                return
         one.number, one.block_size = news.number, news.block_size
-        return True
+
+    def _steps(self, one: _Replica, news: BlockNews) -> Iterator[None]:
+        kept: set[int] = set()
+        removed = [*one.keys] if news.whole else news.removed.tolist()
+        for keys in _parts(news.stored.tolist()):
+            self._add(one, {*keys} - one.keys)
+            _expect_no_more(one, keys)
+            kept.update(keys)
+            yield
+        for keys in _parts(removed):
+            self._drop(one, {*keys} - kept - (one.sent.keys() if news.whole else set()))
+            yield
 
     def polled(self, state: ReplicaState) -> None:
         one = self._replicas.get(state.id)
@@ -211,6 +221,10 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
     seed = seed_of(adapter, prefix.salt)
     keys: list[int] = token_keys(prefix.ids[:-1], block_size, seed).tolist()
     return keys
+
+
+def _parts(keys: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (keys[first : first + _IN_A_TURN] for first in range(0, len(keys), _IN_A_TURN))
 
 
 def _expect_no_more(one: _Replica, keys: Iterable[int]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from random import Random
 from threading import Thread
@@ -49,6 +49,12 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+async def in_turns(steps: Iterable[None]) -> None:
+    """Takes the steps one by one, with other work of the loop in between."""
+    for _ in steps:
+        await asyncio.sleep(0)
 
 
 class Backoff:

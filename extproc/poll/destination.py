@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 
 from extproc.fleet.fleet import Fleet
+from extproc.ground.runtime import in_turns
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.replica_state import ReplicaState
 from extproc.share.drains import Drains
@@ -36,7 +37,7 @@ class Destination:
         """Returns the last states that any poller wrote, by replica; those unknown are missing."""
         return {}
 
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
+    async def changed(self, replica: str, blocks: KvBlocks) -> None:
         """The replica's KV blocks may have changed."""
 
     async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
@@ -66,6 +67,6 @@ class IntoFleet(Destination):
             self._fleet.known.set()
         return await super().share(replicas)
 
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
-        if told := blocks.news():
-            self._fleet.blocks.hear(replica, told[0])
+    async def changed(self, replica: str, blocks: KvBlocks) -> None:
+        if (told := blocks.news()) and self._fleet.blocks.follows(replica, told[0]):
+            await in_turns(self._fleet.blocks.apply(replica, told[0]))

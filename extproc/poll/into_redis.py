@@ -216,7 +216,7 @@ class IntoRedis(Destination):
         except (RedisError, OSError):  # the write of states logs the outage
             return {}
 
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
+    async def changed(self, replica: str, blocks: KvBlocks) -> None:
         self._blocks[replica] = blocks
         self._some_blocks.set()
 

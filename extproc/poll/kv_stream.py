@@ -112,7 +112,7 @@ class KvStream:
         while (left := until - self._clock()) > 0:
             if await pushed.poll(math.ceil(left * 1000)):
                 whole = self._take(_Batch.of(await pushed.recv_multipart()))
-                self._changed()
+                await self._changed()
                 if not whole:
                     return
 
@@ -125,7 +125,7 @@ class KvStream:
             self._note(f"{self._asked} does not answer")
         else:
             self._note("" if self._blocks.complete else self._flaw)
-        self._changed()
+        await self._changed()
 
     async def _save(self) -> None:
         since = self._clock() - self._saved_at
@@ -134,8 +134,8 @@ class KvStream:
             self._saved, self._saved_at = self._last, self._clock()
             await self._into.save(self._replica, partial(self._blocks.dump, self._last))
 
-    def _changed(self) -> None:
-        self._into.changed(self._replica, self._blocks)
+    async def _changed(self) -> None:
+        await self._into.changed(self._replica, self._blocks)
 
     async def _catch_up(self) -> bool:
         """Replays from the last batch on, or starts anew where the replica has another one.

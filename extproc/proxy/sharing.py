@@ -13,6 +13,7 @@ from extproc.fleet.announcements import MOST_HELD, MOST_KEPT, Holders
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock, monotonic, wall
+from extproc.ground.runtime import in_turns
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
@@ -98,9 +99,10 @@ async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
     """Brings what replicas hold, by their own word, into the fleet, for ever."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
-            if not fleet.blocks.hear(change.replica, change.news):
+            if fleet.blocks.follows(change.replica, change.news):
+                await in_turns(fleet.blocks.apply(change.replica, change.news))
+            else:
                 reader.forget(change.replica)
-            await asyncio.sleep(0)
 
 
 async def tell_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:

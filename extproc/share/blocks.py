@@ -4,7 +4,7 @@ Redis keeps, of each replica, all that it held at some time and the news since t
 """
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from random import Random
 from typing import Any
 
@@ -113,7 +113,7 @@ class BlockReader(ChannelReader[NewsOfReplica]):
             for one in await self._read(key.removeprefix(beginning)):
                 yield one
 
-    async def _pushed(self, data: bytes) -> list[NewsOfReplica]:
+    async def _pushed(self, data: bytes) -> Iterable[NewsOfReplica]:
         """Returns pushed news; all that Redis has where some before them were missed."""
         told = self._skips.open(self._channel, data, BLOCKS)
         if told is None or self._is_old(told):
@@ -123,7 +123,7 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         since = self._clock() - self._read_at.get(told.replica, -math.inf)
         return await self._read(told.replica) if since >= _READ_AGAIN_S else []
 
-    async def _read(self, replica: str) -> list[NewsOfReplica]:
+    async def _read(self, replica: str) -> Iterable[NewsOfReplica]:
         """Returns what Redis has of a replica, but for what another poller added to the list."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
@@ -133,8 +133,8 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         except ResponseError as error:  # it is no list
             self._skips.garbage(key, error)
             return []
-        opened = [self._skips.open(key, data, BLOCKS) for data in found]
-        return [one for one in opened if one and not self._is_old(one) and self._follows(one)]
+        opened = (self._skips.open(key, data, BLOCKS) for data in found)
+        return (one for one in opened if one and not self._is_old(one) and self._follows(one))
 
     def _is_old(self, told: NewsOfReplica) -> bool:
         known = self._numbers.get(told.replica)

@@ -1,6 +1,8 @@
 """What replicas say they hold, as a fleet uses it."""
 
+from collections import deque
 from collections.abc import Collection
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,7 +56,10 @@ class Told:
         self.numbers[number] += 1
         arrays = (np.array(some, np.uint64) for some in (stored, removed))
         news = BlockNews(self.numbers[number], previous, 16, *arrays)
-        return not lost and self.fleet.blocks.hear(replica(number), news)
+        follows = not lost and self.fleet.blocks.follows(replica(number), news)
+        if follows:
+            deque(self.fleet.blocks.apply(replica(number), news))
+        return follows
 
     def join(self, number: int) -> None:
         news = self.numbers[number]
@@ -212,3 +217,28 @@ def test_a_block_that_is_removed_ends_what_was_sent_behind_it() -> None:
     assert told.held() == [320, 0, 0]
     told.tell(1, removed=[keys(20)[5]])
     assert told.held() == [80, 0, 0]
+
+
+def whole(number: int, stored: range) -> BlockNews:
+    return BlockNews(number, 0, 16, np.array(stored, np.uint64), np.zeros(0, np.uint64))
+
+
+def test_whole_update_is_applied_in_small_steps() -> None:
+    told = Told()
+    blocks, held = told.fleet.blocks, [0]
+    for number, stored in ((1, range(65_536)), (2, range(30_000, 90_000))):
+        for _ in blocks.apply(replica(1), whole(number, stored)):
+            held.append(blocks.count(replica(1)) or 0)
+        assert held[-1] == len(stored)
+    assert max(abs(after - before) for before, after in pairwise(held)) == 2048
+
+
+def test_replica_forgotten_within_an_update_leaves_no_blocks() -> None:
+    told = Told()
+    steps = told.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
+    next(steps)
+    told.fleet.blocks.forget(replica(1))
+    deque(steps)
+    assert told.fleet.blocks.count(replica(1)) is None
+    deque(told.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
+    assert not told.fleet.blocks._holders.masks(range(10_000))[0]

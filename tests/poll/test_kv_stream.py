@@ -107,7 +107,7 @@ class Followed(Destination):
         self.kept = dump()
         self.saves += 1
 
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
+    async def changed(self, replica: str, blocks: KvBlocks) -> None:
         if told := self._blocks.news():
             if told[0].whole:
                 self.held.clear()
@@ -299,8 +299,8 @@ class Itself(IntoFleet):
         super().__init__(Fleet(OutputLengths()))
         self.looks: asyncio.Queue[None] = asyncio.Queue()
 
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
-        super().changed(replica, blocks)
+    async def changed(self, replica: str, blocks: KvBlocks) -> None:
+        await super().changed(replica, blocks)
         self.looks.put_nowait(None)
 
 

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -12,13 +14,14 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from extproc.fleet.held_blocks import NUMBERS, BlockNews
-from extproc.ground.clock import monotonic
+from extproc.ground.clock import monotonic, wall
 from extproc.share import blocks as shared
 from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, NewsOfReplica
 from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
-from tests.fakes import replica
+from tests.fakes import ManualClock, replica, state
+from tests.share.conftest import router as sharing_router
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -166,6 +169,27 @@ async def test_whole_block_list_is_sent_once(
         await one.holds({*range(10_000)})
         after: Any = await redis_client.info("stats")
     assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
+
+
+async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
+    redis_server: RedisServer, redis_client: Redis, tell: Tell
+) -> None:
+    held = [0]
+    async with sharing_router(redis_server.url) as fleet:
+
+        async def count() -> None:
+            while True:
+                fleet.put(state(1, "llama-8b-a10", ManualClock(wall()), kv_news=NUMBERS))
+                held.append(fleet.blocks.count(replica(1)) or 0)
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        for number, blocks in enumerate((1, 65_536, 30_000)):
+            assert not number or await redis_client.client_kill_filter(_type="pubsub")
+            await tell(*[whole(number, {*range(blocks)})] * 2)
+            await until(partial(held.__contains__, blocks))
+        counting.cancel()
+    assert max(abs(after - before) for before, after in pairwise(held)) <= 2048
 
 
 async def test_router_that_lost_blocks_reads_them_again(
