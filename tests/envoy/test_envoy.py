@@ -39,11 +39,12 @@ pytestmark = pytest.mark.process
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 DESTINATION = "x-gateway-destination-endpoint"
+COMPLETIONS = "/v1/completions"
 ENOUGH = 40  # by chance Envoy takes the same of two so often in one of 500,000,000,000 cases
 
 
 async def validate(config: Path) -> str:
-    """What ``envoy --mode validate`` says, which must be that the file is good."""
+    """Output of ``envoy --mode validate``, which must accept the file."""
     process = await asyncio.create_subprocess_exec(
         envoy_binary(), "--mode", "validate", "-c", config,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -53,14 +54,13 @@ async def validate(config: Path) -> str:
     return output
 
 
-async def test_the_whole_file_is_valid_and_names_nothing_deprecated() -> None:
-    assert "eprecated" not in await validate(ENVOY / "envoy.yaml")
-
-
-async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
-    config = tmp_path / "envoy.yaml"
-    config.write_text(yaml.safe_dump({"static_resources": merged()}), encoding="utf-8")
-    assert "eprecated" not in await validate(config)
+@pytest.mark.parametrize("name", ["envoy.yaml", "eds.yaml", "ext_proc.yaml"])
+async def test_our_file_is_valid_and_names_nothing_deprecated(tmp_path: Path, name: str) -> None:
+    file = ENVOY / name
+    if name == "ext_proc.yaml":  # a fragment
+        file = tmp_path / "envoy.yaml"
+        file.write_text(yaml.safe_dump({"static_resources": merged()}), encoding="utf-8")
+    assert "eprecated" not in await validate(file)
 
 
 def merged(port: int = 0) -> dict[str, Any]:
@@ -68,19 +68,12 @@ def merged(port: int = 0) -> dict[str, Any]:
     part = yaml.safe_load((ENVOY / "ext_proc.yaml").read_text(encoding="utf-8"))
     types = "type.googleapis.com/envoy.extensions.filters"
     router = {"@type": f"{types}.http.router.v3.Router"}
+    host = {"name": "mine", "domains": ["*"], "routes": part["routes"]}
     manager = {
         "@type": f"{types}.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "mine",
         **part["http_connection_manager"],
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "mine",
-                    "domains": ["*"],
-                    "routes": part["routes"],
-                }
-            ]
-        },
+        "route_config": {"virtual_hosts": [host]},
     }
     manager["http_filters"].append({"name": "router", "typed_config": router})
     filters = [{"name": "http", "typed_config": manager}]
@@ -99,10 +92,8 @@ def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[s
     members = {"extproc_router": [router], "vllm_replicas": replicas}
     for cluster in resources["clusters"]:
         cluster["load_assignment"]["endpoints"] = endpoints(members[cluster["name"]])
-    return {
-        "admin": {"address": socket_address(f"127.0.0.1:{admin}")},
-        "static_resources": resources,
-    }
+    where = {"address": socket_address(f"127.0.0.1:{admin}")}
+    return {"admin": where, "static_resources": resources}
 
 
 @asynccontextmanager
@@ -197,39 +188,28 @@ async def serve(chooser: Chooser) -> AsyncIterator[int]:
         await server.stop(None)
 
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def unchanged(_: dict[str, Any]) -> None:
-    """No change of the file."""
+Change = Callable[[dict[str, Any]], object]
 
 
 @asynccontextmanager
 async def envoy(
-    directory: Path, router_port: int, replicas: Sequence[str], change: Change = unchanged
+    directory: Path,
+    router_port: int,
+    replicas: Sequence[str],
+    change: Change = lambda _: None,
+    fragment: bool = False,
 ) -> AsyncIterator[str]:
-    """Our envoy.yaml, running, with a change; gives its URL."""
-    port, admin = free_port(), free_port()
-    bootstrap = addressed(
-        listen=f"127.0.0.1:{port}",
-        admin=f"127.0.0.1:{admin}",
-        routers=[f"127.0.0.1:{router_port}"],
-        replicas=replicas,
+    """Our envoy.yaml with a change, or our fragment in an Envoy, running; gives its URL."""
+    port, admin, router = free_port(), free_port(), f"127.0.0.1:{router_port}"
+    listen, look = f"127.0.0.1:{port}", f"127.0.0.1:{admin}"
+    bootstrap = (
+        around_the_fragment(port, admin, router, replicas)
+        if fragment
+        else addressed(listen=listen, admin=look, routers=[router], replicas=replicas)
     )
     change(bootstrap)
     async with running(directory, bootstrap, admin):
-        yield f"http://127.0.0.1:{port}"
-
-
-@asynccontextmanager
-async def envoy_of_the_fragment(
-    directory: Path, router_port: int, replicas: Sequence[str]
-) -> AsyncIterator[str]:
-    """Our ext_proc.yaml in an Envoy that runs; gives its URL."""
-    port, admin = free_port(), free_port()
-    bootstrap = around_the_fragment(port, admin, f"127.0.0.1:{router_port}", replicas)
-    async with running(directory, bootstrap, admin):
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{listen}"
 
 
 @asynccontextmanager
@@ -250,19 +230,13 @@ async def running(
 
 
 async def post(
-    url: str,
-    headers: dict[str, str] | None = None,
-    body: bytes = b"{}",
-    path: str = "/v1/completions",
+    url: str, headers: dict[str, str] | None = None, body: bytes = b"{}", path: str = COMPLETIONS
 ) -> dict[str, Any]:
     """Asks for a path just as it is written."""
+    target, data = URL(url + path, encoded=True), io.BytesIO(body)
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            URL(url + path, encoded=True),
-            data=io.BytesIO(body),
-            headers=headers,
-        ) as response,
+        session.post(target, data=data, headers=headers) as response,
     ):
         assert response.status == 200, await response.text()
         answer: dict[str, Any] = await response.json()
@@ -280,19 +254,21 @@ class System(NamedTuple):
 
 @asynccontextmanager
 async def system(
-    directory: Path, change: Change = unchanged, others: Sequence[str] = (), fragment: bool = False
+    directory: Path,
+    change: Change = lambda _: None,
+    others: Sequence[str] = (),
+    fragment: bool = False,
 ) -> AsyncIterator[System]:
     """Our envoy.yaml with a change, or our fragment; the router chooses replica a."""
     chooser = Chooser()
-    async with replica("a") as a, replica("b") as b, serve(chooser) as port:
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(chooser) as port,
+        envoy(directory, port, [*others, a, b], change, fragment) as url,
+    ):
         chooser.destination = a
-        members = [*others, a, b]
-        async with (
-            envoy_of_the_fragment(directory, port, members)
-            if fragment
-            else envoy(directory, port, members, change) as url
-        ):
-            yield System(chooser, url, a, b)
+        yield System(chooser, url, a, b)
 
 
 @pytest.fixture
@@ -310,9 +286,7 @@ def refusing() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def test_the_first_choice_serves_and_the_router_hears_who_it_was(
-    whole_file: System,
-) -> None:
+async def test_the_first_choice_serves_and_the_router_hears_who_it_was(whole_file: System) -> None:
     chooser, url, a, b = whole_file
     for name, address in [("a", a), ("b", b), ("a", a)]:
         chooser.destination = address
@@ -328,9 +302,9 @@ async def test_the_first_choice_serves_and_the_router_hears_who_it_was(
             "/v1/chat/completions", "/v1/models/org%2Fmodel", "/v1/models/a%20b%C3%A9:7b@main",
             "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses", "/",
         )],
-        ("//v1//completions", "/v1/completions"),
+        ("//v1//completions", COMPLETIONS),
         ("/v1/../metrics", "/metrics"),
-        ("/v1/./models/%2e%2e/completions", "/v1/completions"),
+        ("/v1/./models/%2e%2e/completions", COMPLETIONS),
     ],
 )  # fmt: skip
 async def test_router_and_replica_see_one_path(
@@ -347,16 +321,14 @@ async def test_a_request_leaves_after_one_message(whole_file: System) -> None:
     answer = await post(url, named)
     assert chooser.asked == ["body"]
     assert chooser.told == {
-        "request.path": "/v1/completions",
+        "request.path": COMPLETIONS,
         "request.id": "mine",
         "request.headers['content-encoding']": "identity",
     }
     assert answer["header"] == chooser.destination  # for logs and other filters
 
 
-async def test_of_many_responses_a_hundred_a_second_are_told(
-    tmp_path: Path,
-) -> None:
+async def test_of_many_responses_a_hundred_a_second_are_told(tmp_path: Path) -> None:
     def two(tree: dict[str, Any]) -> None:
         limit, *_ = manager_of(tree)["http_filters"]
         bucket = limit["typed_config"]["token_bucket"]
@@ -390,9 +362,9 @@ async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, frag
         ("/v1/models", 0, ["headers"]),
         ("/pool/v1/responses/resp_1/cancel?a=b", 0, ["headers"]),
         ("/v1/responses", 10, ["body"]),
-        ("/v1/completions", 8 * 2**20, ["body"]),
-        ("/v1/completions", 8 * 2**20 + 1, ["headers", "body"]),
-        ("/v1/completions", 0, []),
+        (COMPLETIONS, 8 * 2**20, ["body"]),
+        (COMPLETIONS, 8 * 2**20 + 1, ["headers", "body"]),
+        (COMPLETIONS, 0, []),
     ],
 )
 async def test_what_has_no_body_or_a_large_one_is_decided_on_its_headers(
@@ -421,9 +393,7 @@ async def test_only_in_a_container_others_reach_the_admin_port(
         assert await listening(admin, "127.0.0.2")() is in_compose
 
 
-async def test_headers_with_underscores_do_not_pass_for_those_without(
-    whole_file: System,
-) -> None:
+async def test_headers_with_underscores_do_not_pass_for_those_without(whole_file: System) -> None:
     url = whole_file.url
     forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
     arrived = (await post(url, forged))["headers"]
@@ -475,9 +445,12 @@ async def test_a_client_cannot_choose_where_the_router_does_not(
         replica("a") as a,
         replica("b") as b,
         serve(Chooser()) as port,
-        envoy_of_the_fragment(tmp_path, refusing, [a, b])
-        if "fragment" in case
-        else envoy(tmp_path, port if case == "no choice" else refusing, [a, b, dead]) as url,
+        envoy(
+            tmp_path,
+            port if case == "no choice" else refusing,
+            [a, b] if "fragment" in case else [a, b, dead],
+            fragment="fragment" in case,
+        ) as url,
     ):
         forged = [await post(url, {DESTINATION: a}) for _ in range(ENOUGH)]
     assert {answer["name"] for answer in forged} == {"a", "b"}

@@ -34,18 +34,19 @@ LACKING = WORKED.replace("cache_config_info", "-")
 PAIR = [SimulatedReplica(name, FLEET[0].profile) for name in ("one", "two")]
 
 
-def written(file: Path, settings: dict[str, Any]) -> Path:
-    file.write_text(yaml.safe_dump(settings))
+def written(file: Path, settings: Config) -> Path:
+    file.write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
     return file
 
 
-def plain(settings: Config) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude_unset=True)
+def alone(*replicas: object, **more: object) -> Config:
+    """Settings of a router without Redis."""
+    return Config.model_validate({"state": "memory", "replicas": replicas, **more})
 
 
 @pytest.fixture(autouse=True)
 def heartbeats_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a machine is busy is no reason to take a poller for dead."""
+    """Keeps pollers alive on a busy machine."""
     monkeypatch.setattr(owners, "LIFE_S", 60.0)
 
 
@@ -54,7 +55,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     async def check(settings: Config | Path, *arguments: str, status: int = 0) -> list[str]:
         """The findings it prints."""
         if isinstance(settings, Config):
-            settings = written(tmp_path / "extproc.yaml", plain(settings))
+            settings = written(tmp_path / "extproc.yaml", settings)
         argv = ["check", "--config", str(settings), *(arguments or ("--live",))]
         capsys.readouterr()
         assert await asyncio.to_thread(main, argv) == status
@@ -66,7 +67,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
 
 
 def bad(lines: list[str]) -> list[str]:
-    """Those that say what is wrong; the worst stand first."""
+    """Errors and warnings, which stand in this order."""
     levels = [line.split()[0] for line in lines]
     assert levels == sorted(levels, key=("error", "warning", "ok").index)
     return [line for line in lines if not line.startswith("ok ")]
@@ -172,9 +173,8 @@ async def test_what_pollers_see_otherwise_is_told(redis_server: RedisServer, che
 
 async def test_models_that_nothing_serves_are_told(check: Check) -> None:
     async with serving() as one:
-        memory = {"state": "memory", "replicas": [one.id]}
         for names, status in ((["tiny"], 0), (["tiny", "large"], 1)):
-            settings = Config.model_validate({**memory, "route": {"models": {"chat": names}}})
+            settings = alone(one.id, route={"models": {"chat": names}})
             lines = bad(await check(settings, status=status))
             assert any("model large: no replica that answers lists it" in a for a in lines) is (
                 status == 1
@@ -195,23 +195,17 @@ LLAMA = {
         ("gpu-1 gpu-2 next beta", {}),
         ("gpu-1 next beta", {"gpu-2: another": {"llama", "gpt-4o", "chat"}}),
         ("gpu-1 gpu-2 beta", {"next: another": {"chat", "beta"}}),
-        (
-            "next beta",
-            {
-                **{f"{gpu}: 404": {"llama", "gpt-4o"} for gpu in ("gpu-1", "gpu-2")},
-                **{f"{gpu}: another": {"chat"} for gpu in ("gpu-1", "gpu-2")},
-            },
-        ),
+        ("next beta",
+         {f"{gpu}: 404": {"llama", "gpt-4o"} for gpu in ("gpu-1", "gpu-2")}
+         | {f"{gpu}: another": {"chat"} for gpu in ("gpu-1", "gpu-2")}),
     ],
-)
+)  # fmt: skip
 async def test_names_lead_to_what_replicas_serve(
     check: Check, served: str, told: dict[str, set[str]]
 ) -> None:
     async with serving() as one:
         one.answers["/v1/models"] = models(*served.split())
-        settings = Config.model_validate(
-            {"state": "memory", "replicas": [one.id], "route": {"models": LLAMA}}
-        )
+        settings = alone(one.id, route={"models": LLAMA})
         lines = bad(await check(settings, status=int(bool(told))))
     found: dict[str, set[str]] = {}
     for line in lines:
@@ -221,26 +215,24 @@ async def test_names_lead_to_what_replicas_serve(
     assert found == told
 
 
-async def test_names_that_lead_nowhere_are_told(check: Check, tmp_path: Path) -> None:
-    settings = Config.model_validate(
-        {"state": "memory", "replicas": ["nowhere.invalid:8000"], "replicas_file": "/nope.yaml"}
-    )
+async def test_names_that_lead_nowhere_are_told(check: Check) -> None:
+    settings = alone("nowhere.invalid:8000", replicas_file="/nope.yaml")
     text = "\n".join(bad(await check(settings, status=1)))
-    assert re.search(r"replica nowhere.invalid:8000: names no address now \(\[Errno .+\]? ", text)
+    reason = r"\((the name has no address|\[Errno .+)\)"  # as a name server answers, or none does
+    assert re.search(rf"replica nowhere.invalid:8000: names no address now {reason}: ", text)
     assert "replicas_file /nope.yaml: cannot be used: " in text
     assert "no replica is known" in text
 
 
 async def test_why_kubernetes_does_not_tell_is_told(check: Check) -> None:
     source = {"kubernetes": {"service": "vllm", "namespace": "gpu", "port": 8000}}
-    settings = Config.model_validate({"state": "memory", "replicas": [source]})
-    error, _ = bad(await check(settings, status=1))
+    error, _ = bad(await check(alone(source), status=1))
     assert "Service gpu/vllm, port 8000: names no address now (" in error
     assert "a pod has it that has a service account" in error  # this is none
 
 
 class WatchingStack(EdsStack):
-    """Its Envoy has listeners and clusters from files, too."""
+    """A system whose Envoy has listeners and clusters from files, too."""
 
     def _bootstrap(self) -> Bootstrap:
         whole = yaml.safe_load(patient(yaml.safe_dump(super()._bootstrap())))
@@ -274,13 +266,11 @@ async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: P
     async with Stack(tmp_path, PAIR) as stack, serving() as three:
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
-        file = written(tmp_path / "other.yaml", other)
+        file = written(tmp_path / "other.yaml", Config.model_validate(other))
         error, *warnings = bad(await check(file, "--envoy-admin", stack.envoy_admin, status=1))
     assert f"no cluster has {three.id}, which routers choose" in error
-    assert any(
-        f"cluster 'replicas' has {stack.address('two')}, which no poller knows" in one
-        for one in warnings
-    )
+    stranger = f"cluster 'replicas' has {stack.address('two')}, which no poller knows"
+    assert any(stranger in one for one in warnings)
 
 
 @pytest.mark.parametrize("answer", ["nothing", "something else"])
@@ -288,8 +278,7 @@ async def test_what_is_no_envoy_is_told(check: Check, answer: str) -> None:
     async with serving() as one:
         one.answers |= {"/config_dump": text("[]"), "/clusters": text("{}")}
         url = f"http://{one.id}" if answer != "nothing" else f"http://127.0.0.1:{free_port()}"
-        settings = Config.model_validate({"state": "memory", "replicas": [one.id]})
-        error, *_ = bad(await check(settings, "--envoy-admin", url, status=1))
+        error, *_ = bad(await check(alone(one.id), "--envoy-admin", url, status=1))
     assert f"Envoy {url}: " in error
     assert "is that its admin address?" in error
 
@@ -297,17 +286,14 @@ async def test_what_is_no_envoy_is_told(check: Check, answer: str) -> None:
 async def test_what_envoy_refused_is_told(check: Check) -> None:
     types = "type.googleapis.com/envoy.admin.v3."
     state = {"details": "duplicate address 0.0.0.0:8080"}
+    listeners = [{"name": "openai", "error_state": state}]
     dump = [
         {"@type": f"{types}BootstrapConfigDump", "bootstrap": {"static_resources": {}}},
-        {
-            "@type": f"{types}ListenersConfigDump",
-            "dynamic_listeners": [{"name": "openai", "error_state": state}],
-        },
+        {"@type": f"{types}ListenersConfigDump", "dynamic_listeners": listeners},
     ]
     async with serving() as one:
         one.answers["/config_dump"] = text(json.dumps({"configs": dump}))
         one.answers["/clusters"] = text('{"cluster_statuses": []}')
-        settings = Config.model_validate({"state": "memory", "replicas": [one.id]})
-        errors = bad(await check(settings, "--envoy-admin", f"http://{one.id}", status=1))
+        errors = bad(await check(alone(one.id), "--envoy-admin", f"http://{one.id}", status=1))
     assert any("it refused what its control plane told" in error for error in errors)
     assert any("duplicate address 0.0.0.0:8080" in error for error in errors)
