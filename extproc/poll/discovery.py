@@ -1,4 +1,4 @@
-"""Which replicas there are: addresses from the configuration, DNS names, Services of Kubernetes, a
+"""Discovery of replicas: addresses from the configuration, DNS names, Services of Kubernetes, a
 watched file."""
 
 import asyncio
@@ -90,7 +90,7 @@ class Discovery:
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Return the replicas as of now; an address named twice counts once, the first."""
+        """Returns the replicas as of now; an address named twice counts once, the first."""
         if self._file and (listed := self._file.news()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -190,7 +190,7 @@ def require_client(config: Config) -> None:
 
 
 def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
-    """Read a YAML list in the form of the configuration's ``replicas``.
+    """Reads a YAML list in the form of the configuration's ``replicas``.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""``extproc poll``: what is seen of replicas, brought into Redis, for every router."""
+"""``extproc poll``: replicas' states and KV blocks, brought into Redis for every router."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ answers each question at the last moment."""
 
 
 async def run_poller(config: Config) -> None:
-    """Scrape a share of the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
+    """Scrapes a share of the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
 
     Raises:
         OSError: the admin address cannot be served.
@@ -188,6 +188,7 @@ class IntoRedis(Destination):
         self._current.pop(replica, None)
         self._changed.discard(replica)
         self._leaving.discard(replica)
+        self._blocks.pop(replica, None)
 
     async def _write_states(self) -> bool:
         leaving = frozenset(self._leaving)

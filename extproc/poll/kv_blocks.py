@@ -1,4 +1,4 @@
-"""Which KV blocks one replica holds, as its events tell."""
+"""KV blocks that one replica holds, as its events tell."""
 
 import math
 from random import Random

@@ -193,8 +193,7 @@ async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str,
 
 
 async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
-    """False without a version: another server than vLLM, or a proxy before it."""
-    try:
+    try:  # another server than vLLM, or a proxy before it, tells no version
         body = await _get(session, replica, "/version")
         return _Version.model_validate_json(body).takes_priority
     except (ScrapeError, ValidationError):
@@ -225,9 +224,8 @@ async def _answer(
         raise ScrapeError(f"{path} failed: {_reason(error)}") from None
 
 
-@lru_cache(maxsize=10_000)
+@lru_cache(maxsize=10_000)  # parsing a URL takes a tenth of a scrape
 def _url(replica: str, path: str) -> URL:
-    """Cached: parsing a URL takes a tenth of a scrape."""
     return URL(f"http://{replica}{path}")
 
 

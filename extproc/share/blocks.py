@@ -62,7 +62,7 @@ class BlockWriter:
         self._keys = Keys(pool)
 
     async def tell(self, news: Mapping[str, Told]) -> set[str]:
-        """Tell the news of each replica in one round trip; returns the replicas of which all is to
+        """Tells the news of each replica in one round trip; returns the replicas of which all is to
         be told next: Redis does not have what this follows."""
         if not news:
             return set()
@@ -79,12 +79,12 @@ class BlockWriter:
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
 
     async def save(self, replica: str, data: bytes) -> None:
-        """Keep what a poller needs to go on from here."""
+        """Keeps what a poller needs to go on from here."""
         async with in_time():
             await self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S)
 
     async def load(self, replica: str) -> bytes:
-        """What was saved last, by whichever poller; empty: nothing."""
+        """Returns what any poller saved last; empty: nothing."""
         async with in_time():
             data: Any = await self._redis.get(self._keys.kv_stream + replica)
         return data or b""

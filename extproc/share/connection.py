@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.connection import SSLConnection
+from redis.asyncio.connection import Connection, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -19,9 +19,9 @@ from extproc.ground.runtime import Backoff
 from extproc.share.location import (
     LocatedConnection,
     LocatedTlsConnection,
-    Primary,
     Server,
-    SlotOwner,
+    ask_cluster,
+    ask_sentinel,
 )
 
 log = logging.getLogger(__name__)
@@ -86,17 +86,18 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     if "path" in options:
         return Redis(unix_socket_path=options.pop("path"), **options)
     node = options.pop("host", ""), options.pop("port", _PORT)
+    server = Server([node])
+    asking = SSLConnection if tls else Connection
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         nodes = [split_address(one) for one in settings.sentinels]
-        server: Server = Primary(nodes, tls, options | login | {"db": 0}, settings.service)
+        kind, ask = f"{settings.service} of sentinels ", ask_sentinel(settings.service)
+        server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
         nodes = [split_address(one) for one in settings.cluster]
-        server = SlotOwner(nodes, tls, options, Keys(pool).slot)
-    else:
-        server = Server([node])
-    kind = LocatedTlsConnection if tls else LocatedConnection
-    return Redis.from_pool(ConnectionPool(connection_class=kind, server=server, **options))
+        server = Server(nodes, "cluster ", ask_cluster(Keys(pool).slot), asking, options)
+    connection = LocatedTlsConnection if tls else LocatedConnection
+    return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 
 def reconnecting(random: Random) -> Backoff:
@@ -107,7 +108,7 @@ def reconnecting(random: Random) -> Backoff:
 
 @asynccontextmanager
 async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Bound what is done inside to ``TIMEOUT_S``, beside ``wait_s`` that it may wait for news.
+    """Bounds what is done inside to ``TIMEOUT_S``, beside ``wait_s`` that it may wait for news.
 
     Raises:
         redis.exceptions.TimeoutError: it took longer.
@@ -120,11 +121,11 @@ async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
 
 
 def address(redis: Redis) -> str:
-    """Return where the client connects to, without its password."""
+    """Returns where the client connects to, without its password."""
     options = redis.connection_pool.connection_kwargs
     return str(options["path"] if "path" in options else options["server"])
 
 
 def outage(redis: Redis) -> OutageLog:
-    """Log lines for a Redis that is away."""
+    """Returns the log of a Redis that is away."""
     return OutageLog(log, "redis is lost, retrying", "redis is back", redis=address(redis))

@@ -27,7 +27,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Nothing is missed from now on; what Redis holds comes first."""
+    """Redis can be heard: what it holds comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DigestWriter:
         self._keys = Keys(pool)
 
     async def send(self, digest: Digest) -> None:
-        """Push a digest; keep a whole one for whoever comes later, and none of one that stops.
+        """Pushes a digest; keeps a whole one for whoever comes later, and none of one that stops.
 
         A full Redis keeps none, and still pushes.
         """

@@ -1,8 +1,7 @@
-"""Where the server that holds a pool's keys is: asked each time a connection is made."""
+"""Connections to the server that holds a pool's keys, which each new one looks up again."""
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio.connection import Connection, SSLConnection
@@ -13,35 +12,42 @@ from redis.utils import str_if_bytes
 from extproc.ground.address import join_address
 
 Node = tuple[str, int]  # host and port
+Ask = Callable[[Connection, Node], Awaitable[Node]]
 
 
 class Server:
-    """The one that the URL names; as text, what logs may show."""
+    """The server to write to.
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    Args:
+        nodes: the server itself or, with ``ask``, nodes that know where it is.
+        kind: of the text that logs show.
+        ask: asks a node over a connection to it.
+        connection: class of that connection, with redis-py's ``options``.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        kind: str = "",
+        ask: Ask | None = None,
+        connection: type[Connection] = Connection,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self._nodes = nodes
+        self._kind = kind
+        self._ask = ask
+        self._connection = connection
+        self._options = options or {}
 
     def __str__(self) -> str:
-        return ",".join(join_address(*node) for node in self._nodes)
+        return self._kind + ",".join(join_address(*node) for node in self._nodes)
 
     async def find(self) -> Node:
-        """Where it is now."""
-        return self._nodes[0]
-
-
-class _Asked(Server, ABC):
-    """One that the nodes of the URL know of."""
-
-    def __init__(self, nodes: Sequence[Node], tls: bool, options: dict[str, Any]) -> None:
-        """``options``: redis-py's, of a connection to the nodes."""
-        super().__init__(nodes)
-        self._kind = SSLConnection if tls else Connection
-        self._options = options
-
-    async def find(self) -> Node:
-        """Ask all nodes at once, for some may hang, and believe the first that answers."""
+        """Asks all nodes at once, for some may hang, and believes the first that answers."""
+        if self._ask is None:
+            return self._nodes[0]
         problems = []
-        tasks = [asyncio.ensure_future(self._ask(node)) for node in self._nodes]
+        tasks = [asyncio.ensure_future(self._found_by(self._ask, node)) for node in self._nodes]
         try:
             for answer in asyncio.as_completed(tasks):
                 try:
@@ -54,62 +60,46 @@ class _Asked(Server, ABC):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    @abstractmethod
-    async def _ask(self, node: Node) -> Node: ...
-
-    async def _send(self, node: Node, *command: str) -> Any:
+    async def _found_by(self, ask: Ask, node: Node) -> Node:
         host, port = node
-        connection = self._kind(host=host, port=port, **self._options)
+        connection = self._connection(host=host, port=port, **self._options)
         try:
-            await connection.send_command(*command)  # which connects
-            return await connection.read_response()
+            return await ask(connection, node)
         finally:
             await connection.disconnect(nowait=True)  # at once, however often this is cancelled
 
 
-class Primary(_Asked):
-    """The present primary of a service: Sentinels promote another when it fails."""
+def ask_sentinel(service: str) -> Ask:
+    """Returns the question for the primary of a service: Sentinels promote another one."""
 
-    def __init__(
-        self, nodes: Sequence[Node], tls: bool, options: dict[str, Any], service: str
-    ) -> None:
-        super().__init__(nodes, tls, options)
-        self._service = service
-
-    def __str__(self) -> str:
-        return f"{self._service} of sentinels {super().__str__()}"
-
-    async def _ask(self, node: Node) -> Node:
-        answer = await self._send(node, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+    async def ask(connection: Connection, node: Node) -> Node:
+        await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+        answer: Any = await connection.read_response()
         if answer is None:
             where = join_address(*node)
-            raise RedisConnectionError(f"sentinel {where} knows no service {self._service!r}")
+            raise RedisConnectionError(f"sentinel {where} knows no service {service!r}")
         host, port = map(str_if_bytes, answer)
         return host, int(port)
 
+    return ask
 
-class SlotOwner(_Asked):
-    """The node of a Redis Cluster that serves a pool's hash slot.
+
+def ask_cluster(key: str) -> Ask:
+    """Returns the question for the node of a Redis Cluster that serves the hash slot of ``key``.
 
     All keys of a pool are in one slot. So a plain connection to that node can do everything:
     pipelines, transactions, scripts, scans and pub/sub included.
     """
 
-    def __init__(self, nodes: Sequence[Node], tls: bool, options: dict[str, Any], key: str) -> None:
-        """``key``: one of the pool's."""
-        super().__init__(nodes, tls, options)
-        self._key = key
-
-    def __str__(self) -> str:
-        return f"cluster {super().__str__()}"
-
-    async def _ask(self, node: Node) -> Node:
-        """A node that does not serve the slot says which one does."""
+    async def ask(connection: Connection, node: Node) -> Node:
         try:
-            await self._send(node, "EXISTS", self._key)
+            await connection.send_command("EXISTS", key)
+            await connection.read_response()
         except MovedError as moved:
             return moved.host or node[0], moved.port  # no host: the same one
         return node
+
+    return ask
 
 
 class LocatedConnection(Connection):
@@ -128,7 +118,6 @@ class LocatedConnection(Connection):
         await super()._connect()  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        """As redis-py's, but a fail-over is a lost connection."""
         try:
             return await super().read_response(*args, **options)
         except (ReadOnlyError, MovedError, ClusterDownError) as error:
@@ -138,4 +127,4 @@ class LocatedConnection(Connection):
 
 
 class LocatedTlsConnection(LocatedConnection, SSLConnection):
-    """The same over TLS."""
+    """A connection over TLS that ends like :class:`LocatedConnection`."""

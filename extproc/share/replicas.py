@@ -88,7 +88,7 @@ class StateWriter:
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
-        """Write and announce the states; each lives for the TTL."""
+        """Writes and announces the states."""
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
@@ -98,7 +98,7 @@ class StateWriter:
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        """Delete what is known of them and announce it."""
+        """Deletes what is known of the replicas, and announces it."""
         if not replicas:
             return
         of = self._keys

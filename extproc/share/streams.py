@@ -14,8 +14,7 @@ from extproc.share.envelope import Kind, Skips
 from extproc.share.reader import Reader
 
 _PAGE = 100  # entries read at a time: some 5 ms, in which a router does nothing else
-_BLOCK_MS = round(TIMEOUT_S * 500)
-"""How long Redis waits for the next entry before it answers that there is none."""
+_BLOCK_MS = round(TIMEOUT_S * 500)  # for which Redis waits for an entry that is not there
 _LIFE_S = 86_400  # of a stream, from its last entry on
 _NONE = "0-0"  # the number before the first entry
 _FIELD = ""  # that an entry has, the only one

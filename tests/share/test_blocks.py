@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from extproc.fleet.held_blocks import NUMBERS, BlockNews
 from extproc.ground.clock import monotonic, wall
+from extproc.poll.kv_blocks import KvBlocks
 from extproc.share import blocks as shared
 from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, NewsOfReplica
 from extproc.share.connection import Keys, connect
@@ -22,6 +23,7 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.share.conftest import router as sharing_router
+from tests.share.servers import publishing
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -132,6 +134,19 @@ async def test_news_of_poller_before_are_skipped(
     await heard.holds({1, 2})
     async with router(redis_server.url) as later:
         await later.holds({1, 2})
+
+
+async def test_blocks_of_replica_that_another_poller_has_are_not_told(
+    redis_server: RedisServer,
+) -> None:
+    async with router(redis_server.url) as one, publishing(redis_server.url) as into:
+        for number in (1, 2):
+            blocks = KvBlocks(Random(number), monotonic)
+            blocks.start(complete=True)
+            await into.changed(replica(number), blocks)
+        into.forget(replica(1))
+        await one.holds(set(), number=2)
+    assert one.held.keys() == {replica(2)}
 
 
 async def test_kv_stream_state_passes_to_next_poller(
