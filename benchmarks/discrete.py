@@ -16,7 +16,6 @@ from extproc.fleet.fleet import Fleet
 from extproc.lab.replay import simulation
 from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
-from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
@@ -223,6 +222,5 @@ class Simulation(simulation.Simulation):
 
 
 def _sequences(traced: TracedRequest, priority: int, block_size: int) -> list[Sequence]:
-    hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block_size)
     lengths = traced.prompt_tokens, traced.output_tokens
-    return [Sequence(0, *lengths, hashes, priority=-priority)]
+    return [Sequence(0, *lengths, traced.block_hashes(block_size), priority=-priority)]

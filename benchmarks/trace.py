@@ -22,6 +22,12 @@ class TracedRequest:
     max_tokens: int | None
     hash_ids: tuple[int, ...] = ()  # per 512 prompt tokens: equal leading ids share a prefix
 
+    def block_hashes(self, block_size: int) -> list[int]:
+        """Hashes of the prompt's full blocks, whose size divides 512, equal for equal prefixes."""
+        per_id = ID_TOKENS // block_size
+        full = min(self.prompt_tokens // block_size, len(self.hash_ids) * per_id)
+        return [self.hash_ids[block // per_id] * per_id + block % per_id for block in range(full)]
+
 
 def read(
     paths: Iterable[Path],

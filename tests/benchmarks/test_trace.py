@@ -27,3 +27,13 @@ def test_a_later_part_begins_anew(tmp_path: Path) -> None:
         trace.read([file], speed=2, start=5.0)
     with pytest.raises(ValueError, match=r"in the first 0\.5 s from 3\.5 s on"):
         trace.read([file], speed=2, start=3.5, duration=0.5)
+
+
+def test_an_id_stands_for_the_hashes_of_its_blocks() -> None:
+    def hashes(*ids: int, tokens: int) -> list[int]:
+        return trace.TracedRequest(0.0, tokens, 1, None, ids).block_hashes(128)
+
+    five = hashes(7, 9, tokens=640)
+    assert len(five) == len(set(five)) == 5
+    assert hashes(7, 8, tokens=800)[:4] == five[:4]
+    assert hashes(7, tokens=8000) == five[:4]

@@ -100,11 +100,3 @@ def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[in
         parent = blake2b(parent + content[end - block_bytes : end], digest_size=8).digest()
         hashes.append(int.from_bytes(parent, "little"))
     return hashes
-
-
-def trace_hashes(ids: Sequence[int], tokens: int, id_tokens: int, block_size: int) -> list[int]:
-    """Block hashes of a prompt that a trace describes by hash ids, equal where prompts are equal:
-    an id for each ``id_tokens`` tokens, a multiple of ``block_size``."""
-    per_id = id_tokens // block_size
-    full = min(tokens // block_size, len(ids) * per_id)
-    return [ids[block // per_id] * per_id + block % per_id for block in range(full)]

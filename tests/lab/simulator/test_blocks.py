@@ -1,4 +1,4 @@
-from extproc.lab.simulator.blocks import BlockPool, chain_hashes, trace_hashes
+from extproc.lab.simulator.blocks import BlockPool, chain_hashes
 
 
 def test_blank_blocks_are_taken_before_cached_ones() -> None:
@@ -28,10 +28,3 @@ def test_chain_hashes_cover_what_precedes_and_only_full_blocks() -> None:
     assert len(one) == 2
     assert one[0] == chain_hashes(b"aaaa", 4)[0]
     assert one[1] != other[1]
-
-
-def test_trace_hashes_split_an_id_into_blocks() -> None:
-    hashes = trace_hashes([7, 9], tokens=80, id_tokens=64, block_size=16)
-    assert len(hashes) == len(set(hashes)) == 5
-    assert trace_hashes([7, 8], tokens=100, id_tokens=64, block_size=16)[:4] == hashes[:4]
-    assert trace_hashes([7], tokens=1000, id_tokens=64, block_size=16) == hashes[:4]
