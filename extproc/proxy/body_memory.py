@@ -1,16 +1,59 @@
 """Memory for request bodies that wait in the router."""
 
+import asyncio
+
+from extproc.request.errors import Refusal
+
 MOST_HELD = 256 * 2**20  # bytes: 32 of the largest bodies, or some 70,000 usual prompts
+MOST_EACH = MOST_HELD // 4  # bytes of one body
+
+
+class NoMemory(Refusal):
+    """A body is not whole, and others need the memory that it takes."""
+
+    status = 503
+    kind = "service_unavailable_error"
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the request body came too slowly while many others came", code="no_memory"
+        )
+
+
+class TooLarge(Refusal):
+    """A body names no model in as much of it as one request may have in the router."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+    def __init__(self) -> None:
+        message = f"the model is not named in the first {MOST_EACH} bytes of the body: put it first"
+        super().__init__(message, "model", "body_too_large")
 
 
 class BodyMemory:
     """Bytes of request bodies that all streams of a process hold.
 
-    While they are more than they may be, no request waits for a replica, nor for more of its body.
+    Where a body finds none left, those that wait for their next chunk are dropped, the one that
+    waits longest first: clients that stall take memory from nobody. If that is not enough, no
+    request waits for a replica, nor for more of its body.
     """
 
     def __init__(self, size: int = MOST_HELD) -> None:
         self.free = size  # bytes
+        self._unfinished: dict[Body, None] = {}
+
+    def resize(self, body: "Body", by: int, more_comes: bool) -> None:
+        """Counts that a body grew, and drops others if it must."""
+        self.free -= by
+        self._unfinished.pop(body, None)
+        for stalled in [*self._unfinished] if self.free < 0 else ():
+            stalled.drop()
+            if self.free >= 0:
+                break
+        if more_comes:
+            self._unfinished[body] = None
 
 
 class Body:
@@ -18,6 +61,8 @@ class Body:
 
     def __init__(self, memory: BodyMemory) -> None:
         self.changed = False  # the replica gets another than the client sent
+        self.dropped: asyncio.Future[Refusal] | None = None
+        """Done when it was dropped, while it waited for its next chunk."""
         self._memory = memory
         self._chunks: list[bytes] = []
         self._size = 0
@@ -25,9 +70,12 @@ class Body:
     def __len__(self) -> int:
         return self._size
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes, more_comes: bool = False) -> None:
+        """Holds what came; ``more_comes``: it waits for its next chunk."""
         self._chunks.append(chunk)
-        self._count(self._size + len(chunk))
+        if more_comes and self.dropped is None:
+            self.dropped = asyncio.get_running_loop().create_future()
+        self._resize(self._size + len(chunk), more_comes)
 
     @property
     def data(self) -> bytes:
@@ -39,17 +87,22 @@ class Body:
         """Holds what the replica gets in place of what the client sent."""
         self.changed = data is not self.data
         self._chunks = [data]
-        self._count(len(data))
+        self._resize(len(data))
 
     def take(self) -> bytes:
         """Hands the bytes over to whoever writes them; they still count."""
         data, self._chunks = self.data, []
         return data
 
+    def drop(self) -> None:
+        self.release()
+        if self.dropped is not None:
+            self.dropped.set_result(NoMemory())
+
     def release(self) -> None:
         self._chunks = []
-        self._count(0)
+        self._resize(0)
 
-    def _count(self, size: int) -> None:
-        self._memory.free += self._size - size
-        self._size = size
+    def _resize(self, size: int, more_comes: bool = False) -> None:
+        by, self._size = size - self._size, size
+        self._memory.resize(self, by, more_comes)

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.request.errors import Refusal
 
 
 class Left(Exception):  # noqa: N818 - no fault of anybody
@@ -27,13 +28,19 @@ class Call:
         self._reading: asyncio.Future[Any] | None = None  # a message ahead
         self._writing = asyncio.Lock()  # gRPC takes one reply at a time
 
-    async def read(self) -> ProcessingRequest | None:
+    async def read(self, unless: asyncio.Future[Refusal] | None = None) -> ProcessingRequest | None:
         """The next message; None at the stream's end.
 
         Raises:
+            Refusal: the result of ``unless``, if that comes first.
             DecodeError: it is none.
             grpc.aio.BaseError: Envoy reset the stream, or the server stopped.
         """
+        if unless is not None:
+            self._reading = self._reading or asyncio.ensure_future(self._context.read())
+            await _first_of(self._reading, unless)
+            if unless.done():
+                raise unless.result()
         reading, self._reading = self._reading, None
         raw = await (reading or self._context.read())
         return None if raw is grpc.aio.EOF else ProcessingRequest.FromString(raw)

@@ -119,7 +119,8 @@ class Exchange:
     async def _next(self) -> ProcessingRequest | None:
         """The next message, but for chunks after a body's last, which Envoy 1.35 to 1.37 repeats
         (https://github.com/envoyproxy/envoy/issues/46237)."""
-        while (message := await self._call.read()) is not None and self.full_duplex:
+        dropped = self.body.dropped
+        while (message := await self._call.read(dropped)) is not None and self.full_duplex:
             if message.WhichOneof("request") != "request_body":
                 break
             if not self._request_ended:

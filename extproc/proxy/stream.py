@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 
 from extproc.proxy import messages
 from extproc.proxy.admission import NONE_READY, choose
+from extproc.proxy.body_memory import MOST_EACH, NoMemory, TooLarge
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.headers import Asked, headers_read
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import NoReplica
+from extproc.request.inspect import names_model
 from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 
@@ -95,17 +97,7 @@ async def _full_duplex(exchange: Exchange) -> None:
         reply = await choose(exchange, "request_headers", asked, partial=True)
         await exchange.write(reply)
         return
-    ended = trailers = False
-    while not ended:
-        message = await exchange.read("request_body", "request_trailers")
-        ended = trailers = message.WhichOneof("request") == "request_trailers"
-        if not trailers:
-            chunk = message.request_body
-            ended = chunk.end_of_stream
-            exchange.body.add(chunk.body)
-            if exchange.services.body_memory.free < 0 or len(exchange.body) >= LARGE_BODY:
-                break
-    del message
+    ended, trailers = await _first_part(exchange, asked)
     reply = await choose(exchange, "request_headers", asked, partial=not ended)
     if trailers:
         # Before trailers that are answered for themselves Envoy sends a body twice
@@ -118,6 +110,30 @@ async def _full_duplex(exchange: Exchange) -> None:
         end = start + _PIECE
         piece = messages.pass_chunk("request_body", body[start:end], last and end >= len(body))
         await exchange.write(piece)
+
+
+async def _first_part(exchange: Exchange, asked: Asked) -> tuple[bool, bool]:
+    """Reads as much of the body as is ever looked at, and on to the model's name, where that
+    matters; returns whether that was all, and whether trailers followed."""
+    body, most = exchange.body, LARGE_BODY
+    while True:
+        message = await exchange.read("request_body", "request_trailers")
+        trailers = message.WhichOneof("request") == "request_trailers"
+        ended = trailers or message.request_body.end_of_stream
+        body.add(message.request_body.body, more_comes=not ended)
+        if ended:
+            return ended, trailers
+        short = exchange.services.body_memory.free < 0
+        if not short and len(body) < most:
+            continue
+        if exchange.only_model or names_model(asked.endpoint, body.data):
+            body.add(b"")  # it waits no more
+            return False, False
+        if short:
+            raise NoMemory
+        if most == MOST_EACH:
+            raise TooLarge
+        most = MOST_EACH
 
 
 async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | None:

@@ -17,7 +17,7 @@ from extproc.request.fields import (
     sampling_of,
     sequences,
 )
-from extproc.request.media import media_tokens, of_form
+from extproc.request.media import media_tokens, model_in_form, of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import Reading, read
@@ -113,6 +113,17 @@ def inspect(
 def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
     given = fields.get("previous_response_id") if endpoint is Endpoint.RESPONSES else None
     return given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
+
+
+def names_model(endpoint: Endpoint, body: bytes) -> bool:
+    """The beginning of a body tells which model it is for.
+
+    Raises:
+        BadRequest: it is not the beginning of a JSON object.
+    """
+    if endpoint.takes_audio:
+        return model_in_form(body) is not None
+    return "model" in _beginning(readable(body))
 
 
 def _beginning(part: bytes) -> dict[str, object]:

@@ -11,11 +11,15 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import HttpTrailers, ProcessingR
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
+from extproc.predict.lengths import OutputLengths
+from extproc.proxy.body_memory import MOST_EACH, MOST_HELD
 from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
-from tests.proxy.conftest import put_replicas
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, headers_message
+from tests.proxy.conftest import on_fleet, put_replicas
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream, connected, headers_message
 from tests.proxy.replies import (
     MEMBERS,
     BodyMode,
@@ -105,6 +109,50 @@ async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: 
         assert chunk_of(await stream.read()) == (piece, False)
         await stream.write_body(b"}")
         assert chunk_of(await stream.read()) == (b"}", True)
+
+
+async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
+    """Sends a large body; returns where it goes."""
+    await stream.write_headers(**DUPLEX, headers={"content-length": str(len(body))})
+    for start in range(0, len(body), LARGE_BODY // 2):
+        piece = body[start : start + LARGE_BODY // 2]
+        await stream.write_body(piece, start + len(piece) == len(body))
+    return destination(await stream.read())
+
+
+@pytest.mark.parametrize("model", ["alias", "other"])
+@pytest.mark.parametrize("filler", [LARGE_BODY, 2 * LARGE_BODY])
+async def test_duplex_large_body_is_read_until_its_model(
+    services: Services, model: str, filler: int
+) -> None:
+    """openai-python writes the messages before the model."""
+    names = ModelNames({"alias": ("other",)})
+    services = on_fleet(services, Fleet(OutputLengths(), names=names))
+    put_replicas(services, 1)
+    put_replicas(services, 2, models=("other",))
+    asked = {"messages": CHAT["messages"], "filler": "x" * filler, "model": model, "n": 1}
+    async with connected(services) as envoy, envoy.stream() as stream:
+        assert set(await duplex_of_large(stream, json.dumps(asked).encode())) == {replica(2)}
+        returned, ended = b"", False
+        while not ended:
+            chunk, ended = chunk_of(await stream.read())
+            returned += chunk
+        assert json.loads(returned) == asked | {"model": "other"}
+        await stream.end()
+    assert services.body_memory.free == MOST_HELD
+
+
+async def test_duplex_endless_body_without_a_model_is_refused(
+    envoy: EnvoySide, services: Services
+) -> None:
+    put_replicas(services, 2, models=("other",))
+    async with envoy.stream() as stream:
+        await stream.write_headers(**DUPLEX)
+        await stream.write_body(b'{"filler": "', end_of_stream=False)
+        for _ in range(MOST_EACH // LARGE_BODY):
+            await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)
+        reply = await stream.read()
+        assert (status_of(reply), error_of(reply)["param"]) == (413, "model")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
