@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Self
@@ -54,9 +55,7 @@ class Process:
     ) -> Self:
         """Start ``argv`` and return when ``ready`` says so; ``env`` is added to this environment.
 
-        Raises:
-            ProcessError: it cannot be started, ended before it was ready, or was not ready
-                ``ready_s`` seconds after its start. Nothing is left running.
+        ProcessError if that fails or takes longer than ``ready_s``; nothing is left running.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -69,7 +68,7 @@ class Process:
                     env={**os.environ, **(env or {})},
                     # Ctrl-C is for this process alone, which then stops its children in order.
                     start_new_session=True,
-                    preexec_fn=_die_with(os.getpid()),
+                    preexec_fn=partial(_die_with, os.getpid()),
                 )
             except OSError as error:
                 raise ProcessError(f"cannot start {name} ({argv[0]}): {error}") from error
@@ -143,21 +142,12 @@ class Process:
         await self.stop()
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """Preparation of a new child, before its program, that makes it end with ``parent``."""
-    libc = _libc
-    if libc is None:
-        return None
-
-    def bind() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with(parent: int) -> None:
+    """Makes a new child, before its program, end with ``parent``."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
-
-    return bind
-
-
-# -- readiness ------------------------------------------------------------------------------
 
 
 def listening(port: int, host: str = _HOST) -> Check:
@@ -190,9 +180,6 @@ def answers(url: str) -> Check:
     return check
 
 
-# -- ports ----------------------------------------------------------------------------------
-
-
 def free_port() -> int:
     """TCP port of the loopback address that nothing uses at the moment."""
     return pick_ports({"": 0})[""]
@@ -200,11 +187,7 @@ def free_port() -> int:
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Free TCP ports of the loopback address by name, all different: the ``wanted`` one or, if it
-    is taken or 0, any.
-
-    Raises:
-        OSError: no port is free.
-    """
+    is taken or 0, any."""
     with ExitStack() as held:  # bound until all are chosen, so that none is chosen twice
         return {name: _pick(port, held) for name, port in wanted.items()}
 
@@ -223,10 +206,7 @@ def _pick(wanted: int, held: ExitStack) -> int:
 
 
 def _cycle() -> Iterator[int]:
-    """Ports that this process alone chooses from, each a long time after its last choice.
-
-    The process holds the first port of its stretch while it lives.
-    """
+    """Ports of this process, which holds the first of its stretch; each comes back late."""
     for first in range(16_384, 32_768, _STRETCH):
         with socket.socket() as guard, suppress(OSError):
             guard.bind((_HOST, first))
@@ -235,9 +215,6 @@ def _cycle() -> Iterator[int]:
 
 
 _own_ports = _cycle()
-
-
-# -- programs -------------------------------------------------------------------------------
 
 
 def redis_binary() -> Path:

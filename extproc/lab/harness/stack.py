@@ -71,16 +71,8 @@ class Stack:
         routers: int = 1,
         pollers: int = 1,
     ) -> None:
-        """Makes a stack that does not run yet.
-
-        Args:
-            directory: of configurations and logs.
-            replicas: to simulate.
-            settings: sections of the configuration to add, ``{"route": {"policy": "lmetric"}}``.
-            usual_ports: ports to take if they are free, by the names in ``ports``.
-            routers: number of routers.
-            pollers: number of pollers.
-        """
+        """Takes the ``directory`` of configurations and logs, ``settings`` for sections of the
+        configuration, and ``usual_ports`` to use if they are free."""
         self.directory = directory
         self.replicas = replicas
         self.routers = _names("router", routers)
@@ -136,7 +128,7 @@ class Stack:
         return {self.address(one.name): one.name for one in self.replicas}
 
     def name_of(self, address: str) -> str:
-        """Name of the replica at ``ip:port``; the address itself if it is none."""
+        """Name of a replica at ``ip:port``, or the address."""
         return self.names.get(address, address)
 
     def process(self, name: str) -> Process:
@@ -189,12 +181,12 @@ class Stack:
         self._dismissed.discard(name)
 
     async def kill(self, name: str) -> None:
-        """End a process with SIGKILL, as a crash would."""
+        """End a process with SIGKILL."""
         self._dismissed.add(name)
         await self._processes[name].kill()
 
     async def stop(self, name: str) -> None:
-        """End a process with SIGTERM, as an operator would."""
+        """End a process with SIGTERM."""
         self._dismissed.add(name)
         await self._processes[name].stop()
 

@@ -1,7 +1,6 @@
 """Load client of demo, benchmarks and chaos: an open loop against OpenAI's API.
 
-Requests leave at their times, whatever became of those before. An answer is read when it has ended:
-while it comes, its bytes and their times are kept.
+Answers are parsed after their end; until then bytes and their times are kept.
 """
 
 import asyncio
@@ -194,9 +193,6 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
     if status is None:
         return "disconnected"
     return "broken stream" if stream else "broken answer"
-
-
-# -- streams --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,7 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> float:
 
 
 def progress(label: str) -> Callable[..., None]:
-    """Returns ``show(done, note="")``, which draws a bar for a share of 0…1 on stderr.
-
-    The bar disappears at 1. Without a terminal nothing is drawn.
-    """
+    """Makes ``show(done, note="")``, which draws a bar on a terminal until the share is 1."""
     shown = ""
 
     def show(done: float, note: str = "") -> None:

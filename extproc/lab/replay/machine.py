@@ -114,15 +114,9 @@ class Watch:
         interval: float,
         random: Random,
     ) -> None:
-        """Watches a machine.
+        """Scrapes a machine every ``interval`` seconds, whose other state is ``told``.
 
-        Args:
-            machine: to be scraped.
-            told: state beside its figures.
-            believed: step times to start learning from; None: those in ``told``, or the true ones.
-            typical: speeds of the other replicas.
-            interval: seconds between two scrapes.
-            random: draws the waits between scrapes that fail.
+        Learning starts from the step times ``believed``; None: those in ``told``, or the true ones.
         """
         self.told = told
         self._machine = machine

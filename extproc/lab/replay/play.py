@@ -23,10 +23,7 @@ _JITTER_S = 0.02  # drawn delays of the requests: no traffic comes twice to the 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Times of the requests of a scene, in its order; not a number if a request was not served.
-
-    They count from the arrival of a request or, if it is forced, from its sending.
-    """
+    """Times since requests arrived or, if forced, were sent; not a number: not served."""
 
     ttft_s: Floats
     completion_s: Floats
@@ -36,13 +33,9 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Plays a scene; raises ValueError if the replicas cannot carry it.
+    """Plays a scene, where and when requests went if it is ``forced``.
 
-    Args:
-        scene: to be played.
-        seed: of the policy's draws, and of small delays of the requests.
-        forced: send each request where and when it went.
-        show: called with the share that is done.
+    ``seed`` is that of the policy and of small delays. ValueError if replicas cannot carry it.
     """
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))

@@ -30,12 +30,7 @@ class Recorded:
 
 
 def read(path: Path, pool: str = "") -> Recorded:
-    """Record in a file, or in all files of a folder.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: there is no record of the pool that can be replayed.
-    """
+    """Record of a pool in a file, or in all files of a folder; or OSError or ValueError."""
     if not path.exists():
         raise ValueError(
             f"{path} does not exist: name the folder that is record.path of the router"

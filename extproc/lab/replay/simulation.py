@@ -54,11 +54,7 @@ class Simulation(ABC):
         """Request as the router and the engines see it."""
 
     def run(self, trace: Items[Traced]) -> Iterator[Served]:
-        """Plays the trace; yields every answered request when it has finished.
-
-        Raises:
-            ValueError: hours after the last request some have not ended.
-        """
+        """Plays the trace; yields every answered request when it has finished."""
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
         upcoming = next(arrivals, None)
@@ -213,7 +209,9 @@ class Simulation(ABC):
             served = self._owners.pop(sequence.id)
             if all(one.finished is not None for one in served.sequences):
                 del self._open[served.number]
-                self._finish(served)
+                served.finished = self.clock()
+                self._answer(served, well=True)
+                self._routers.ended(served)
                 yield served
                 self._routers.tell(served, Node.let_go)
 
@@ -224,11 +222,6 @@ class Simulation(ABC):
         if served.profile.stream:
             self._answer(served, well=True)
             self._routers.tell(served, Node.first_token)
-
-    def _finish(self, served: Served) -> None:
-        served.finished = self.clock()
-        self._answer(served, well=True)
-        self._routers.ended(served)
 
     def _poll(self) -> None:
         for watch in self._watches:

@@ -43,16 +43,14 @@ class _Stretch:
 def step_times(
     lines: Mapping[str, Sequence[Replica]], requests: Sequence[Request]
 ) -> dict[str, list[StepModel]]:
-    """Step times by replica, at each of its lines with a state.
-
-    Their parts keep their proportions; only the whole changes over time.
-    """
+    """Step times by replica at each of its lines with a state; only their whole changes."""
     served = defaultdict[str, list[Request]](list)
     for one in requests:
         served[one.replica].append(one)
     found = {}
     for replica, of in lines.items():
-        states = _states(of)
+        told = ((line.at, line.state) for line in of if line.state is not None)
+        states = [convert({"scraped_at": at} | state, ReplicaState) for at, state in told]
         streams, counted = _stretches(states, served[replica]) if replica in served else ([], [])
         if streams or counted:
             model = _fitted(states[-1].profile, streams, counted)
@@ -64,11 +62,6 @@ def step_times(
         else:  # no work was seen: as it was believed
             found[replica] = [one.learned or profile_or_default(one.profile).step for one in states]
     return found
-
-
-def _states(lines: Sequence[Replica]) -> list[ReplicaState]:
-    told = ((line.at, line.state) for line in lines if line.state is not None)
-    return [convert({"scraped_at": at} | state, ReplicaState) for at, state in told]
 
 
 def _stretches(

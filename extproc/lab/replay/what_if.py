@@ -19,7 +19,7 @@ from extproc.lab.replay.comparison import (
 )
 from extproc.lab.replay.figures import FIGURES
 from extproc.lab.replay.play import Played, play
-from extproc.lab.replay.scene import Member, Scene
+from extproc.lab.replay.scene import Scene
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 _HELD_S = 300.0  # seconds for which requests wait where that is new
@@ -157,7 +157,10 @@ def changed(scene: Scene, change: Change) -> Scene:
     return replace(
         scene,
         config=config.model_copy(update={"route": route, "hold": hold}),
-        members={name: _sooner(member, faster) for name, member in members.items()},
+        members={
+            name: replace(one, turns=tuple(replace(at, at=at.at / faster) for at in one.turns))
+            for name, one in members.items()
+        },
         requests=[replace(one, at=one.at / faster) for one in scene.requests],
         lasts_s=scene.lasts_s / faster,
     )
@@ -188,10 +191,6 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
 
 def _unserved(runs: Sequence[Played]) -> float:
     return float(np.isnan([one.completion_s for one in runs]).mean())
-
-
-def _sooner(member: Member, times: float) -> Member:
-    return replace(member, turns=tuple(replace(one, at=one.at / times) for one in member.turns))
 
 
 def _named(scene: Scene, name: str) -> str:
