@@ -36,12 +36,11 @@ def parsed(text: str) -> list[Manifest]:
 
 MANIFESTS = parsed(FILE.read_text(encoding="utf-8"))
 DEPLOYMENTS = [one for one in MANIFESTS if one["kind"] == "Deployment"]
-POLICIES = [one for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
 
 
 def rendered(**values: Any) -> dict[str, str]:
-    """What Helm makes of the chart, by the name of the template; with the plain manifests' label,
-    unless the values have one."""
+    """Files that Helm makes of the chart, by template; with the label of the plain manifests unless
+    the values have one."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
         plain = {"vllm": {"selector": {"app": "vllm"}}}
@@ -72,12 +71,8 @@ def config(deployment: str) -> Config:
     return settings.load({}, {one["name"]: one["value"] for one in env})
 
 
-# -- the API's view -------------------------------------------------------------------------
-
-
 def strict(schema: Any) -> Any:
-    """The same, but an object has no fields that it does not name: the API server warns of these
-    and drops them."""
+    """Refuses fields that an object does not name: the API server warns of them and drops them."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -90,14 +85,11 @@ SCHEMAS = {"components": {"schemas": strict(json.loads((RECORDED / "schemas.json
 
 
 def faults(manifest: Mapping[str, Any]) -> list[str]:
-    """What the API has against it."""
+    """Reasons of the API against a manifest."""
     group, _, version = manifest["apiVersion"].rpartition("/")
     kind = {"group": group, "version": version, "kind": manifest["kind"]}
-    (name,) = (
-        name
-        for name, schema in SCHEMAS["components"]["schemas"].items()
-        if kind in schema.get("x-kubernetes-group-version-kind", ())
-    )
+    schemas, key = SCHEMAS["components"]["schemas"], "x-kubernetes-group-version-kind"
+    (name,) = (name for name, schema in schemas.items() if kind in schema.get(key, ()))
     validator = Draft4Validator({"$ref": f"#/components/schemas/{name}"} | SCHEMAS)
     return [f"{one.json_path}: {one.message}" for one in validator.iter_errors(manifest)]
 
@@ -121,9 +113,6 @@ def test_what_the_api_does_not_know_is_found() -> None:
     assert all(part in found for part in ("'readynessProbe'", "'http' is not", "'selector' is a"))
 
 
-# -- the chart ------------------------------------------------------------------------------
-
-
 def test_the_manifests_are_what_helm_renders() -> None:
     files = rendered()
     again = "run: python -m tests.config.test_kubernetes"
@@ -136,12 +125,8 @@ def test_the_manifests_are_what_helm_renders() -> None:
 def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
     url = {"name": "EXTPROC_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
     gateway = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gw"}}}]
-    files = rendered(
-        redis={"enabled": False},
-        envoy={"enabled": False},
-        gateway=gateway,
-        env=[url, {"name": "EXTPROC_ROUTE__POLICY", "value": "lmetric"}],
-    )
+    off, policy = {"enabled": False}, {"name": "EXTPROC_ROUTE__POLICY", "value": "lmetric"}
+    files = rendered(redis=off, envoy=off, gateway=gateway, env=[url, policy])
     assert not files["envoy.yaml"].strip()
     manifests = parsed(files["extproc.yaml"])
     assert not [fault for one in manifests for fault in faults(one)]
@@ -199,9 +184,6 @@ def test_helm_finds_nothing_wrong() -> None:
     assert [one["error"] for one in told["messages"]] == ["icon is recommended"]
 
 
-# -- what runs in it ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
 def test_a_pod_may_do_no_more_than_it_has_to(deployment: Manifest) -> None:
     spec = pod(deployment)
@@ -232,13 +214,8 @@ def test_a_poller_may_read_what_it_watches_and_nothing_else() -> None:
     assert named("ServiceAccount", account)
     assert [one["name"] for one in binding["subjects"]] == [account]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert role["rules"] == [
-        {
-            "apiGroups": ["discovery.k8s.io"],
-            "resources": ["endpointslices"],
-            "verbs": ["list", "watch"],
-        }
-    ]
+    slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+    assert role["rules"] == [{**slices, "verbs": ["list", "watch"]}]
 
 
 @pytest.mark.parametrize(
@@ -306,17 +283,16 @@ def test_a_router_has_the_time_it_needs_to_drain() -> None:
 
 def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
     envoy = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text(encoding="utf-8"))
-    known = {
-        (address["address"], address["port_value"])
+    known = [
+        one["endpoint"]["address"]["socket_address"]
         for cluster in envoy["static_resources"]["clusters"]
         for group in cluster["load_assignment"]["endpoints"]
         for one in group["lb_endpoints"]
-        for address in [one["endpoint"]["address"]["socket_address"]]
-    }
+    ]
     for name in ("router", "vllm"):
         service = named("Service", name)["spec"]
         assert service["clusterIP"] == "None"
-        assert (name, service["ports"][0]["port"]) in known
+        assert {"address": name, "port_value": service["ports"][0]["port"]} in known
     (replicas,) = config("extproc-poller").replicas
     assert replicas.where == "Service vllm, port 8000"
 
@@ -328,11 +304,8 @@ def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
 )
 def test_a_service_finds_pods_that_listen_on_its_port(service: dict[str, Any]) -> None:
     selector = service["spec"]["selector"]
-    (pods,) = (
-        one["spec"]["template"]
-        for one in MANIFESTS
-        if one["kind"] == "Deployment" and one["spec"]["selector"]["matchLabels"] == selector
-    )
+    specs = [one["spec"] for one in DEPLOYMENTS]
+    (pods,) = (one["template"] for one in specs if one["selector"]["matchLabels"] == selector)
     assert pods["metadata"]["labels"] == selector
     ports = [port["containerPort"] for one in pods["spec"]["containers"] for port in one["ports"]]
     (port,) = service["spec"]["ports"]
