@@ -140,7 +140,7 @@ class Prompt:
             messages = []
         else:
             self.tokens += TOKENS_TO_REPLY
-        leading = list(takewhile(_is_system, messages))
+        leading = list(takewhile(lambda one: _role(one) == _SYSTEM, messages))
         for message in leading:
             self._add_message(message)
         if tools:
@@ -192,8 +192,9 @@ class Prompt:
             self.images += 1
             tokens = _IMAGE_TOKENS
         else:
-            tokens = VIDEO_TOKENS if kind in _VIDEO else audio_tokens(_embedded_bytes(source))
-            tokens = tokens or CLIP_TOKENS
+            embedded = "://" not in source[:_SCHEME_WITHIN]  # in base64; else an address
+            audio = audio_tokens(len(source) * 3 // 4 if embedded else 0) or CLIP_TOKENS
+            tokens = VIDEO_TOKENS if kind in _VIDEO else audio
             self.media += tokens
         if room := min(tokens * _BYTES_PER_TOKEN, self._media_room):
             self._media_room -= room
@@ -299,9 +300,9 @@ def _as_json(value: object) -> str:
     return to_json(value).decode()
 
 
-def _role(message: dict[str, object]) -> str:
+def _role(message: object) -> str:
     """The mark of a message's role; items of the Responses API have a type instead of some."""
-    role, kind = message.get("role"), message.get("type")
+    role, kind = map(message.get, ("role", "type")) if isinstance(message, dict) else ("", "")
     if isinstance(role, str):
         return _ROLES.get(role, _OTHER)
     kind = kind if isinstance(kind, str) else ""
@@ -310,18 +311,9 @@ def _role(message: dict[str, object]) -> str:
     return _RESULT if kind.endswith("_output") else _USER
 
 
-def _is_system(message: object) -> bool:
-    return isinstance(message, dict) and _role(message) == _SYSTEM
-
-
 def _source(kind: str, part: dict[str, object]) -> str:
     """The data of a medium, in base64, or its address."""
     value = next((part[field] for field in (kind, "image_url", "source") if field in part), None)
     if isinstance(value, dict):
         value = value.get("data") or value.get("url")
     return value if isinstance(value, str) else ""
-
-
-def _embedded_bytes(source: str) -> int:
-    """Bytes of what stands in the request itself, in base64; 0 where only an address does."""
-    return 0 if "://" in source[:_SCHEME_WITHIN] else len(source) * 3 // 4

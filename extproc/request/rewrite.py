@@ -12,7 +12,6 @@ from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest
 from extproc.request.media import model_in_form
 
-_EMPTY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\}")
 _NAMED = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 _TRIES = 4
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -50,8 +49,9 @@ def with_priority(body: bytes, priority: int) -> bytes:
     sets its own, whatever else is in its body.
     """
     end = body.rfind(b"}")
-    comma = b"" if _EMPTY.match(body) else b","
-    return b'%b%b"priority":%d%b' % (body[:end], comma, priority, body[end:])
+    before, after = body[:end], body[end:]
+    comma = b"" if before.rstrip().endswith(b"{") else b","
+    return b'%b%b"priority":%d%b' % (before, comma, priority, after)
 
 
 def _spliced(body: bytes, span: tuple[int, int], value: bytes) -> bytes:

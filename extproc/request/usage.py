@@ -12,7 +12,7 @@ PRELUDE = {Endpoint.RESPONSES: 2}
 ``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'
-_CACHED = "cache_read_input_tokens"
+_CACHED, _CREATED = "cache_read_input_tokens", "cache_creation_input_tokens"
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _MAX_USAGE = 8_192  # bytes a usage object may have; longer ones are given up
 
@@ -104,8 +104,7 @@ class UsageReader:
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")
         if prompt is not None and "input_tokens" in usage:  # Anthropic's leaves the cached ones out
-            prompt += _first(usage, _CACHED) or 0
-            prompt += _first(usage, "cache_creation_input_tokens") or 0
+            prompt += sum(_first(usage, name) or 0 for name in (_CACHED, _CREATED))
         completion = _first(usage, "completion_tokens", "output_tokens")
         cached = _first(usage, _CACHED)
         for details in map(usage.get, _DETAILS):
@@ -117,11 +116,8 @@ class UsageReader:
 
 def _first(usage: dict[str, object], *names: str) -> int | None:
     """The first of these fields that is a plausible number of tokens."""
-    for name in names:
-        value = usage.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
-            return value
-    return None
+    values = map(usage.get, names)
+    return next((one for one in values if type(one) is int and 0 <= one <= MAX_TOKENS), None)
 
 
 _ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
