@@ -171,19 +171,21 @@ class _Size(NamedTuple):
 def _measure(
     reading: Reading, body: bytes, limit: int | None, model: str, counter: TokenCounter
 ) -> _Size:
-    pieces, share = reading.pieces, reading.longest_share
-    tokens = sum(prompt.count(counter, model) * times for prompt, times in pieces)
-    if reading.empty:
+    share, tokens, images, media, of_text = reading.longest_share, 0, 0, 0, True
+    for prompt, times in reading.pieces:
+        tokens += prompt.count(counter, model) * times
+        images += prompt.images * times
+        media += prompt.media
+        of_text = of_text and times == 1 and bool(prompt.texts)
+    if not tokens and reading.empty:
         tokens = _by_length(body, model, counter)
     if limit:
         kept = min(tokens, limit * reading.prompts)
         return _Size(kept, min(share * tokens, limit) / max(kept, 1))
-    if any(prompt.media for prompt, _ in pieces):
-        return _Size(tokens, share)
-    if images := sum(prompt.images * times for prompt, times in pieces):
+    if images and not media:
         image_tokens = images * counter.image_tokens(model)
         return _Size(tokens, share, images=images, image_tokens=image_tokens)
-    if not all(times == 1 and prompt.texts for prompt, times in pieces):
+    if media or not of_text:
         return _Size(tokens, share)
     # Template and token ids enter at the model's ratio: the share they have of the tokens is the
     # share they have of the bytes, so the ratio learned from both is that of the text.

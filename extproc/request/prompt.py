@@ -60,6 +60,7 @@ _INPUTS = {
     Endpoint.POOLING: ("input",),
     Endpoint.CLASSIFY: ("input",),
 }  # names of texts, token ids or lists of them
+_CHATS = {Endpoint.RESPONSES: ("input", "instructions")}
 _PAIRS = (
     ("query", "documents"),
     ("query", "items"),
@@ -91,8 +92,8 @@ class Prompt:
         return len(self._rendered)
 
     def count(self, counter: TokenCounter, model: str) -> int:
-        tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
-        return tokens + counter.count(model, self.texts) if self.texts else tokens
+        tokens = self.tokens + self.media + counter.count(model, self.texts)
+        return tokens + self.images * counter.image_tokens(model) if self.images else tokens
 
     def prefix(self, tokens: int, seed: int) -> Prefix:
         if self._ids:
@@ -136,10 +137,10 @@ class Prompt:
             self._add_message({"role": "system", "content": system})
         if isinstance(messages, str):
             messages = [{"content": messages}]
-        if not isinstance(messages, list):
-            messages = []
-        else:
+        if isinstance(messages, list):
             self.tokens += TOKENS_TO_REPLY
+        given = messages if isinstance(messages, list) else []
+        messages = [message for message in given if isinstance(message, dict)]
         leading = list(takewhile(lambda one: _role(one) == _SYSTEM, messages))
         for message in leading:
             self._add_message(message)
@@ -149,10 +150,8 @@ class Prompt:
         for message in messages[len(leading) :]:
             self._add_message(message)
 
-    def _add_message(self, message: object) -> None:
+    def _add_message(self, message: dict[str, object]) -> None:
         """Add one message: its frame, its content, its calls of tools or their results."""
-        if not isinstance(message, dict):
-            return
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
@@ -166,7 +165,8 @@ class Prompt:
             self._answer = slice(self._answer.start if goes_on else start, len(self._rendered))
 
     def _add_text(self, text: str) -> None:
-        text = without_billing(text)
+        if text.startswith(_BILLING):
+            text = without_billing(text)
         self.texts.append(text)
         self._rendered.append(text)
 
@@ -232,9 +232,7 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
     """Collect the prompts of a request; fields of the wrong type are passed over."""
     if endpoint in (Endpoint.SCORE, Endpoint.RERANK):
         return _read_pairs(fields)
-    responses = endpoint is Endpoint.RESPONSES
-    messages = fields.get("input" if responses else "messages")
-    system = fields.get("instructions" if responses else "system")
+    messages, system = map(fields.get, _CHATS.get(endpoint, ("messages", "system")))
     given = next((fields[name] for name in _INPUTS.get(endpoint, ()) if name in fields), None)
     if isinstance(messages, list) and messages and isinstance(messages[0], list):  # a batch
         given, messages = messages, None
@@ -300,11 +298,11 @@ def _as_json(value: object) -> str:
     return to_json(value).decode()
 
 
-def _role(message: object) -> str:
+def _role(message: dict[str, object]) -> str:
     """The mark of a message's role; items of the Responses API have a type instead of some."""
-    role, kind = map(message.get, ("role", "type")) if isinstance(message, dict) else ("", "")
-    if isinstance(role, str):
+    if isinstance(role := message.get("role"), str):
         return _ROLES.get(role, _OTHER)
+    kind = message.get("type")
     kind = kind if isinstance(kind, str) else ""
     if kind == "reasoning" or kind.endswith("_call"):
         return _ANSWER
