@@ -3,7 +3,6 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from extproc.lab.simulator.asks import (
     RequestError,
     ResponsesBody,
 )
-from extproc.lab.simulator.live import Answer, Generation, Usage
+from extproc.lab.simulator.live import Generation, Usage
 from extproc.lab.simulator.steps import FinishReason
 from extproc.request.endpoint import Endpoint
 
@@ -66,11 +65,11 @@ class Reply(ABC):
         """Writes a token of sequence ``index``, with the reason if the token is the last one."""
 
     @abstractmethod
-    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
+    def closing(self, generation: Generation, include_usage: bool) -> bytes:
         """End of a stream."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    def whole(self, generation: Generation) -> dict[str, Any]:
         """The reply that is not streamed."""
 
 
@@ -91,19 +90,21 @@ class ChoicesReply(Reply):
         end = b',"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % choice
         return self._chunk_head + end
 
-    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
-        return self._chunk(choices=[], usage=self._usage(usage)) + DONE if include_usage else DONE
+    def closing(self, generation: Generation, include_usage: bool) -> bytes:
+        usage = self._chunk(choices=[], usage=self._usage(generation.usage()))
+        return usage + DONE if include_usage else DONE
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    def whole(self, generation: Generation) -> dict[str, Any]:
         choices = [
-            {"index": index, **self._said(answer.text), "logprobs": None}
+            {"index": index, **self._text(answer.text), "logprobs": None}
             | {"finish_reason": answer.reason, "stop_reason": None}
-            for index, answer in enumerate(answers)
+            for index, answer in enumerate(generation.answers)
         ]
-        return {**self._frame(self.object), "choices": choices, "usage": self._usage(usage)}
+        usage = self._usage(generation.usage())
+        return {**self._frame(self.object), "choices": choices, "usage": usage}
 
     @abstractmethod
-    def _said(self, text: str) -> dict[str, Any]: ...
+    def _text(self, text: str) -> dict[str, Any]: ...
 
     def _chunk(self, **fields: Any) -> bytes:
         return b"data: %b\n\n" % compact({**self._frame(self.chunk_object), **fields})
@@ -136,7 +137,7 @@ class ChatReply(ChoicesReply):
             for index in range(sequences)
         )
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
 
 
@@ -147,7 +148,7 @@ class CompletionReply(ChoicesReply):
     object = chunk_object = "text_completion"
     piece = b'"text":"%b"'
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
 
@@ -164,14 +165,17 @@ class MessagesReply(Reply):
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         return event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
-    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
-        delta = {"stop_reason": STOP_REASONS.get(answers[0].reason), "stop_sequence": None}
-        end = event("message_delta", delta=delta, usage=self._usage(usage)) + event("message_stop")
+    def closing(self, generation: Generation, include_usage: bool) -> bytes:
+        whole = self.whole(generation)
+        delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        end = event("message_delta", delta=delta, usage=whole["usage"]) + event("message_stop")
         return event("content_block_stop", index=0) + end
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        content = [{"type": "text", "text": answers[0].text}]
-        return self._message(content, STOP_REASONS.get(answers[0].reason), self._usage(usage))
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        [answer] = generation.answers
+        content = [{"type": "text", "text": answer.text}]
+        usage = self._usage(generation.usage())
+        return self._message(content, STOP_REASONS.get(answer.reason), usage)
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, usage: dict[str, int]
@@ -183,8 +187,8 @@ class MessagesReply(Reply):
     def _usage(self, usage: Usage) -> dict[str, int]:
         """Anthropic's input excludes cached tokens; without details vLLM takes all to be input."""
         cached = usage.cached if self.details else 0
-        told = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
-        return told | ({"cache_read_input_tokens": cached} if self.details else {})
+        counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
+        return counts | ({"cache_read_input_tokens": cached} if self.details else {})
 
 
 class ResponsesReply(Reply):
@@ -210,8 +214,8 @@ class ResponsesReply(Reply):
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         return self._event("output_text.delta", **self._item, delta=text, logprobs=[])
 
-    def closing(self, answers: Sequence[Answer], usage: Usage, include_usage: bool) -> bytes:
-        whole = self.whole(answers, usage)
+    def closing(self, generation: Generation, include_usage: bool) -> bytes:
+        whole = self.whole(generation)
         [message] = whole["output"]
         [part] = message["content"]
         ends = (
@@ -222,11 +226,12 @@ class ResponsesReply(Reply):
         )
         return b"".join(ends)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        cut = answers[0].reason == FinishReason.LENGTH
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        [answer], usage = generation.answers, generation.usage()
+        cut = answer.reason == FinishReason.LENGTH
         return self.response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._message("completed", [_part(answers[0].text)])],
+            "output": [self._message("completed", [_part(answer.text)])],
             "usage": {
                 "input_tokens": usage.prompt,
                 "input_tokens_details": {"cached_tokens": usage.cached},
@@ -300,7 +305,7 @@ class ResponseStore:
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.answers[0].text)
             conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
-            whole = reply.whole(generation.answers, generation.usage())
+            whole = reply.whole(generation)
             self._stored[reply.id] = _Stored(whole, conversation)
 
     def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:

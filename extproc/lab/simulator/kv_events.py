@@ -25,7 +25,7 @@ class BlockEvents:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[dict[str, Any]] = []
-        self._some = asyncio.Event()
+        self._added = asyncio.Event()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
         """Adds the blocks of a sequence, from ``first`` on, that have these hashes."""
@@ -42,8 +42,8 @@ class BlockEvents:
 
     async def take(self) -> list[dict[str, Any]]:
         """Wait for events, and take them."""
-        await self._some.wait()
-        self._some.clear()
+        await self._added.wait()
+        self._added.clear()
         taken, self._events = self._events, []
         return taken
 
@@ -64,7 +64,7 @@ class BlockEvents:
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(event)
-        self._some.set()
+        self._added.set()
 
 
 _KEPT = 10_000  # batches that can be replayed, as vLLM's `buffer_steps`
@@ -84,9 +84,9 @@ async def publishing(
     with (
         zmq.asyncio.Context() as context,
         _listening(context, zmq.PUB, host, port) as publisher,
-        _listening(context, zmq.ROUTER, host, replay_port) as asked,
+        _listening(context, zmq.ROUTER, host, replay_port) as replays,
     ):
-        work = asyncio.gather(_publish(events, publisher, kept), _replay(asked, kept))
+        work = asyncio.gather(_publish(events, publisher, kept), _replay(replays, kept))
         yield
         work.cancel()
         await asyncio.wait([work])
@@ -112,10 +112,10 @@ async def _publish(
         await publisher.send_multipart((b"", *kept[-1]))
 
 
-async def _replay(asked: zmq.asyncio.Socket, kept: deque[tuple[bytes, bytes]]) -> None:
+async def _replay(replays: zmq.asyncio.Socket, kept: deque[tuple[bytes, bytes]]) -> None:
     while True:
-        asker, *_, start = await asked.recv_multipart()
+        client, *_, start = await replays.recv_multipart()
         for number, batch in [*kept]:
             if number >= start:
-                await asked.send_multipart((asker, b"", b"", number, batch))
-        await asked.send_multipart((asker, b"", b"", _END, b""))
+                await replays.send_multipart((client, b"", b"", number, batch))
+        await replays.send_multipart((client, b"", b"", _END, b""))

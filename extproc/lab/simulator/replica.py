@@ -165,12 +165,12 @@ class Replica:
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""
-        limit, asked = self.max_model_len, body.bound
-        if asked is not None and asked > limit:
-            message = f"max_tokens={asked} cannot be greater than max_model_len={limit}."
+        limit, requested = self.max_model_len, body.bound
+        if requested is not None and requested > limit:
+            message = f"max_tokens={requested} cannot be greater than max_model_len={limit}."
             raise RequestError(f"{message} Please request fewer output tokens.", "max_tokens")
         self._check_length(prompt_tokens, limit - 1)
-        bound = min(limit - prompt_tokens, asked or limit)
+        bound = min(limit - prompt_tokens, requested or limit)
         if body.min_tokens > bound:
             message = f"min_tokens must be less than or equal to max_tokens={bound}"
             raise RequestError(f"{message}, got {body.min_tokens}.", "min_tokens")

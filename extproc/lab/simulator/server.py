@@ -42,7 +42,7 @@ AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
-Asked = TypeVar("Asked", bound=Body)
+Inference = TypeVar("Inference", bound=Body)
 Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Seconds = Annotated[float, Field(ge=0, le=60)]
@@ -132,7 +132,7 @@ class ReplicaServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body_type, reply_type = GENERATING[request.path]
-        body = await self._asked(request, body_type)
+        body = await self._inference(request, body_type)
         self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
         prompt_tokens = generation.usage().prompt
@@ -145,23 +145,23 @@ class ReplicaServer:
         if isinstance(body, asks.ResponsesBody) and body.background:
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
-        return web.json_response(reply.whole(generation.answers, generation.usage()))
+        return web.json_response(reply.whole(generation))
 
     def _head(self, body: Body) -> tuple[str, str, int]:
         """Id, model and time of an answer."""
         return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
 
-    async def _asked(self, request: web.Request, body: type[Asked]) -> Asked:
+    async def _inference(self, request: web.Request, body: type[Inference]) -> Inference:
         """Parse a request for inference; the header's priority counts before the body's."""
-        asked = await _parse(request, body)
+        parsed = await _parse(request, body)
         if request.headers.get(RANK_HEADER, "0") != "0":
             raise RequestError("data_parallel_rank is out of range [0, 1)")
         try:
-            asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
+            parsed.priority = int(request.headers.get(PRIORITY_HEADER, parsed.priority))
         except ValueError:
             raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
-        self.replica.check_model(asked.model)
-        return asked
+        self.replica.check_model(parsed.model)
+        return parsed
 
     async def _finish(
         self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
@@ -179,7 +179,7 @@ class ReplicaServer:
             self.replica.live.abort(generation)
 
     async def _pool(self, request: web.Request) -> web.Response:
-        body = await self._asked(request, POOLING[request.path])
+        body = await self._inference(request, POOLING[request.path])
         await self._whole(self.replica.pool(body))
         return web.json_response(body.reply(*self._head(body)))
 
@@ -268,7 +268,7 @@ async def _stream(
         async for batch in generation.stream():
             pending += b"".join([reply.token(*token) for token in batch])
             if generation.complete:
-                pending += reply.closing(generation.answers, generation.usage(), include_usage)
+                pending += reply.closing(generation, include_usage)
             await response.write(pending)
             pending = b""
     return response
