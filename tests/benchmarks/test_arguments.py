@@ -1,4 +1,4 @@
-"""What makes no sense is said by every command before it begins, in one line."""
+"""Every command refuses values that make no sense before it begins, in one line."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong with what `benchmarks.simulate` is given is said at once, in one line."""
+"""benchmarks.simulate refuses bad input at once, in one line."""
 
 import gzip
 from pathlib import Path
@@ -30,23 +30,15 @@ def test_a_phase_that_ends_before_it_begins(capsys: pytest.CaptureFixture[str]) 
     assert "--until 5 is not after --from 9" in complaint(capsys, "--from", "9", "--until", "5")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "5",
-        "[1]",
-        "null",
-        "{",
-        '{"timestamp": 0}',
-        REQUEST.replace("}", ', "hash_ids": 5}'),
-        REQUEST.replace("}", ', "hash_ids": "12"}'),
-        REQUEST.replace("}", ', "hash_ids": [[1]]}'),
-        REQUEST.replace("}", ', "max_tokens": "many"}'),
-        REQUEST.replace('"timestamp": 0', '"timestamp": NaN'),
-        REQUEST.replace('"timestamp": 0', '"timestamp": Infinity'),
-        REQUEST.replace('"timestamp": 0', '"timestamp": -1'),
-    ],
+FIELDS = ('"hash_ids": 5', '"hash_ids": "12"', '"hash_ids": [[1]]', '"max_tokens": "many"')
+LINES = (
+    *("5", "[1]", "null", "{", '{"timestamp": 0}'),
+    *(REQUEST.replace("}", f", {field}}}") for field in FIELDS),
+    *(REQUEST.replace(": 0", f": {at}", 1) for at in ("NaN", "Infinity", "-1")),
 )
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_line_that_is_no_request(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
 ) -> None:
@@ -63,26 +55,33 @@ def test_a_trace_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_pat
     for trace in (cut, plain, binary, tmp_path / "none.jsonl"):
         assert str(trace) in complaint(capsys, "--trace", trace)
 
-
-def test_a_trace_without_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.touch()
-    assert f"{trace} has no requests" in complaint(capsys, "--trace", trace)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert f"{empty} has no requests" in complaint(capsys, "--trace", empty)
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("replicas: [{name: a, profile: llama-8b-a10}, {name: a, profile: llama-8b-h100}]", "'a'"),
-        ("replicas: [{name: a, profile: llama-8b-a1}]", "did you mean 'llama-8b-a10'?"),
-        ("replicas: [{name: a, profile: llama-8b-a10, count: 0}]", "replicas.0.count: "),
-        ("replicas: [{name: a, profile: llama-8b-a10, size: 3}]", "replicas.0.size: "),
-        ("replicas: [{name: a, profile: llama-8b-a10, draft_tokens: 8}]", "token budget 2048"),
-        ("replicas: []", "replicas: "),
-        ("[", "line 1"),
-        ("", "dictionary"),
-    ],
-)
+GROUP = "{name: a, profile: llama-8b-a10}"
+FLEETS = {
+    f"replicas: [{GROUP}, {GROUP}]": "'a'",
+    "replicas: [{name: a, profile: llama-8b-a1}]": "did you mean 'llama-8b-a10'?",
+    "replicas: [{name: a, profile: llama-8b-a10, count: 0}]": "replicas.0.count: ",
+    "replicas: [{name: a, profile: llama-8b-a10, size: 3}]": "replicas.0.size: ",
+    "replicas: [{name: a, profile: llama-8b-a10, draft_tokens: 8}]": "token budget 2048",
+    "replicas: []": "replicas: ",
+    "[": "line 1",
+    "": "dictionary",
+    **{
+        f"replicas: [{GROUP}]\nevents: [{{replica: a-0, {event}}}]": "events.0"
+        for event in (
+            *("at: .inf, down", "at: .nan, down", "at: 1, slow: .inf", "at: 1, slow: 0"),
+            *("at: 1", "at: 1, slow: 2, down"),
+        )
+    },
+    f"replicas: [{GROUP}]\nevents: [{{at: 1, replica: b-0, down}}]": "no replica is called 'b-0'",
+}
+
+
+@pytest.mark.parametrize(("text", "wrong"), FLEETS.items())
 def test_a_fleet_file_that_describes_no_fleet(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, wrong: str
 ) -> None:
@@ -91,30 +90,3 @@ def test_a_fleet_file_that_describes_no_fleet(
     line = complaint(capsys, "--fleet", file)
     assert str(file) in line
     assert wrong in line
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        "at: .inf, down",
-        "at: .nan, down",
-        "at: 1, slow: .inf",
-        "at: 1, slow: 0",
-        "at: 1",
-        "at: 1, slow: 2, down",
-    ],
-)
-def test_an_event_that_makes_no_sense(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, event: str
-) -> None:
-    file = tmp_path / "fleet.yaml"
-    group = "{name: a, profile: llama-8b-a10}"
-    file.write_text(f"replicas: [{group}]\nevents: [{{replica: a-0, {event}}}]")
-    assert "events.0" in complaint(capsys, "--fleet", file)
-
-
-def test_an_event_of_nobody(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "fleet.yaml"
-    group = "{name: a, profile: llama-8b-a10}"
-    file.write_text(f"replicas: [{group}]\nevents: [{{at: 1, replica: b-0, down}}]")
-    assert "no replica is called 'b-0'" in complaint(capsys, "--fleet", file)

@@ -1,4 +1,4 @@
-"""benchmarks.compare: what it makes of runs, what it refuses, and the whole of it."""
+"""benchmarks.compare: its arguments, its judgement of turns and machine, and a whole comparison."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
@@ -30,27 +30,14 @@ replicas:
 
 
 def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
-    """A turn in which everything took so long."""
+    """Turn in which everything took that long."""
     part = {"mean": seconds, "p99": 2 * seconds}
-    machine = {
-        "cpu_share": 0.2,
-        "cpu_own_share": 0.1,
-        "cpu_busiest_second": 0.5,
-        "client_late_p99_s": 0.001,
-        "replicas_late_p99_s": 0.002,
-        "doubts": [],
-    }
+    summary = {"ttft_s": part, "completion_s": part, "gap_s": None, "hits": 0.5, "imbalance": 1.25}
+    cpu = {"cpu_share": 0.2, "cpu_own_share": 0.1, "cpu_busiest_second": 0.5, "doubts": []}
     return {
         "run": {"name": name, "repeat": repeat},
-        "summary": {
-            "ttft_s": part,
-            "completion_s": part,
-            "gap_s": None,
-            "hits": 0.5,
-            "imbalance": 1.25,
-            "warnings": [],
-        },
-        "validity": machine,
+        "summary": summary | {"warnings": []},
+        "validity": cpu | {"client_late_p99_s": 0.001, "replicas_late_p99_s": 0.002},
         "complaints": [],
         "requests": [],
         **more,
@@ -73,34 +60,24 @@ def test_a_contender_that_there_is_not_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_peer_that_is_not_installed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
-    with pytest.raises(ValueError, match="smg is not installed: run make peers"):
-        compare.contender("smg")
-
-
 def test_a_kind_alone_is_its_usual_policy() -> None:
     assert compare.contender("router").name == "router:completion"
     assert compare.contender("envoy").name == "envoy:least_request"
 
 
-def test_peers_that_can_be_installed_are_those_that_are_known() -> None:
+def test_peers_are_listed_to_be_installed_and_follow_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = Path("benchmarks/compare/peers.txt").read_text().split()
     assert sorted(one.partition("==")[0] for one in listed) == sorted(PRODUCTS)
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_every_peer_can_follow_prefixes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / name / "bin" / name
-    program.parent.mkdir(parents=True)
-    program.touch()
     monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
-    contender = compare.contender(f"{name}:cache_aware")
-    assert contender.about.endswith("policy cache_aware")
+    for name in PRODUCTS:
+        with pytest.raises(ValueError, match=f"{name} is not installed: run make peers"):
+            compare.contender(name)
+        program = tmp_path / name / "bin" / name
+        program.parent.mkdir(parents=True)
+        program.touch()
+        assert compare.contender(f"{name}:cache_aware").about.endswith("policy cache_aware")
 
 
 def test_events_of_a_fleet_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,16 +127,12 @@ def test_an_answer_of_another_length_is_no_equal_work() -> None:
 
 
 def test_retries_and_open_breakers_of_a_peer_are_found() -> None:
-    page = """
-# TYPE smg_worker_retries counter
-smg_worker_retries_total{endpoint="chat"} 2
-smg_worker_retries_total{endpoint="completions"} 0
-# TYPE smg_worker_cb_state gauge
-smg_worker_cb_state{worker="http://a"} 1
-# TYPE smg_http_requests counter
-smg_http_requests_total 7
-"""
-    samples = [one for family in text_string_to_metric_families(page) for one in family.samples]
+    samples = [
+        Sample("smg_worker_retries_total", {"endpoint": "chat"}, 2),
+        Sample("smg_worker_retries_total", {"endpoint": "completions"}, 0),
+        Sample("smg_worker_cb_state", {"worker": "http://a"}, 1),
+        Sample("smg_http_requests_total", {}, 7),
+    ]
     assert trouble(samples) == [
         'its metrics say smg_worker_retries_total{endpoint="chat"} 2',
         'its metrics say smg_worker_cb_state{worker="http://a"} 1',
@@ -172,16 +145,12 @@ def late(p99: float, lost: float = 0.0) -> dict[str, Any]:
 
 def test_a_machine_that_did_not_keep_up_is_doubted() -> None:
     start = Look(0.0, (0, 0, 0))
-    said = {"a": late(0.002), "b": late(0.004)}
+    said: dict[str, Any] = {"a": late(0.002), "b": late(0.004)}
     good = validity([start, Look(1.0, (100, 30, 25), late=said)], 0.001)
-    assert (good["cpu_share"], good["cpu_own_share"], good["replicas_late_p99_s"]) == (
-        0.3,
-        0.25,
-        0.004,
-    )
+    assert (good["cpu_share"], good["cpu_own_share"]) == (0.3, 0.25)
+    assert good["replicas_late_p99_s"] == 0.004
     assert good["doubts"] == []
-    silent: dict[str, Any] = {"c": None}
-    said = {"a": late(0.3, 1.5), "b": late(0.004)} | silent
+    said = {"a": late(0.3, 1.5), "b": late(0.004), "c": None}
     bad = validity([start, Look(1.0, (100, 95, 20), late=said)], 0.2)
     assert bad["doubts"] == [
         "CPU 95% busy",
@@ -195,13 +164,8 @@ def test_a_machine_that_did_not_keep_up_is_doubted() -> None:
 
 
 def test_a_machine_is_judged_while_requests_arrive() -> None:
-    busy = [
-        10,
-        10,
-        100,
-        190,
-        190,
-    ]  # the client starts, they arrive for two seconds, and are awaited
+    # The client starts, requests arrive for two seconds, and answers are awaited.
+    busy = [10, 10, 100, 190, 190]
     looks = [
         Look(98.0 + n, (100 * n, so_far, so_far), late={"a": late(n / 100)})
         for n, so_far in enumerate(busy)
@@ -223,14 +187,10 @@ def test_hits_are_those_of_the_turn() -> None:
     assert hits(seen[:1]) == 0.0
 
 
-def test_cpu_time_is_the_kernels(tmp_path: Path) -> None:
+def test_cpu_time_is_the_kernels_and_that_of_all_descendants(tmp_path: Path) -> None:
     (tmp_path / "stat").write_text("cpu  10 1 20 60 5 2 2 0 3 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     assert ticks(tmp_path) == (100, 35, 0)
     assert ticks(tmp_path / "none") == (0, 0, 0)
-
-
-def test_own_cpu_time_is_also_that_of_what_children_started(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_text("cpu  10 1 20 60 5 2 2 0 3 0\n")
     family = {1: (0, 100), os.getpid(): (1, 1), 900_001: (os.getpid(), 2), 900_002: (900_001, 4)}
     for pid, (parent, used) in family.items():
         (tmp_path / str(pid)).mkdir()
@@ -242,7 +202,7 @@ def test_own_cpu_time_is_also_that_of_what_children_started(tmp_path: Path) -> N
 def played(
     monkeypatch: pytest.MonkeyPatch, trouble: Mapping[tuple[str, int], BaseException]
 ) -> list[tuple[str, int]]:
-    """In place of real turns: each takes a second, or is in trouble. What was begun."""
+    """Replaces turns by those of a second, or in trouble; returns the list of begun ones."""
     begun: list[tuple[str, int]] = []
 
     async def play(contender: Any, fleet: Any, traffic: Any, repeat: int, directory: Path) -> Any:
@@ -329,7 +289,7 @@ def test_what_went_wrong_is_the_exit_status(
 
 
 def before_nobody(policy: str, directory: Path) -> AbstractAsyncContextManager[Front]:
-    """Envoy alone, whose replica is not there."""
+    """Runs Envoy alone without its replica."""
     simulated = Fleet(fleet.read(FLEETS / "live-equal.yaml"))
     servers = {"gone": f"127.0.0.1:{free_port()}"}
     return EnvoyAlone(policy).running(simulated, servers, directory, 0)
@@ -364,9 +324,8 @@ SHORT = [
         "output_length": 5 + 7 * number % 40,
         "max_tokens": None if number % 3 else 64,
     }
-    for number in range(40)
+    for number in range(30)  # ten a second, whose answers end soon on any replica
 ]
-"""Ten requests a second, whose answers end soon on any replica."""
 
 
 @pytest.mark.process
@@ -375,14 +334,14 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file, trace = tmp_path / "new" / "quick.json", tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, SHORT)))
     argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1", "--json", str(file)]
-    status = compare.main(argv)
+    names = ["router:completion", "envoy:least_request_weighted"]
+    status = compare.main([*argv, "--contenders", ",".join(names)])
     said = capsys.readouterr()
     assert status in (0, 1), said
     result = json.loads(file.read_text())
     assert result["not_run"] == []
     runs = {one["run"]["name"]: one for one in result["runs"]}
-    alone = ("round_robin", "least_request", "least_request_weighted")
-    assert [*runs] == ["router:completion", *(f"envoy:{name}" for name in alone)]
+    assert [*runs] == names
     sent = [
         [(one["at_s"], one["endpoint"], one["prompt_tokens"], one["output_tokens"]) for one in each]
         for each in (one["requests"] for one in runs.values())
@@ -396,10 +355,8 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert one["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
         assert {request["replica"] for request in one["requests"]} <= one["late"].keys()
         # On a slow machine the router may miss Envoy's deadline.
-        slow = "went on without the router's answer"
-        asked = "were not asked about"
-        unexpected = [c for c in one["complaints"] if slow not in c and asked not in c]
-        assert unexpected == []
+        late = ("went on without the router's answer", "were not asked about")
+        assert [c for c in one["complaints"] if not c.endswith(late)] == []
     ours, *others = runs.values()
     assert any(one["predicted_completion_s"] for one in ours["requests"])
     assert not any(one["predicted_completion_s"] for each in others for one in each["requests"])

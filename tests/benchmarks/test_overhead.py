@@ -9,12 +9,13 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.overhead import __main__ as overhead
 from benchmarks.overhead.client import Load, request
+from benchmarks.overhead.stack import Setup
 from benchmarks.report.markdown import escaped
 from extproc.lab.harness.processes import free_port
 
 
 async def serve(statuses: list[int]) -> TestServer:
-    """A server that answers with each status in turn, and with the last for ever."""
+    """Starts a server that answers with each status in turn, and with the last for ever."""
 
     async def answer(received: web.Request) -> web.Response:
         body = await received.json()
@@ -56,8 +57,6 @@ CHUNKED = (
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_the_client_takes_answers_in_chunks(size: int) -> None:
-    """As they come where ext_proc passes the body on, cut anywhere on their way."""
-
     over: list[asyncio.Event] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,12 +105,8 @@ def test_it_measures_streamed_answers_beside_those_of_one_chunk(
     arguments = ["--replicas", "2", "--seconds", "0.2", "--stream", "5", "--json", str(report)]
     assert overhead.main(arguments) == 0
     figures = json.loads(report.read_text())["streams"]
-    assert [(one["tokens"], one["rate"]) for one in figures] == [
-        (1, 100),
-        (1, 200),
-        (5, 100),
-        (5, 200),
-    ]
+    settings = [(one["tokens"], one["rate"]) for one in figures]
+    assert settings == [(1, 100), (1, 200), (5, 100), (5, 200)]
     assert [one["report"]["answered"] for one in figures] == [20, 40, 20, 40]
     assert all(one["report"]["p50_ms"] > 30 for one in figures if one["tokens"] == 5)
     assert len(capsys.readouterr().out.splitlines()) == 4 + len(figures)
@@ -122,19 +117,15 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(overhead, "WARM_UP_S", 0.1)
-    monkeypatch.setattr(overhead, "HELD_S", 0.5)
+    monkeypatch.setattr(overhead, "HELD_S", 0.3)
     report = tmp_path / "overhead.json"
-    arguments = ["--replicas", "1,3", "--seconds", "0.3", "--in-flight", "30"]
+    arguments = ["--replicas", "3", "--seconds", "0.3", "--in-flight", "30"]
     page = tmp_path / "report" / "report.md"
     assert overhead.main([*arguments, "--json", str(report), "--report", str(page.parent)]) == 0
     figures = json.loads(report.read_text())["setups"]
     names = [one["name"] for one in figures]
-    assert names == [
-        "Envoy alone",
-        "+ do-nothing ext_proc",
-        "+ router, 1 replica",
-        "+ router, 3 replicas",
-    ]
+    assert names == ["Envoy alone", "+ do-nothing ext_proc", "+ router, 3 replicas"]
+    assert Setup("extproc", 1).name == "+ router, 1 replica"
     for one in figures:
         assert one["rate"]["answered"] == 90
         assert one["at_once"]["most_at_once"] == 64
