@@ -53,7 +53,7 @@ class Keys:
         self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
         self.poller = f"{tag}poller:"  # a poller's heartbeat, which expires
-        self.pollers = f"{tag}pollers"  # set of the pollers' names; some may be dead
+        self.pollers = f"{tag}poller-names"  # set of the pollers' names; some may be dead
         self.router = f"{tag}router:"  # a router's digest, which expires
         self.digests = f"{tag}digests"  # channel of all digests
         self.responses = f"{tag}responses"  # stream of the owners of stored responses

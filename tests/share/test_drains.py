@@ -86,7 +86,7 @@ async def test_unreadable_drains_are_logged_once(
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.until(lambda states: set(states) == {one.id})
         async with connect(redis_server.url, "default") as redis:
-            keys = "~{default}:replica:* ~{default}:poller:* ~{default}:pollers"
+            keys = "~{default}:replica:* ~{default}:poller:* ~{default}:poller-names"
             await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys.split())
             line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
             assert line["key"] == "{default}:drains"

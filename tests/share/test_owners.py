@@ -206,6 +206,12 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
     assert len({each.name for each in (await beats(a, b)).values()}) == 2
 
 
+async def test_poller_starts_beside_those_of_the_version_before(redis_client: Redis) -> None:
+    """Theirs is a sorted set of that name; a rollout waits until the new one is ready."""
+    await redis_client.zadd(f"{{{POOL}}}:pollers", {"old": 1})
+    assert (await Poller(redis_client, "a").beat()).replicas == TEN
+
+
 async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
     assert await living(redis_client, POOL) == []
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
