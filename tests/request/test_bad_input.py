@@ -169,7 +169,7 @@ def test_what_a_replica_may_judge_is_routed(body: bytes) -> None:
         assert measured(endpoint, body).model == ("m" * 512 if b"m" * 512 in body else "m")
 
 
-def test_40_mb_with_an_image() -> None:
+def test_image_of_40_mb_is_not_counted_as_text() -> None:
     body = b"".join(
         [
             b'{"model": "m", "messages": [{"role": "user", "content": [',
@@ -281,12 +281,12 @@ def test_fields_after_a_prompt_too_long_to_be_read_are_read(end: str) -> None:
     "end",
     ['"x": 1}', '"x": {"model": "m"}}', '"x": [{"model": "m"}]}', '"model": ', '"model": "m"', ""],
 )
-def test_a_model_that_is_not_found_there_is_no_model(end: str) -> None:
+def test_inner_or_cut_model_at_the_end_is_no_model(end: str) -> None:
     got = measured(Endpoint.CHAT, f'{{"messages": {MANY}, {end}'.encode())
     assert got.model == ""
 
 
-def test_a_query_repeated_millions_of_times_is_only_counted() -> None:
+def test_query_for_many_documents_is_counted_not_repeated() -> None:
     documents = b"[" + b"1," * 200_000 + b"1]"
     body = b'{"model": "m", "query": "' + b"x" * 1_000_000 + b'", "documents": ' + documents + b"}"
     got = measured(Endpoint.RERANK, body)

@@ -68,7 +68,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """As Llama 2 has it: a text begins with a space that is not in it."""
+    """A tokenizer as of Llama 2: a text begins with a space that is not in it."""
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -129,7 +129,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
-    """When it was seen often enough to be known to its end."""
+    """The profile of a prompt that was seen often enough to be known to its end."""
     for _ in range(20):
         got = profiled(tokens, Endpoint.CHAT, **given)
         if got.prefix.whole:
@@ -144,7 +144,7 @@ def printed(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def read(got: RequestProfile) -> list[int]:
-    """Its token ids; its keys are those of a prompt that is sent as them."""
+    """The token ids of a prompt; its keys are those of a prompt that is sent as them."""
     ids: list[int] = got.prefix.ids.tolist()
     sent = profiled(TokenCounter(RequestSettings()), Endpoint.COMPLETIONS, prompt=ids)
     assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
