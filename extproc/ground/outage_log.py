@@ -4,25 +4,16 @@ from logging import WARNING, Logger
 
 
 class OutageLog:
-    """Logs that something fails, once, and that it works again.
-
-    Args:
-        log: the logger.
-        begins: message of the first failure.
-        over: message of the end; empty: the end is not logged.
-        level: level of ``begins``.
-        each: log a problem again when its text changes.
-        extra: fields of both lines.
-    """
+    """Logs that something fails, once, and that it works again."""
 
     def __init__(
         self,
         log: Logger,
-        begins: str,
-        over: str = "",
-        level: int = WARNING,
-        each: bool = False,
-        **extra: str,
+        begins: str,  # message of the first failure
+        over: str = "",  # message of the end; empty: the end is not logged
+        level: int = WARNING,  # of ``begins``
+        each: bool = False,  # log a problem again when its text changes
+        **extra: str,  # fields of both lines
     ) -> None:
         self.problem = ""  # the last failure's text; empty: there is no outage
         self._log = log
