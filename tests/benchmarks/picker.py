@@ -1,6 +1,5 @@
-"""A small endpoint picker that others take for llm-d's ``epp`` or AIBrix's ``gateway-plugins``.
+"""Stand-in for llm-d's ``epp`` or AIBrix's ``gateway-plugins`` that picks in turn.
 
-It takes their options and files, picks in turn, and says of that what they would say.
 ``python -m tests.benchmarks.picker epp|gateway-plugins [OPTION=VALUE …]``
 """
 
@@ -23,12 +22,11 @@ from extproc.proxy.messages import pass_chunk, proceed, send_to
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.proxy.service import SERVICE
 
-LIE = "PICKER_LIE"
-"""In the environment, what it lies about: its ``policy``, the ``replica`` or ``failures``."""
+LIE = "PICKER_LIE"  # in the environment: lies about `policy`, `replica` or `failures`
 
 
 class Epp:
-    """Headers, bodies and trailers both ways in full duplex; decides on the headers."""
+    """Picker in full duplex that decides on the headers."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         config = yaml.safe_load(Path(options["config-file"]).read_text())
@@ -57,33 +55,28 @@ class Epp:
     def metrics(self) -> str:
         plugins = ["random-scorer"] if os.environ.get(LIE) == "policy" else self.plugins
         failed = 2 if os.environ.get(LIE) == "failures" else 0
-        decisions = sum(self.decided.values())
         attempts = "llm_d_epp_scheduler_attempts_total"
         took = "llm_d_epp_plugin_duration_seconds"
-        return "\n".join(
-            [
-                "# TYPE llm_d_epp_ready_endpoints gauge",
-                f'llm_d_epp_ready_endpoints{{name="compare"}} {len(self.replicas)}',
-                f"# TYPE {attempts} counter",
-                *(
-                    f'{attempts}{{status="success",port="{one.rpartition(":")[2]}"}} {count}'
-                    for one, count in self.decided.items()
-                ),
-                f'{attempts}{{status="failure",port=""}} {failed}',
-                f"# TYPE {took} histogram",
-                f'{took}_count{{extension_point="Picker",plugin_type="max-score-picker"}} 1',
-                *(
-                    f'{took}_count{{extension_point="{_point(one)}",plugin_type="{one}"}} '
-                    f"{decisions}"
-                    for one in plugins
-                ),
-                "",
-            ]
-        )
+        lines = [
+            "# TYPE llm_d_epp_ready_endpoints gauge",
+            f'llm_d_epp_ready_endpoints{{name="compare"}} {len(self.replicas)}',
+            f"# TYPE {attempts} counter",
+            f'{attempts}{{status="failure",port=""}} {failed}',
+        ]
+        for one, count in self.decided.items():
+            port = one.rpartition(":")[2]
+            lines.append(f'{attempts}{{status="success",port="{port}"}} {count}')
+        lines.append(f"# TYPE {took} histogram")
+        lines.append(f'{took}_count{{extension_point="Picker",plugin_type="max-score-picker"}} 1')
+        for one in plugins:
+            point = "Filter" if one.endswith("filter") else "Scorer"
+            labels = f'extension_point="{point}",plugin_type="{one}"'
+            lines.append(f"{took}_count{{{labels}}} {self.decided.total()}")
+        return "\n".join([*lines, ""])
 
 
 class GatewayPlugins:
-    """The body in one piece, of which it is told where to go; tells in its log."""
+    """Picker that decides on the whole body and logs its decisions."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         (model,) = yaml.safe_load(Path(options["endpoints-config"]).read_text())["models"]
@@ -118,10 +111,6 @@ class GatewayPlugins:
             f'# TYPE {name} counter\n{name}{{status_code="499"}} 7\n'
             f'{name}{{status_code="503"}} {failed}\n'
         )
-
-
-def _point(plugin: str) -> str:
-    return "Filter" if plugin.endswith("filter") else "Scorer"
 
 
 async def main(name: str, words: list[str]) -> None:

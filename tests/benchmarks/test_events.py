@@ -1,4 +1,4 @@
-"""What a fleet file says happens to replicas."""
+"""Events of a fleet file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,10 +83,8 @@ def test_a_replica_that_comes_back_is_used_again_and_starts_from_zero() -> None:
 
 
 def test_a_replica_that_hangs_goes_on_where_it_was() -> None:
-    events = [
-        {"at": 30.5, "replica": "a-0", "hang": None},
-        {"at": 50, "replica": "a-0", "up": None},
-    ]
+    hang, up = {"at": 30.5, "hang": None}, {"at": 50, "up": None}
+    events = [event | {"replica": "a-0"} for event in (hang, up)]
     simulation, served = play(two(*events), every(1, 80))
     assert not simulation.failed
     stuck = [one for one in served if one.replica == "a-0" and 28 < one.traced.at <= 30]

@@ -55,7 +55,6 @@ def test_the_simulator_is_within_15_percent_of_what_was_recorded(
 
 
 def test_a_calibration_measures_the_truth() -> None:
-    """Of a server that is simulated: one burst after another, as they are sent."""
     served_bursts = [one for burst in bursts() for one in served(burst)]
     *step, frontend = astuple(measured(served_bursts))
     assert step == pytest.approx(astuple(TRUE)[:-1], rel=0.1)
@@ -63,7 +62,7 @@ def test_a_calibration_measures_the_truth() -> None:
 
 
 def test_a_request_that_is_still_underway_misses_the_step() -> None:
-    """The second arrives while the engine is idle, but gets there when it prefills the first."""
+    # The second arrives while the engine is idle, but gets there when it prefills the first.
     traced = [TracedRequest(0.0, 1000, 1, None), TracedRequest(0.001, 10, 1, None)]
     first, second = served(traced, replace(TRUE, frontend=0.002))
     alone = served(traced[1:])[0]
@@ -78,9 +77,11 @@ def test_runs_are_consecutive_slices_of_the_trace() -> None:
     assert second[-1].at == pytest.approx((both[-1].at - both[50].at) / 2)
 
 
-def test_a_run_of_one_request_has_no_rate() -> None:
+def test_a_trace_that_is_too_short_or_has_no_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="arrive at once"):
         Plan(TRACE, 1, [1.0], 6, 3).runs()
+    with pytest.raises(ValueError, match="too few requests"):
+        Plan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
 
 
 def test_a_recording_that_cannot_be_kept_is_said_before_it_is_made(
@@ -90,11 +91,6 @@ def test_a_recording_that_cannot_be_kept_is_said_before_it_is_made(
     path = tmp_path / "nowhere" / "made.json"
     assert main(["--serve", str(tmp_path), "--recording", str(path)]) == 1
     assert str(path) in capsys.readouterr().err
-
-
-def test_a_trace_that_ends_too_soon_is_refused() -> None:
-    with pytest.raises(ValueError, match="too few requests"):
-        Plan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
 
 
 @pytest.fixture
@@ -128,17 +124,15 @@ async def test_a_server_that_refuses_ends_the_recording(replica: tuple[Replica, 
         await replace(replica[1], model="another").play("run", [traced])
 
 
-def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_recording_is_read_as_it_was_written_and_another_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run("a run", served([TracedRequest(0.0, 10, 10, None)]), [])
     made = Recording({"server": "none"}, LIMITS, run, [run])
     for name in ("a.json", "a.json.gz"):
         write_recording(made, tmp_path / name)
         assert read_recording(tmp_path / name) == made
 
-
-def test_a_file_that_is_no_recording_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     (tmp_path / "a.json").write_text("{}")
     assert main(["--recording", str(tmp_path / "a.json")]) == 1
     assert f"{tmp_path / 'a.json'} is no recording" in capsys.readouterr().err

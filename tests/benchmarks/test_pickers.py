@@ -1,4 +1,4 @@
-"""Contenders that are endpoint pickers, with one of the tests' own behind a real Envoy."""
+"""Endpoint pickers as contenders, with one of the tests' own behind a real Envoy."""
 
 from collections import Counter
 from pathlib import Path
