@@ -182,33 +182,46 @@ def test_fields_unknown_here_count_by_the_length_of_the_body(
     assert got.prompt_bytes == 0
 
 
-class TestOutputBound:
-    @pytest.mark.parametrize(
-        ("endpoint", "fields", "bound"),
-        [
-            (E.CHAT, {}, None),
-            (E.CHAT, {"max_tokens": 5}, 5),
-            (E.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
-            (E.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
-            (E.CHAT, {"max_tokens": 300.0}, 300),
-            (E.CHAT, {"max_tokens": 10**400}, 10_000_000),
-            (E.CHAT, {"max_output_tokens": 5}, None),
-            (E.COMPLETIONS, {}, 16),
-            (E.COMPLETIONS, {"max_tokens": None}, 16),
-            (E.COMPLETIONS, {"max_tokens": 5}, 5),
-            (E.RESPONSES, {"max_tokens": 5}, None),
-            (E.RESPONSES, {"max_output_tokens": 5}, 5),
-            (E.MESSAGES, {"max_tokens": 5}, 5),
-            (E.EMBEDDINGS, {"max_tokens": 5}, 0),
-            (E.SCORE, {}, 0),
-            (E.RERANK, {}, 0),
-        ],
-    )
-    def test_follows_vllm(
-        self, endpoint: Endpoint, fields: dict[str, Any], bound: int | None
-    ) -> None:
-        assert profile(endpoint, **fields).output_bound == bound
+BOUNDS: list[tuple[Endpoint, dict[str, Any], int | None]] = [
+    (E.CHAT, {}, None), (E.CHAT, {"max_tokens": 5}, 5), (E.CHAT, {"max_output_tokens": 5}, None),
+    (E.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
+    (E.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
+    (E.CHAT, {"max_tokens": 300.0}, 300), (E.CHAT, {"max_tokens": 10**400}, 10_000_000),
+    (E.COMPLETIONS, {}, 16), (E.COMPLETIONS, {"max_tokens": None}, 16),
+    (E.COMPLETIONS, {"max_tokens": 5}, 5), (E.COMPLETIONS, {"max_tokens": 0}, 16),
+    (E.COMPLETIONS, {"max_tokens": 0, "echo": True}, 0),
+    (E.COMPLETIONS, {"max_tokens": 5, "echo": True}, 5), (E.COMPLETIONS, {"echo": True}, 16),
+    (E.RESPONSES, {"max_tokens": 5}, None), (E.RESPONSES, {"max_output_tokens": 5}, 5),
+    (E.GENERATE, {"max_tokens": 5}, None), (E.GENERATE, {"sampling_params": {"max_tokens": 5}}, 5),
+    (E.GENERATE, {"sampling_params": "x"}, None), (E.MESSAGES, {"max_tokens": 5}, 5),
+    (E.EMBEDDINGS, {"max_tokens": 5}, 0), (E.SCORE, {}, 0), (E.RERANK, {}, 0),
+]  # fmt: skip
 
+
+@pytest.mark.parametrize(("endpoint", "fields", "bound"), BOUNDS)
+def test_output_is_bounded_as_vllm_bounds_it(
+    endpoint: Endpoint, fields: dict[str, Any], bound: int | None
+) -> None:
+    assert profile(endpoint, **fields).output_bound == bound
+
+
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [
+        ({"min_tokens": 5}, 5),
+        ({"min_tokens": 5, "max_tokens": 3}, 3),
+        ({"ignore_eos": True, "max_tokens": 30}, 30),
+        ({"ignore_eos": True}, 10_000_000),
+        ({"ignore_eos": False, "max_tokens": 30}, 0),
+    ],
+)
+def test_least_output_is_what_the_end_of_text_does_not_cut(
+    fields: dict[str, Any], least: int
+) -> None:
+    assert profile(E.CHAT, **fields).least_output == least
+
+
+class TestNumbers:
     @pytest.mark.parametrize(
         "absurd",
         [
