@@ -44,7 +44,7 @@ class _Prompt:
 
 
 def sessions(random: Random) -> list[TracedRequest]:
-    """The requests of the trace, by time."""
+    """Requests of the trace, by time."""
     fresh, end = count(1), _HOURS * 3600
     systems = [_Prompt(_log_uniform(random, *_SYSTEM_PROMPT)) for _ in range(_APPLICATIONS)]
     for one in systems:

@@ -30,7 +30,7 @@ _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # as the st
 
 
 class EnvoyAlone:
-    """The project's Envoy file without its router."""
+    """Envoy with the project's file, without a router."""
 
     parts: tuple[str, ...] = ()
 

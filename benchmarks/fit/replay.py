@@ -94,7 +94,7 @@ class Simulated:
     step: StepModel
     requests: list[Request]
     comparisons: dict[str, dict[str, Any]]
-    """By kind of time figures ``real`` and ``simulated``, their ``errors`` (0.1: 10% too long), and
+    """Figures by kind of time: ``real``, ``simulated``, their ``errors`` (0.1: 10% too long), and
     ``request_error``, the median of the requests' absolute errors."""
 
 

@@ -33,7 +33,7 @@ _TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """In one turn; times in seconds."""
+    """Harm of a fault in one turn; times in seconds."""
 
     hit: int  # requests that were in flight on the part when the fault fell
     lost: int  # those of them that failed

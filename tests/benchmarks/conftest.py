@@ -10,7 +10,7 @@ from extproc.lab.simulator.server import start
 
 @pytest.fixture
 async def replica_url() -> AsyncIterator[str]:
-    """A simulated replica, in this process."""
+    """URL of a simulated replica in this process."""
     settings = ReplicaSettings(profile="llama-8b-h100", speed=50, max_model_len=131_072)
     serving = await start(Replica(settings), "127.0.0.1", 0)
     yield f"http://127.0.0.1:{serving.port}"
@@ -19,7 +19,7 @@ async def replica_url() -> AsyncIterator[str]:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder with programs of their names."""
+    """Folder with stand-ins for the programs of endpoint pickers."""
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in ("epp", "gateway-plugins"):
@@ -34,7 +34,7 @@ def programs(tmp_path: Path) -> Path:
 def complaint_of(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str], *given: str | Path
 ) -> str:
-    """The line that says what is wrong; of two options alike the last one counts."""
+    """Last line of an error; of two options alike the last one counts."""
     with pytest.raises(SystemExit) as ended:
         sys.exit(main([*map(str, given)]))
     output = capsys.readouterr()

@@ -75,7 +75,7 @@ def test_a_measurement_that_was_interrupted_goes_on(
 
 
 def _fault() -> dict[str, Any]:
-    """A turn in which a replica is killed after 1 s: one request in flight on it and one sent
+    """Turn in which a replica is killed after 1 s: a request in flight on it and one sent
     afterwards fail.
     """
     fails = {"completion_s": None, "ttft_s": None, "error": "disconnected", "failed_after_s": 4.0}

@@ -10,7 +10,7 @@ def test_evenly_spread_requests_are_balanced() -> None:
 
 
 def test_a_moment_counts_by_the_requests_there_are() -> None:
-    """All on one of two for 1 s, four of them; then one on each for 4 s."""
+    """Four requests are on one of two replicas for 1 s; then each has one for 4 s."""
     stays = [("a", 0.0, 1.0)] * 4 + [("a", 1.0, 5.0), ("b", 1.0, 5.0)]
     assert imbalance(stays, ALIKE) == pytest.approx((2 * 4 + 1 * 8) / 12)
 

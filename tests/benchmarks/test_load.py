@@ -35,7 +35,7 @@ def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str =
 
 
 def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
-    """Of a run that took five seconds."""
+    """Summary of a run of five seconds."""
     client = Client("http://nowhere")
     client.answers = {one.request_id: one for one in answers}
     traced = TracedRequest(0.0, 100, 10, None)
@@ -101,7 +101,7 @@ def test_what_makes_figures_worthless_is_said(
 
 @pytest.mark.parametrize("few", [256, 20_000, resource.RLIM_INFINITY])
 def test_connections_where_files_have_no_limit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As macOS has it: the hard limit is infinite, and asking for that many is an error."""
+    """macOS has no hard limit, and refuses a request for that many files."""
     asked = []
 
     def set_limit(_: int, limits: tuple[int, int]) -> None:

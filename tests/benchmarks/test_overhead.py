@@ -52,7 +52,7 @@ CHUNKED = (
     b"D\r\ndata: [0\r\n0\r\n\r\n"
     b"0\r\n\r\n"
 )
-"""The second chunk holds what would be the end, were it not in a chunk."""
+"""Answer whose second chunk contains the bytes of an end."""
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -26,7 +26,7 @@ def some(trace_name: str, count: int, target: Target = SIMULATED) -> list[Planne
 
 
 async def token_ids(session: ClientSession, url: str, body: dict[str, Any]) -> list[int]:
-    """As the server's public tokenizer counts them."""
+    """Tokens of the server's public tokenizer."""
     asked = {key: body[key] for key in ("model", "messages", "prompt") if key in body}
     async with session.post(f"{url}/tokenize", json=asked) as response:
         answer = await response.json()
@@ -88,7 +88,7 @@ def test_another_run_says_other_words_and_so_does_another_request() -> None:
 
 
 async def test_a_server_with_another_tokenizer() -> None:
-    """Its words are more than a token each, and its template is long."""
+    """Words have several tokens, and the template is long."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     corpus = [prompt(TracedRequest(0.0, 500, 1, 1), 1, Counting(), "a"), "and other words"]

@@ -1,4 +1,4 @@
-"""The page and the pictures that are made of a benchmark's JSON."""
+"""Page and pictures of a benchmark's JSON."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def written(results: Json, folder: Path) -> Page:
 
 
 def told(results: Json) -> Page:
-    """The page without its pictures: faster."""
+    """Page without its pictures."""
     return Page(markdown(read(results), []))
 
 

@@ -65,7 +65,7 @@ def test_urgent_requests_go_first(two: FleetFile) -> None:
 
 
 def test_tenants_get_the_same_however_much_they_ask_for(two: FleetFile) -> None:
-    """One asks for three times as much as the other, and both for twice what the fleet carries."""
+    """Tenant 1 sends three times as much as tenant 2; together they send twice the capacity."""
     alike = [TracedRequest(number / 15, 1000, 60, None) for number in range(600)]
     ratios = []
     for hold in (False, True):

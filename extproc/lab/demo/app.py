@@ -1,4 +1,4 @@
-"""The demo's course: start everything, send requests, show what happens, stop everything."""
+"""Course of the demo: start everything, send requests, show what happens, stop everything."""
 
 import argparse
 import asyncio

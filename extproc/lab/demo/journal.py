@@ -19,14 +19,14 @@ _PATIENCE_S = 5.0
 
 
 class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
-    """A replica in the router's ``/fleet``."""
+    """Replica in the router's ``/fleet``."""
 
     in_flight: int
 
 
 @dataclass(slots=True)
 class Entry:
-    """One request, as far as it has come."""
+    """Progress of a request."""
 
     request_id: str
     seen_at: float = field(default_factory=time.monotonic)

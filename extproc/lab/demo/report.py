@@ -1,4 +1,4 @@
-"""What two runs of the same requests under two policies came to."""
+"""Comparison of two runs of the same requests under two policies."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def added_ms(self) -> _Percentiles:
-        """Of the milliseconds requests waited for the router, as Envoy counts them."""
+        """Percentiles of the milliseconds that requests waited for the router, by Envoy."""
         waits = [entry.access.added_ms for entry in self._known() if entry.access]
         return percentiles([wait for wait in waits if wait is not None])
 
@@ -59,7 +59,7 @@ class Run:
         return percentiles(errors)["p50"]
 
     def failure(self, policy: str) -> str:
-        """The first thing that went wrong under a policy of that name; empty: nothing."""
+        """First failure under a policy of that name; empty: none."""
         sent = len(self.answers)
         ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
         if ok < sent:
@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The default policy beside round robin."""
+    """Runs under the default policy and under round robin."""
 
     ready_s: float
     run: Run

@@ -1,4 +1,4 @@
-"""The demo on the terminal: replicas and requests as a live page, or as plain lines."""
+"""Terminal of the demo: replicas and requests as a live page, or as plain lines."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -77,7 +77,7 @@ class Screen:
 
 
 def plain(entry: Entry, stack: Stack) -> str:
-    """A request that ended, as one line."""
+    """Line of a request that ended."""
     name, _, where, predicted, actual = _figures(entry, stack)
     head = f"{name:<16} → {where:<7} predicted {predicted:>8}  actual {actual:>8}"
     return f"{head}  {_why(entry)}"

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 async def demo(
     *arguments: str | Path, installed: Path | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The demo of this clone, or of a package installed in that folder."""
+    """Command of the demo of this clone, or of a package installed in that folder."""
     where = {} if installed is None else {"PYTHONPATH": str(installed)}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)),
@@ -113,7 +113,7 @@ async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def installed(tmp_path: Path) -> Path:
-    """The package as pip installs it, and no clone beside it."""
+    """Package as pip installs it, without a clone beside it."""
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     for name in ("extproc", "envoy"):

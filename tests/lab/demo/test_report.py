@@ -1,4 +1,4 @@
-"""What the demo shows: its screen, the figures of ``--once``, and the log both are made of."""
+"""Output of the demo: its screen, the figures of ``--once``, and the log of both."""
 
 import json
 from io import StringIO
@@ -30,7 +30,7 @@ WHY = (
 def decision_record(
     request_id: str, predicted_s: float, replica: str, second: str
 ) -> DecisionRecord:
-    """With the fields that the demo reads."""
+    """Decision with the fields that the demo reads."""
     fields: dict[str, Any] = dict.fromkeys(DecisionRecord.__struct_fields__)
     fields |= {"number": 1, "request_id": request_id, "prompt_tokens": 12_345, "why": WHY}
     fields |= {"replica": replica, "second": second, "predicted_completion_s": predicted_s}
@@ -38,7 +38,7 @@ def decision_record(
 
 
 def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
-    """A run of (upstream, predicted seconds, whether there was a decision)."""
+    """Run of (upstream, predicted seconds, whether there was a decision)."""
     entries = {}
     for number, (upstream, predicted, decided) in enumerate(served):
         name = str(number)

@@ -1,4 +1,4 @@
-"""The system that the demo runs, and what it tells its user."""
+"""System of the demo, and the demo's words to its user."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What a stream says, however it is cut into chunks."""
+"""Streams, however they are cut into chunks."""
 
 import json
 

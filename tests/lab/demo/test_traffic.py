@@ -172,7 +172,7 @@ async def test_nobody_listens() -> None:
 
 @pytest.mark.process
 async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
-    """Its requests fail meanwhile, the others do not, and the run goes on to its end."""
+    """Requests fail while the server is away, others do not, and the run goes on to its end."""
     port, back = free_port(), False
     url = f"http://127.0.0.1:{port}"
 
@@ -182,7 +182,7 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
 
     def plan() -> Iterator[Request]:
-        """A hundred a second, until ten were sent to the server that is back."""
+        """Hundred requests a second, until ten were sent to the server that is back."""
         left = 10
         for planned in requests(100_000, every_s=0.01):
             left -= back

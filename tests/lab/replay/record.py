@@ -1,4 +1,4 @@
-"""A record of a small fleet, made by the simulation itself: what happened is known exactly."""
+"""Record of a small fleet, made by the simulation: the truth is known exactly."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def start(policy: str = "lmetric") -> Start:
 
 
 def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> Replica:
-    """The first is called ``a``."""
+    """Line of a replica; number 1 is called ``a``."""
     named = {"id": address(number), "name": "abcdef"[number - 1], "profile": profile}
     told = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
     return Replica(at, address(number), named | told | state, 2048.0, 256.0)
@@ -60,7 +60,7 @@ def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
 def lines(
     profiles: Sequence[str], began: Start, asked: Sequence[Request], more: Sequence[Line] = ()
 ) -> list[Line]:
-    """What happened to the requests, by the simulation, on these replicas."""
+    """Simulated outcome of the requests on these replicas."""
     fleet = [replica(number, profile) for number, profile in enumerate(profiles, start=1)]
     scene = scene_of(Recorded(began, list(asked), {one.id: [one] for one in fleet}))
     played = play(scene, 0)

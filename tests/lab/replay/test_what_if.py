@@ -31,7 +31,7 @@ def busy() -> list[Line]:
 
 @pytest.fixture
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run without a change and one with it, instead of three each."""
+    """Makes a run without a change and one with it, instead of three each."""
     monkeypatch.setattr("extproc.lab.replay.what_if.SEEDS", (0,))
 
 
@@ -202,7 +202,7 @@ def test_each_replica_has_blocks_of_its_own_size() -> None:
     ]
 
     def completions(*block_sizes: int) -> Floats:
-        """Of requests that all go to the second."""
+        """Record of requests that all go to replica 2."""
         fleet = [replica(number, block_size=size) for number, size in enumerate(block_sizes, 1)]
         scene = scene_of(Recorded(start(), asked, {one.id: [one] for one in fleet}))
         return play(scene, 0, forced=True).completion_s
@@ -359,7 +359,7 @@ def test_what_cannot_be_is_told(
 def test_that_replicas_cannot_carry_so_much_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second takes a minute for a token, so that all went to the first."""
+    """Replica 2 takes a minute for a token, so that all requests went to replica 1."""
     monkeypatch.setattr("extproc.lab.replay.simulation._LONGEST_DRAIN", 600.0)
     slow = replica(2, learned={"c0": 60.0, "c_prefill": 0.0, "c_batch": 0.0, "c_kv": 0.0})
     began = start("completion")
