@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from random import Random
+from typing import TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +19,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.proxy.sharing import share
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
+from extproc.share.reader import Reader
 from extproc.share.replicas import Change, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock, state
@@ -38,21 +41,27 @@ BACK = "redis is back"
 
 Next = Callable[[], Awaitable[Change]]
 Pair = tuple[Fleet, Fleet]
+T = TypeVar("T")
 
 
 @asynccontextmanager
-async def reading(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[Next]:
-    """Yield a function that awaits the reader's next change."""
+async def hearing(
+    kind: Callable[[Redis, str, Random], Reader[T]], url: RedisSettings | str, pool: str = "test"
+) -> AsyncIterator[Callable[[], Awaitable[T]]]:
+    """Yields a function that awaits the next change that a reader of this kind hears of."""
     async with (
         connect(url, pool) as redis,
-        aclosing(StateReader(redis, pool, Random(1)).changes()) as changes,
+        aclosing(kind(redis, pool, Random(1)).changes()) as changes,
     ):
 
-        async def following() -> Change:
+        async def following() -> T:
             async with asyncio.timeout(PATIENCE_S):
                 return await anext(changes)
 
         yield following
+
+
+reading = partial(hearing, StateReader)
 
 
 async def until(following: Next, wanted: Change) -> None:
@@ -93,19 +102,21 @@ async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIt
 
 
 @asynccontextmanager
-async def router(url: str) -> AsyncIterator[Fleet]:
+async def router(url: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Fleet]:
     """A router's fleet of two replicas, on the clocks that sharing goes by."""
     fleet = Fleet(OutputLengths())
     for number in (1, 2):
         fleet.put(state(number, "llama-8b-a10", ManualClock(wall())))
     fleet.known.set()
     config = Config.model_validate({"pool": "test", "redis": {"url": url}})
-    task = asyncio.create_task(share(config, fleet, RouterMetrics(CollectorRegistry())))
+    metrics = RouterMetrics(registry or CollectorRegistry())
+    task = asyncio.create_task(share(config, fleet, metrics))
     try:
         yield fleet
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(ended, asyncio.CancelledError)
 
 
 @pytest.fixture

@@ -2,28 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from random import Random
+from functools import partial
 
 import pytest
 from msgspec import msgpack
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from extproc.config import Config
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
-from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.sharing import share
 from extproc.share import digests
-from extproc.share.connection import Keys, connect
+from extproc.share.connection import Keys
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.share.envelope import VERSION
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.patched import patched
+from tests.share.conftest import hearing, router
 from tests.share.servers import command
 from tests.waiting import PATIENCE_S, until
 
@@ -32,27 +29,13 @@ pytestmark = pytest.mark.process
 Next = Callable[[], Awaitable[News]]
 A10 = "llama-8b-a10"
 LIFE_MS = 60_000
+reading = partial(hearing, DigestReader)
 
 
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No digest ends because this machine is busy."""
     monkeypatch.setattr(digests, "_LIFE_MS", LIFE_MS)
-
-
-@asynccontextmanager
-async def reading(url: str) -> AsyncIterator[Next]:
-    """Yield a function that awaits the reader's next news."""
-    async with (
-        connect(url, "test") as redis,
-        aclosing(DigestReader(redis, "test", Random(1)).changes()) as news,
-    ):
-
-        async def following() -> News:
-            async with asyncio.timeout(PATIENCE_S):
-                return await anext(news)
-
-        yield following
 
 
 @pytest.fixture
@@ -165,51 +148,32 @@ async def test_digest_reader_follows_restarted_redis(
 async def test_routers_count_requests_of_live_peers(
     redis_server: RedisServer,
 ) -> None:
-    config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
-    fleets = [Fleet(OutputLengths()) for _ in range(2)]
-    sharing, registry = [], CollectorRegistry()
-    for fleet in fleets:
-        fleet.put(state(1, A10, ManualClock()))
-        metrics = RouterMetrics(registry if fleet is fleets[0] else CollectorRegistry())
-        sharing.append(asyncio.create_task(share(config, fleet, metrics)))
-    one, two = fleets
-    one.dispatch(replica(1), chat(100))
-    try:
-        await _sees(two, 1)
-        await until(lambda: bool(registry.get_sample_value("extproc_redis_seconds_count")))
-        await redis_server.kill()
-        await _sees(two, 0)
-        await until(lambda: len(two.view(MODEL)) and two.peers.stale)
-        await redis_server.start()
-        await _sees(two, 1)
-        sharing[0].cancel()
-        # A second cancellation would meet redis-py as it closes, and leave connections open.
-        await asyncio.wait(sharing[:1])
+    registry = CollectorRegistry()
+    async with router(redis_server.url) as two:
+        async with router(redis_server.url, registry) as one:
+            one.dispatch(replica(1), chat(100))
+            await _sees(two, 1)
+            await until(lambda: bool(registry.get_sample_value("extproc_redis_seconds_count")))
+            await redis_server.kill()
+            await _sees(two, 0)
+            await until(lambda: len(two.view(MODEL)) and two.peers.stale)
+            await redis_server.start()
+            await _sees(two, 1)
         await until(lambda: len(two.peers) == 0)
         await _sees(two, 0)
-    finally:
-        for task in sharing:
-            task.cancel()
-        ended = await asyncio.gather(*sharing, return_exceptions=True)
-    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
 
 
 async def test_later_versions_are_counted_in_metrics(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
-    config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
     registry = CollectorRegistry()
     future = msgpack.encode(["new", VERSION + 1, []])
     await redis_client.set(Keys("test").router + "later", future)
     await redis_client.xadd(Keys("test").responses, {"": future})
     await redis_client.rpush(Keys("test").blocks + replica(1), future)
-    sharing = asyncio.create_task(share(config, Fleet(OutputLengths()), RouterMetrics(registry)))
     name, labels = "extproc_redis_skipped_total", {"reason": "unknown_tag"}
-    try:
+    async with router(redis_server.url, registry):
         await until(lambda: registry.get_sample_value(name, labels) == 3)
-    finally:
-        sharing.cancel()
-        await asyncio.gather(sharing, return_exceptions=True)
 
 
 async def test_stopping_router_sends_farewell(
