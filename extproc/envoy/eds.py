@@ -59,7 +59,7 @@ async def run_eds(config: Config) -> None:
             readers.append(StateReader(redis, one.pool, Random()))
         logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(
-            *map(_follow, readers, pools.values(), [changed] * len(pools)),
+            *(_follow(*each, changed) for each in zip(readers, pools.values(), strict=True)),
             _drop_silent(pools, changed),
             _serve(pools, catalog, changed),
             _tell_health(readers, server),

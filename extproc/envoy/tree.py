@@ -171,8 +171,7 @@ class Tree:
         cls = _message_type(name)
         if cls is None:  # a warning: other builds of Envoy have types of their own
             text = f"Envoy itself has no type {name!r}: misspelt, or another build's own"
-            where = _written(path)
-            self.findings.append(Finding("schema", Level.WARNING, where, f"{text}; not checked"))
+            self._problem(path, f"{text}; not checked", Level.WARNING)
             return Node(AnyMessage, path)
         return self._read(cls, inner if _is_plain(cls) and "value" in fields else fields, path)
 
@@ -185,8 +184,8 @@ class Tree:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             return self._problem(path, str(error))
 
-    def _problem(self, path: Path, text: str) -> None:
-        self.findings.append(Finding("schema", Level.ERROR, _written(path), text))
+    def _problem(self, path: Path, text: str, level: Level = Level.ERROR) -> None:
+        self.findings.append(Finding("schema", level, _written(path), text))
 
 
 def snake_case(key: str) -> str:
