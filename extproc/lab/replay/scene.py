@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from msgspec import convert, structs
@@ -18,6 +19,11 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import RequestProfile
 
+# Fields that a recorded request and its profile share.
+_SAME = (
+    *("output_bound", "sequences", "stream", "least_output"),
+    *("tenant", "prompts", "longest_share", "session"),
+)
 _JOINED_S = 5.0  # after the start of a record every replica has a line
 
 
@@ -65,9 +71,8 @@ class Member:
     def state(self) -> ReplicaState:
         return self.turns[-1].state
 
-    def called(self, replica: str, name: str) -> "Member":
-        called = {"id": replica, "name": name}
-        turns = (replace(one, state=structs.replace(one.state, **called)) for one in self.turns)
+    def with_state(self, **fields: object) -> "Member":
+        turns = (replace(one, state=structs.replace(one.state, **fields)) for one in self.turns)
         return replace(self, turns=tuple(turns))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
@@ -76,11 +81,8 @@ class Member:
         told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
         if (longest := self.state.max_model_len) is not None:
             told["max_model_len"] = min(longest, capacity)
-        turns = (
-            replace(one, step=step or hardware.step, state=structs.replace(one.state, **told))
-            for one in self.turns
-        )
-        return Member(hardware, tuple(turns))
+        turns = self.with_state(**told).turns
+        return Member(hardware, tuple(replace(one, step=step or hardware.step) for one in turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,7 @@ class Scene:
 
 def scene_of(recorded: Recorded) -> Scene:
     """Scene of a record; raises ValueError if a part of it cannot be replayed."""
-    start = recorded.start
-    began = start.at
+    began = recorded.start.at
     try:
         # The engine decodes a token a step: with accepted drafts there are fewer steps.
         per_step = {
@@ -120,7 +121,7 @@ def scene_of(recorded: Recorded) -> Scene:
     except (TypeError, KeyError) as error:
         raise ValueError(f"the record has a line that cannot be understood: {error}") from None
     lasts_s = max(one.at + one.seconds for one in recorded.requests) - began
-    return Scene(Config.model_validate(start.config), members, requests, lasts_s)
+    return Scene(Config.model_validate(recorded.start.config), members, requests, lasts_s)
 
 
 # -- requests -------------------------------------------------------------------------------
@@ -143,43 +144,25 @@ def _asked(
         if line.whole:
             last[line.whole] = index
     for index, line in enumerate(lines):
-        unit = units.get(line.model, 1.0)
         seen = line.complete or (line.stream and not line.cut)
         steps = round(line.output_tokens / per_step[line.replica])
-        yield Asked(
-            index,
-            line.at - began,
-            max(line.prompt_tokens, 1),
-            max(steps, 1) if line.sequences else 0,
-            _profile(line, keys[index]),
-            held[index],
-            unit,
-            line.replica,
-            line.waited_s,
-            np.nan if line.ttft_s is None else line.ttft_s,
-            line.seconds if seen else np.nan,
-        )
+        tokens = max(line.prompt_tokens, 1), max(steps, 1) if line.sequences else 0
+        unit, profile = units.get(line.model, 1.0), _profile(line, keys[index])
+        ttft_s = np.nan if line.ttft_s is None else line.ttft_s
+        times = line.waited_s, ttft_s, line.seconds if seen else np.nan
+        at, replica = line.at - began, line.replica
+        yield Asked(index, at, *tokens, profile, held[index], unit, replica, *times)
 
 
 def _profile(line: Request, keys: Keys) -> RequestProfile:
     targets = line.ttft_target_s, line.tpot_target_s, line.completion_target_s
+    same: dict[str, Any] = {name: getattr(line, name) for name in _SAME}
+    tokens = line.estimated_tokens
     return RequestProfile(
-        Endpoint(line.endpoint),
-        line.model,
-        line.estimated_tokens,
-        0,
-        output_bound=line.output_bound,
-        sequences=line.sequences,
-        stream=line.stream,
-        least_output=line.least_output,
-        tenant=line.tenant,
-        prompts=line.prompts,
-        longest_share=line.longest_share,
-        session=line.session,
+        *(Endpoint(line.endpoint), line.model, tokens, 0),
         objective=Objective(line.objective, line.priority, False, *targets),
-        prefix=Prefix(
-            keys, line.unit, line.estimated_tokens, line.whole, line.asked, line.answered
-        ),
+        prefix=Prefix(keys, line.unit, tokens, line.whole, line.asked, line.answered),
+        **same,
     )
 
 

@@ -98,19 +98,13 @@ class Answer:
             kind: {name: asdict(one) | {"seconds": one.seconds} for name, one in figures.items()}
             for kind, figures in self.differences.items()
         }
-        return {
-            "change": self.change,
-            "differences": differing,
-            "short": self.short,
-            "unserved": self.unserved,
-        }
+        return asdict(self) | {"differences": differing}
 
     def __str__(self) -> str:
         columns = [Column("seconds", left=True), *_COLUMNS]
         lines = [f"with {self.change}", "", *table(columns, list(self._rows()))]
         if any(self.unserved):
-            before, after = self.unserved
-            left = f"{before:.1%} as it is, {after:.1%} changed"
+            left = "{:.1%} as it is, {:.1%} changed".format(*self.unserved)
             what = f"nobody would serve {left} of all requests"
             lines += ["", f"{what}; the figures are of the others"]
         if self.short:
@@ -140,8 +134,8 @@ def changed(scene: Scene, change: Change) -> Scene:
     for name in change.more:
         replica = _named(scene, name)
         times[replica] += 1
-        other = f"{replica}+{times[replica]}"
-        members[other] = members[replica].called(other, f"{name}+{times[replica]}")
+        other, called = f"{replica}+{times[replica]}", f"{name}+{times[replica]}"
+        members[other] = members[replica].with_state(id=other, name=called)
     for name in change.less:
         members.pop(_named(scene, name), None)
     if not members:
