@@ -42,7 +42,7 @@ class Part:
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
-    stood_still: bool = False  # the poller did: others may have scraped its replicas meanwhile
+    stood_still: bool = False  # the poller did, and others may have scraped its replicas meanwhile
     redis_forgot: bool = False  # Redis came back empty
 
 
@@ -120,9 +120,10 @@ class Owners:
             if not self._part:  # else what is written soon says so
                 self._outage.works()
         self.beat_at = self._clock()
-        stood_still, self.stood_still = self.stood_still, False
+        others_may_have_it = self.stood_still and bool(self._others)
+        self.stood_still = False
         listed_by_others = frozenset().union(*self._others.values())
-        return Part(self._part, listed_by_others, stood_still, redis_forgot)
+        return Part(self._part, listed_by_others, others_may_have_it, redis_forgot)
 
     async def release(self) -> None:
         """Gives the part to the others, which notice at their next heartbeats."""

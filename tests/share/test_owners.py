@@ -159,6 +159,13 @@ async def test_poller_that_stood_still_is_a_newcomer(
         assert not a.part.stood_still
 
 
+async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis) -> None:
+    a = Poller(redis_client, "a")
+    await a.beat()
+    a.owners.stood_still = True
+    assert await a.beat() == Part(TEN)
+
+
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
