@@ -87,10 +87,7 @@ def endpoint_of(path: str) -> Endpoint | None:
 
 
 def invoked(fields: Container[str]) -> Endpoint:
-    """The endpoint as which vLLM serves a body at ``/invocations``, the path of SageMaker.
-
-    A body whose fields are not known counts as a chat.
-    """
+    """The endpoint that serves a body at ``/invocations``, SageMaker's path; a chat by default."""
     return next((_INVOKED[field] for field in _INVOKED if field in fields), Endpoint.CHAT)
 
 

@@ -19,11 +19,8 @@ CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of which not even the size is 
 LARGE_BODY = 8 * 2**20
 """Bytes. Behind Envoy 1.40 a body of 8 MB reached the router after 30 ms, one of 40 MB after 240 to
 380 ms; by default Envoy waits 200 ms."""
-
 _MEDIUM = 2**20  # bytes: about one image
-
 _LOOKED_AT = 16_384  # bytes at either end of a form in which its fields stand
-
 _FIELD = re.compile(
     rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part
     rb"(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{1,512})\r\n"

@@ -91,18 +91,14 @@ class TokenCounter:
         return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
-        """Learn from the report on a prompt with images: ``tokens`` are those beyond its text.
-
-        Reports that cannot be true change nothing.
-        """
+        """Learn from the tokens of images, beyond the text, unless they cannot be true."""
         if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """Learn from the tokens that a replica reports of a prompt.
 
-        Reports that cannot be true, of prompts whose bytes say nothing (0) or outside
-        ``PLAUSIBLE``, change nothing.
+        Prompts of 0 bytes, and ratios outside ``PLAUSIBLE``, change nothing.
         """
         if prompt_bytes <= 0 or prompt_tokens <= 0:
             return

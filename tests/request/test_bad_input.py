@@ -183,6 +183,12 @@ def test_image_of_40_mb_is_not_counted_as_text() -> None:
     assert 0 < got.prompt_tokens - COUNTER.image_tokens("m") < 20
 
 
+def test_model_between_prompts_too_long_to_be_read_is_found() -> None:
+    text = b'"' + b"sea " * 2**18 + b'"'
+    body = b'{"prompt": ' + text + b', "model": "m", "input": [' + (text + b",") * 10 + b"1]}"
+    assert measured(Endpoint.CHAT, body).model == "m"
+
+
 @pytest.mark.parametrize("item", [b"[]", b"{}", b'""', b"1", b"null"])
 def test_millions_of_values_are_routed_on_their_length(item: bytes) -> None:
     body = b'{"model": "m", "messages": [' + (item + b",") * 2_000_000 + b"1]}"
