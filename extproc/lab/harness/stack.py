@@ -112,8 +112,8 @@ class Stack:
 
     @property
     def explain_command(self) -> str:
-        argv = self._command("extproc", "explain", "--router", self.address("router-admin"))
-        return shlex.join(argv)
+        router = self.address("router-admin")
+        return shlex.join(self._command("extproc", "explain", "--router", router))
 
     def admin(self, name: str) -> str:
         return self._url(f"{name}-admin")
@@ -205,7 +205,9 @@ class Stack:
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         if name == "envoy":
-            return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
+            command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
+            flags = ("--file-flush-interval-msec", str(_FLUSH_MS))
+            return [*command, *flags], answers(f"{self.envoy_admin}/ready")
         if name in (*self.routers, *self.pollers):
             return self._service(name), answers(f"{self.admin(name)}/healthz")
         replica = next(one for one in self.replicas if one.name == name)
@@ -225,10 +227,6 @@ class Stack:
 
     def _command(self, *program: str | Path | int) -> list[str]:
         return [sys.executable, "-m", *map(str, program)]
-
-    def _envoy_command(self) -> list[str | Path]:
-        command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
-        return [*command, "--file-flush-interval-msec", str(_FLUSH_MS)]
 
     def _write_configurations(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

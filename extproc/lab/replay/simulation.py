@@ -204,7 +204,12 @@ class Simulation(ABC):
 
     def _hear(self, outcome: Outcome) -> Iterator[Served]:
         for sequence in outcome.prefilled:
-            self._first_token(self._owners[sequence.id])
+            served = self._owners[sequence.id]
+            if served.first_token is None:  # else it was preempted since
+                served.first_token = self.clock()
+                if served.profile.stream:
+                    self._answer(served, well=True)
+                    self._routers.tell(served, Node.first_token)
         for sequence in outcome.finished:
             served = self._owners.pop(sequence.id)
             if all(one.finished is not None for one in served.sequences):
@@ -214,14 +219,6 @@ class Simulation(ABC):
                 self._routers.ended(served)
                 yield served
                 self._routers.tell(served, Node.let_go)
-
-    def _first_token(self, served: Served) -> None:
-        if served.first_token is not None:
-            return  # it was preempted since
-        served.first_token = self.clock()
-        if served.profile.stream:
-            self._answer(served, well=True)
-            self._routers.tell(served, Node.first_token)
 
     def _poll(self) -> None:
         for watch in self._watches:
