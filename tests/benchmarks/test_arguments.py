@@ -22,51 +22,44 @@ TIME = ("-1", "inf", "nan")
 COUNT = ("0", "-1", "1.5", "many")
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "values"),
-    [
-        ("simulate", "--speed", POSITIVE),
-        ("simulate", "--poll-interval", POSITIVE),
-        ("simulate", "--share-lag", TIME),
-        ("simulate", "--skip", TIME),
-        ("simulate", "--duration", POSITIVE),
-        ("simulate", "--until", ("nan", "0")),
-        ("simulate", "--routers", COUNT),
-        ("load", "--from", TIME),
-        ("load", "--stream-share", ("-0.1", "1.1", "nan", "half")),
-        ("load", "--context", COUNT),
-        ("load", "--url", ("127.0.0.1:8080", "ftp://a", "http://", "", "http://a:99999")),
-        ("compare", "--repeats", COUNT),
-        ("fit", "--speed", ("0", "nan")),
-        ("fit", "--max-num-seqs", COUNT),
-        ("real_vllm", "--warm-up", ("-1", "many")),
-        ("real_vllm", "--max-num-seqs", COUNT),
-    ],
-)
-def test_a_value_that_makes_no_sense(
-    command: str, option: str, values: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+VALUES = {
+    **{f"simulate {name}": POSITIVE for name in ("--speed", "--poll-interval", "--duration")},
+    **{f"simulate {name}": TIME for name in ("--share-lag", "--skip")},
+    "simulate --until": ("nan", "0"),
+    "simulate --routers": COUNT,
+    "load --from": TIME,
+    "load --stream-share": ("-0.1", "1.1", "nan", "half"),
+    "load --context": COUNT,
+    "load --url": ("127.0.0.1:8080", "ftp://a", "http://", "", "http://a:99999"),
+    "compare --repeats": COUNT,
+    "fit --speed": ("0", "nan"),
+    "fit --max-num-seqs": COUNT,
+    "real_vllm --warm-up": ("-1", "many"),
+    "real_vllm --max-num-seqs": COUNT,
+}
+NAMES = {
+    "simulate --policy": "completion, ",
+    "simulate --know": "lengths, coefficients",
+    "load --endpoint": "chat, completions",
+    "real_vllm --policy": "completion, ",
+}
+
+
+@pytest.mark.parametrize("argument", VALUES)
+def test_a_value_that_makes_no_sense(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, option = argument.split()
     main, given = COMMANDS[command]
-    for value in values:
+    for value in VALUES[argument]:
         line = complaint_of(main, capsys, *given, f"{option}={value}")
         assert f"argument {option}: {value!r} is not" in line
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "known"),
-    [
-        ("simulate", "--policy", "completion, "),
-        ("simulate", "--know", "lengths, coefficients"),
-        ("load", "--endpoint", "chat, completions"),
-        ("real_vllm", "--policy", "completion, "),
-    ],
-)
-def test_a_name_that_is_none(
-    command: str, option: str, known: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("argument", NAMES)
+def test_a_name_that_is_none(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, option = argument.split()
     main, given = COMMANDS[command]
     line = complaint_of(main, capsys, *given, option, "nonsense")
-    assert f"argument {option}: 'nonsense' is none of {known}" in line
+    assert f"argument {option}: 'nonsense' is none of {NAMES[argument]}" in line
 
 
 @pytest.mark.parametrize("command", ["simulate", "load", "compare"])
