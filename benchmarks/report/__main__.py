@@ -1,7 +1,4 @@
-"""Draws a benchmark's report again, from the JSON that it wrote.
-
-python -m benchmarks.report results.json --out DIR
-"""
+"""Draws a benchmark's report again, from the JSON that it wrote."""
 
 import json
 import sys

@@ -78,9 +78,7 @@ _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 
 def writable(folder: Path) -> None:
-    """Makes the folder; raises OSError if nothing can be written there, ValueError without
-    matplotlib. To be called before minutes of measuring.
-    """
+    """Makes the folder, or raises OSError or, without matplotlib, ValueError."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
