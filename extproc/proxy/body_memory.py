@@ -95,11 +95,13 @@ class Body:
         return data
 
     def drop(self) -> None:
-        self.release()
+        self._chunks = []
+        self._resize(0)
         if self.dropped is not None:
             self.dropped.set_result(NoMemory())
 
     def release(self) -> None:
+        self.dropped = None
         self._chunks = []
         self._resize(0)
 

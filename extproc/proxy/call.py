@@ -10,7 +10,7 @@ from extproc.request.errors import Refusal
 
 
 class Left(Exception):  # noqa: N818 - no fault of anybody
-    """The stream is over before its request was answered."""
+    """The stream has ended."""
 
 
 class Call:
@@ -28,10 +28,11 @@ class Call:
         self._reading: asyncio.Future[Any] | None = None  # a message ahead
         self._writing = asyncio.Lock()  # gRPC takes one reply at a time
 
-    async def read(self, unless: asyncio.Future[Refusal] | None = None) -> ProcessingRequest | None:
-        """The next message; None at the stream's end.
+    async def read(self, unless: asyncio.Future[Refusal] | None = None) -> ProcessingRequest:
+        """The next message.
 
         Raises:
+            Left: the stream ends before it.
             Refusal: the result of ``unless``, if that comes first.
             DecodeError: it is none.
             grpc.aio.BaseError: Envoy reset the stream, or the server stopped.
@@ -43,7 +44,9 @@ class Call:
                 raise unless.result()
         reading, self._reading = self._reading, None
         raw = await (reading or self._context.read())
-        return None if raw is grpc.aio.EOF else ProcessingRequest.FromString(raw)
+        if raw is grpc.aio.EOF:
+            raise Left
+        return ProcessingRequest.FromString(raw)
 
     async def write(self, reply: bytes) -> None:
         async with self._writing:

@@ -22,7 +22,7 @@ from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import messages
 from extproc.proxy.body_memory import Body
-from extproc.proxy.call import Call, Left
+from extproc.proxy.call import Call
 from extproc.proxy.headers import Asked, asked_by, model_list
 from extproc.proxy.in_flight import InFlight
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
@@ -59,18 +59,15 @@ class Exchange:
 
     # -- messages ---------------------------------------------------------------------------
 
-    async def begin(self) -> bool:
-        """Reads of the first message how Envoy speaks; returns whether there is one."""
+    async def begin(self) -> None:
+        """Reads of the first message how Envoy speaks; it is not answered yet."""
         first = self._first = await self._call.read()
-        if first is None:
-            return False
         if first.HasField("protocol_config"):
             self.body_mode = first.protocol_config.request_body_mode
             self._response_body_mode = first.protocol_config.response_body_mode
         self.body_first = first.WhichOneof("request") == "request_body"
         self.full_duplex = self.body_mode == messages.FULL_DUPLEX_STREAMED and not self.body_first
         self.subset = messages.subset_of(first)
-        return True
 
     def is_for(self, headers: Mapping[str, str]) -> Asked | None:
         """The request by its headers; None where it makes no replica compute."""
@@ -88,45 +85,34 @@ class Exchange:
             self.services.metrics.refused.add(reason)
             self.ends_here("refused", reason)
             await self.write(refuse(refusal, self.endpoint))
-        except Left:
-            pass
         finally:
             self.body.release()
 
     async def read(self, *phases: str) -> ProcessingRequest:
-        """The next message of these phases; those that come before it are answered as they are.
-
-        Raises:
-            Left: there is none.
-        """
+        """The next message of these phases; those that come before it are answered as they are."""
         while True:
             message, self._first = self._first or await self._next(), None
-            if message is None:
-                raise Left
             if message.WhichOneof("request") in phases:
                 return message
             await self.write(self._reply_to(message))
 
-    async def pass_one(self) -> bool:
-        """Answers the next message as it is; returns whether there was one."""
-        if (message := await self._next()) is None:
-            return False
+    async def pass_one(self) -> None:
+        """Answers the next message as it is."""
+        message = await self._next()
         reply = self._reply_to(message)
         del message  # it may be a body of many MB, and Envoy slow to read
         await self.write(reply)
-        return True
 
-    async def _next(self) -> ProcessingRequest | None:
+    async def _next(self) -> ProcessingRequest:
         """The next message, but for chunks after a body's last, which Envoy 1.35 to 1.37 repeats
         (https://github.com/envoyproxy/envoy/issues/46237)."""
-        dropped = self.body.dropped
-        while (message := await self._call.read(dropped)) is not None and self.full_duplex:
-            if message.WhichOneof("request") != "request_body":
-                break
+        while True:
+            message = await self._call.read(self.body.dropped)
+            if not self.full_duplex or message.WhichOneof("request") != "request_body":
+                return message
             if not self._request_ended:
                 self._request_ended = message.request_body.end_of_stream
-                break
-        return message
+                return message
 
     async def write(self, reply: bytes) -> None:
         await self._call.write(reply)

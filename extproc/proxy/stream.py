@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from extproc.proxy import messages
 from extproc.proxy.admission import NONE_READY, choose
 from extproc.proxy.body_memory import MOST_EACH, NoMemory, TooLarge
+from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.headers import Asked, headers_read
 from extproc.request.endpoint import Endpoint
@@ -24,10 +25,12 @@ _PIECE = 2**16  # bytes of a body that was held back, in each message that retur
 async def stream(exchange: Exchange) -> None:
     """Brings one request to a replica, and follows its response to the end."""
     try:
-        if await exchange.begin():
-            await exchange.answer(_protocol_of(exchange))
-        while await exchange.pass_one():
-            pass
+        await exchange.begin()
+        await exchange.answer(_protocol_of(exchange))
+        while True:
+            await exchange.pass_one()
+    except Left:
+        pass
     finally:
         exchange.close()
 

@@ -82,6 +82,8 @@ class TestBodies:
             await other.write_headers(**DUPLEX)
             await other.write_body(BEGUN + b"a" * 4000, False)
             assert error_of(await stalled.read())["code"] == "no_memory"
+            await stalled.write_body(b"more")
+            assert chunk_of(await stalled.read()) == (b"more", True)
             for stream in (slow, other):
                 await stream.write_body(b'"}]}')
                 assert destination(await stream.read())
