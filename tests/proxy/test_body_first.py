@@ -119,17 +119,6 @@ async def test_body_first_cancel_reaches_response_owner(
     assert chosen(reply) == [replica(2)] * 2
 
 
-async def test_repeated_body_is_counted_once(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.body_first(CHAT)
-        assert (await stream.body_first(CHAT)).request_body is not None
-        await stream.request_headers()
-        assert services.fleet.in_flight == 1
-        await stream.end()
-    assert services.fleet.in_flight == 0
-    assert ("passed",) not in samples(services.metrics.requests)
-
-
 async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:
     """Envoy tells them as they came, though the message's field is text."""
     async with envoy.stream() as stream:
@@ -138,13 +127,6 @@ async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: 
         assert set(chosen(reply)) == MEMBERS
     (record,) = services.log.of_request("abc")
     assert record.decision.profile.session
-
-
-async def test_response_headers_may_come_alone(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        assert (await stream.response_headers()).response_headers is not None
-        await stream.end()
-    assert services.fleet.in_flight == 0
 
 
 async def test_skipped_response_is_not_unanswered(envoy: EnvoySide, services: Services) -> None:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 import pytest
 from betterproto2 import which_one_of
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     HttpBody,
     HttpTrailers,
@@ -106,6 +107,11 @@ def answer(status: int, end: bool = False) -> ProcessingRequest:
 
 BUFFERED, DUPLEX = headers(BodyMode.BUFFERED), headers(BodyMode.FULL_DUPLEX_STREAMED)
 FIRST = Stream(None).body_message(CHAT)
+GZIPPED = deepcopy(BUFFERED)
+GZIPPED.request_headers.headers.headers.append(
+    HeaderValue(key="content-encoding", raw_value=b"gzip")
+)
+AFTER = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
 TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
 USAGE = ProcessingRequest(
     response_body=HttpBody(body=b'{"usage": {"completion_tokens": 3}}', end_of_stream=True)
@@ -116,6 +122,9 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
     ([FIRST], ["request_body"], 1, {"routed": 1}),
     ([FIRST, FIRST, BUFFERED], ["request_body"] * 2 + ["request_headers"], 1, {"routed": 1}),
     ([BUFFERED], ["request_headers"], 0, {}),
+    ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
+    ([answer(200), USAGE, TRAILERS, AFTER, ProcessingRequest()],
+     ["response_headers", "response_body", "request_trailers", "response_trailers", ""], 0, {}),
     ([BUFFERED, chunk(BODY), answer(200), USAGE],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
     ([answer(200), chunk(BODY), BUFFERED, chunk(BODY)],
