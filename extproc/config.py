@@ -371,7 +371,11 @@ class HoldSettings(Section):
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
     """Seconds for which Envoy is asked to wait; a second earlier a request is refused with 429.
-    Envoy's ``max_message_timeout`` must be as long, or none waits. 0: none waits."""
+    Envoy's ``max_message_timeout`` must be as long, or Envoy goes on without the router. 0: none
+    waits."""
+    empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
+    """Seconds for which a request waits while no replica serves its model, if one did within the
+    last hour; then it is answered with 503. At most ``longest_s``. 0: no request waits for that."""
     most: int = Field(default=10_000, ge=1)
     """Requests that wait at a time; further ones are refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)

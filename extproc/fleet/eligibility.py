@@ -5,6 +5,7 @@ Envoy calls the like outlier detection, panic threshold and slow start.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -14,8 +15,12 @@ from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
-_HELD_UP_S = 0.2  # seconds without an answer to anything after which requests go elsewhere
+_HELD_UP_S = 1.0  # seconds without an answer to anything after which requests go elsewhere
 _STUCK_S = 10.0  # seconds in which nothing moves in an engine with work: longer than any step
+_FROZEN_S = 2.0  # seconds after which gauges count for nothing, where no known request is there
+_TRIAL_S = 5.0  # seconds between two trials of a replica that is stalled or not healthy
+_FULL_S = 1.0  # seconds for which an engine that steps and answers 503 counts as full
+_MOST_EJECTED = 0.5  # share of the members, at least one
 _LOOK_EVERY_S = 1.0  # seconds between two looks for those
 _TOLERATED = 3  # failures in a row before a replica is ejected
 _FIRST_EJECTION_S = 1.0  # every failure that follows doubles the ejection
@@ -26,6 +31,8 @@ _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
 enough to bear it where it is ten times slower than its profile says."""
 _MODELS_REMEMBERED = 64
+_UNDER_WAY_S = 1.0  # seconds for which an answer may be on its way
+_FULL = "its engine answered that it is full"
 _FAILING = "it failed several requests in a row"
 _HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
@@ -43,6 +50,10 @@ class _Replica:
     answered_at: float = -inf  # when something of an answer to one was last seen
     ejected_until: float = -inf
     tried: bool = False  # a trial request after an ejection has no outcome yet
+    full_until: float = -inf
+    unhealthy_at: float = inf  # since when polls say so
+    trial_at: float = inf  # when a request may try it, though it is stalled or not healthy
+    frozen: bool = False  # nothing moves in its gauges, and no known request is there
 
 
 _Rule = Callable[[_Replica], str]  # why a replica may not be used, for people; empty where it may
@@ -56,7 +67,7 @@ class Eligibility:
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
       replica says it serves the model, for the others would answer 404. If none does, one that
       does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: it answered nothing for 0.2 s, no news of it came for 5 s while there is of others
+    - *stalled*: it answered nothing for 1 s, no news of it came for 5 s while there is of others
       (when nothing at all is heard, pollers or Redis are gone: the replicas are still there), or
       nothing moved for 10 s in an engine with work; until it does, news comes, or anything moves.
     - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
@@ -86,8 +97,11 @@ class Eligibility:
 
     # -- what happens -----------------------------------------------------------------------
 
-    def heard(self, state: ReplicaState, age: float = 0.0) -> None:
-        """A poll's news of a replica came, ``age`` seconds after the poll."""
+    def heard(self, state: ReplicaState, age: float = 0.0, idle: bool = False) -> None:
+        """A poll's news of a replica came, ``age`` seconds after the poll.
+
+        ``idle``: no request is there that this router or another one sent.
+        """
         now = self._clock()
         self.silence.heard(state.id, now)
         one = self._replicas.get(state.id)
@@ -99,6 +113,11 @@ class Eligibility:
                 one.moved_at = now
             self._changed |= _said(state) != _said(one.state)
         one.state, one.heard_at = state, now - age
+        one.frozen = idle and one.heard_at - one.moved_at >= _FROZEN_S
+        if state.healthy:
+            one.unhealthy_at = inf
+        elif one.unhealthy_at == inf:
+            one.unhealthy_at, one.trial_at = now, now + _TRIAL_S
         self._start_slowly(one)
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
@@ -108,17 +127,27 @@ class Eligibility:
         """A request was sent to it whose outcome Envoy tells: after an ejection that is enough
         until it is known, or was not for as long as the ejection."""
         one = self._replicas[replica]
+        if one.stalled or not one.state.healthy:
+            one.trial_at, self._changed = self._clock() + _TRIAL_S, True
         if _was_ejected(one) and not self._is_ejected(one):
             one.tried = True
             self._eject(one)
 
-    def failed(self, replica: str) -> None:
+    def failed(self, replica: str, unavailable: bool = False) -> None:
         """A request sent to it was answered with a 5xx, or had to be served by another.
 
         Those that were sent before an ejection and fail during it do not count again.
+
+        Args:
+            replica: ``ip:port``.
+            unavailable: the answer was 503, or none was seen. So a full engine answers, since vLLM
+                0.29 (``--max-num-queued-reqs``): one that steps is taken for full, not for failing.
         """
         one = self._replicas.get(replica)
         if one is None or (self._is_ejected(one) and not one.tried):
+            return
+        if unavailable and self._steps(one):
+            one.full_until, self._changed = self._clock() + _FULL_S, True
             return
         one.tried = False
         one.failed_at = self._failed_at = self._clock()
@@ -137,6 +166,7 @@ class Eligibility:
     def answers(self, replica: str) -> None:
         if (one := self._replicas.get(replica)) is not None:
             one.answered_at = self._clock()
+            self._changed |= not one.state.healthy
 
     def ended(self, replica: str) -> None:
         one = self._replicas.get(replica)
@@ -160,7 +190,7 @@ class Eligibility:
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
-            ends = (one.ejected_until for one in self._replicas.values())
+            ends = (end for one in self._replicas.values() for end in _ends(one))
             self._next_end = min((end for end in ends if end > now), default=inf)
         found = self._candidates.get((model, among, told))
         if found is None:
@@ -193,7 +223,7 @@ class Eligibility:
 
     def _against(self) -> dict[str, tuple[str, str]]:
         """By member, the first thing that speaks against it: in one word, and for people."""
-        rules, found = self._rules("", False, told=True), {}
+        rules, found = self._rules("", False, told=True, trials=False), {}
         for name, one in self._replicas.items():
             reasons = ((word, rule(one)) for word, rule, _ in rules)
             if first := next((reason for reason in reasons if reason[1]), None):
@@ -235,7 +265,17 @@ class Eligibility:
     def works(self, replica: str) -> bool:
         """Whether a member is healthy and not ejected: it can be asked for what it alone holds."""
         one = self._replicas.get(replica)
-        return one is not None and one.state.healthy and not self._is_ejected(one)
+        return one is not None and not self._unhealthy(one) and not self._is_ejected(one)
+
+    def frozen(self, replica: str) -> bool:
+        """Whether a member's gauges count for nothing: vLLM's keep their last values when all
+        requests are aborted at once, until the engine steps again (vllm#22545)."""
+        return self._replicas[replica].frozen
+
+    def progresses(self, replica: str, within: float) -> bool:
+        """Whether an engine with work moved within so many seconds."""
+        one = self._replicas.get(replica)
+        return one is not None and self._steps(one, within)
 
     @property
     def doubtful(self) -> bool:
@@ -259,12 +299,27 @@ class Eligibility:
             if always or len(rejected) < len(usable):
                 left_out |= rejected
                 usable = [one for one in usable if one.state.id not in rejected]
+        if not usable and (tried := self._on_trial(members, model)):
+            del left_out[tried]
         ids = sorted(members, key=self._rows.__getitem__)
         return replace(
             self._of(ids, [left_out.get(name, "") for name in ids]),
             unknown=bool(serving) and all_told and not any(serving),
             only_some=any(serving) and not all(serving),
         )
+
+    def _on_trial(self, members: Iterable[str], model: str) -> str | None:
+        """Where none is usable: one that is not healthy, by polls, and may be tried again."""
+        now = self._clock()
+        found = [
+            one
+            for name in members
+            if not (one := self._replicas[name]).state.asleep
+            and not one.state.draining
+            and now >= one.trial_at
+            and self._serves(model, one)
+        ]
+        return min(found, key=lambda one: one.trial_at).state.id if found else None
 
     def _of(self, ids: Iterable[str], left_out: Iterable[str]) -> Candidates:
         found = [(self._replicas[name].state, why) for name, why in zip(ids, left_out, strict=True)]
@@ -278,7 +333,9 @@ class Eligibility:
             frozenset(ids),
         )
 
-    def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[str, _Rule, bool], ...]:
+    def _rules(
+        self, model: str, listed: bool, told: bool, trials: bool = True
+    ) -> tuple[tuple[str, _Rule, bool], ...]:
         """Each with what such a replica is, in one word, and whether it holds even where it leaves
         no replica; without a model: those that hold whatever it is."""
         out = self._is_ejected if told else _was_ejected
@@ -287,17 +344,32 @@ class Eligibility:
             return not model or self._serves(model, one)
 
         return (
-            (
-                "unhealthy",
-                lambda one: "" if one.state.healthy else one.state.problem or "not healthy",
-                True,
-            ),
+            ("asleep", lambda one: "its engine sleeps" if one.state.asleep else "", True),
+            ("unhealthy", self._unhealthy, True),
             ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
-            ("stalled", lambda one: _HELD_UP if _is_held_up(one.state) else one.stalled, False),
+            ("stalled", partial(self._stalled, trials=trials), False),
             ("failing", lambda one: _FAILING if out(one) else "", False),
+            ("full", lambda one: _FULL if self._clock() < one.full_until else "", False),
             # last: those draining serve rather than one that is ejected
             ("draining", lambda one: "draining" if one.state.draining else "", False),
         )
+
+    def _unhealthy(self, one: _Replica) -> str:
+        """Why a replica is not healthy; empty, too, where this router saw it answer since."""
+        answered = one.answered_at - one.unhealthy_at > _UNDER_WAY_S
+        if one.state.healthy or (answered and self._clock() - one.answered_at < SILENT_AFTER_S):
+            return ""
+        return one.state.problem or "not healthy"
+
+    def _stalled(self, one: _Replica, trials: bool) -> str:
+        if _is_held_up(one.state):
+            return _HELD_UP
+        return "" if trials and self._clock() >= one.trial_at else one.stalled
+
+    def _steps(self, one: _Replica, within: float = _FULL_S) -> bool:
+        """Whether it has work, and its engine moved lately."""
+        busy = one.state.running > 0 and one.state.healthy
+        return busy and not one.frozen and self._clock() - one.moved_at < within
 
     def _full(self, replica: str, requests: float) -> str:
         one = self._replicas[replica]
@@ -313,6 +385,10 @@ class Eligibility:
         return self._clock() < one.ejected_until
 
     def _eject(self, one: _Replica) -> None:
+        if not one.ejected_until > -inf:
+            ejected = sum(_was_ejected(other) for other in self._replicas.values())
+            if ejected + 1 > max(len(self._replicas) * _MOST_EJECTED, 1.0):
+                return
         doublings = min(one.failures - _TOLERATED, _MOST_DOUBLINGS)
         seconds = min(_FIRST_EJECTION_S * 2.0**doublings, _LONGEST_EJECTION_S)
         one.ejected_until = self._clock() + seconds
@@ -325,9 +401,11 @@ class Eligibility:
             why = ""
             if name in silent:
                 why = f"no news of it for {SILENT_AFTER_S:.0f} s, while others were heard of"
-            elif one.heard_at - one.moved_at > _STUCK_S:
+            elif one.heard_at - one.moved_at > _STUCK_S and not one.frozen:
                 why = f"nothing moved in its engine for {_STUCK_S:.0f} s, though it has requests"
             self._changed |= why != one.stalled
+            if why and not one.stalled:
+                one.trial_at = self._clock() + _TRIAL_S
             one.stalled = why
 
     def _start_slowly(self, one: _Replica) -> None:
@@ -349,6 +427,12 @@ def _was_ejected(one: _Replica) -> bool:
     return one.ejected_until > -inf
 
 
+def _ends(one: _Replica) -> tuple[float, ...]:
+    """When what speaks against a replica ends, or a trial may begin."""
+    answered = one.answered_at + SILENT_AFTER_S if not one.state.healthy else -inf
+    return one.ejected_until, one.full_until, one.trial_at, answered
+
+
 def _is_held_up(state: ReplicaState) -> bool:
     return state.unanswered_s >= _HELD_UP_S
 
@@ -356,7 +440,7 @@ def _is_held_up(state: ReplicaState) -> bool:
 def _said(state: ReplicaState) -> tuple[object, ...]:
     """What a poll says that may change what is answered."""
     told = state.healthy, state.problem, state.models, state.listed, state.name, state.draining
-    return *told, _is_held_up(state)
+    return *told, state.asleep, _is_held_up(state)
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
 
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.announcements import Holders, SentPrompts, read_prompts
@@ -29,6 +31,7 @@ from extproc.predict.inputs import (
     Candidates,
     Columns,
     FleetView,
+    Indices,
     Sequences,
     most,
     usual_step,
@@ -117,11 +120,15 @@ class Fleet:
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
-        self.eligibility.heard(state, age)
-        self.blocks.polled(state)
         before = self.members.get(state.id)
+        self.eligibility.heard(state, age, before is not None and self._is_idle(state.id))
+        if self.eligibility.frozen(state.id):
+            state = structs.replace(state, running=0, waiting=0, kv_usage=0.0)
+        self.blocks.polled(state)
         row = self._join(state) if before is None else self._rows[state.id]
         self.members.by_row[row] = state
+        if before is not None and before.models != state.models:
+            self.members.models_left(before.models, now, state.models)
         self._learn_lengths(state, before)
         of_now = before is None or state.scraped_at != before.scraped_at  # or told again
         started_at = before.started_at if before else 0.0  # of its process; 0: not known
@@ -133,6 +140,7 @@ class Fleet:
         known = usual_step(self._replicas, row)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
         self._corrections.slowed(row, self._slower(row, known))
+        self._replicas.tells[row] = state.kv_tokens > 0 and state.measured
         if not fresh:
             return
         if fell or started_at not in (0.0, state.started_at):
@@ -144,6 +152,11 @@ class Fleet:
         self.adapters.polled(row, state, asked_at)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
 
+    def _is_idle(self, replica: str) -> bool:
+        """Whether no router has a request on a replica, as far as is known."""
+        row = self._rows[replica]
+        return not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
+
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
         """From the replica's own histogram: what was added since the last poll."""
         if state.output_lengths == (before.output_lengths if before else ()) or not state.models:
@@ -154,6 +167,7 @@ class Fleet:
 
     def remove(self, replica: str) -> None:
         """A replica left the pool; its requests in flight stay until they end."""
+        self.members.models_left(self.members.models_on(replica), self._clock())
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
@@ -197,6 +211,11 @@ class Fleet:
         return row
 
     # -- this router's requests -------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Seconds on the fleet's clock."""
+        return self._clock()
 
     @property
     def in_flight(self) -> int:
@@ -332,13 +351,10 @@ class Fleet:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
-    def tells_room(self, replica: str) -> bool:
-        """Whether a member's figures can be gone by: it tells how large its KV cache is, its speed
-        was measured, and it was heard of lately."""
-        row = self._rows[replica]
-        state = self.members.by_row[row]
-        lately = self._ledger.heard_lately(row, self._clock())
-        return state.kv_tokens > 0 and state.measured and lately
+    def tells_room(self, rows: Indices) -> NDArray[np.bool_]:
+        """Which replicas have figures to go by: they tell how large their KV cache is, their speed
+        was measured, and they were heard of lately."""
+        return (self._replicas.tells[rows] > 0.0) & self._ledger.heard_lately(rows, self._clock())
 
     def room(self, replica: str) -> float:
         """KV tokens that nothing takes there, nor waits for. Without end where nothing is in flight

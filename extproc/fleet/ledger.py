@@ -4,6 +4,7 @@ from math import inf
 from typing import NewType, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
@@ -85,8 +86,9 @@ class Ledger:
         """
         return self._requests.replica.item(self._row[ticket])
 
-    def heard_lately(self, replica: int, now: float) -> bool:
-        return 0.0 <= now - self._replicas.sampled_at.item(replica) <= _LATE_S
+    def heard_lately(self, rows: Indices, now: float) -> NDArray[np.bool_]:
+        age = now - self._replicas.sampled_at[rows]
+        return (age >= 0.0) & (age <= _LATE_S)
 
     def generated(self, ticket: Ticket, now: float) -> tuple[float, float]:
         """Tokens that each of a request's sequences has, by the steps that its replica counts, and
@@ -94,7 +96,7 @@ class Ledger:
         predicted then."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
-        if before == inf or not self.heard_lately(on, now):
+        if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S:
             return 0.0, 0.0
         tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
         seconds = max(now - requests.began_at.item(row), 0.0)

@@ -1,7 +1,7 @@
 """The replicas of the pool: where each stands in the tables, what it serves by which name, and
 which fell silent."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
 
@@ -49,6 +49,9 @@ class ModelNames:
         return random.choices(list(drawn), list(drawn.values()))[0]
 
 
+_MODELS_REMEMBERED, _REMEMBERED_S = 1000, 3600.0
+
+
 class Members:
     """What the last poll said of each, by its ``ip:port`` and by the row it has in the tables."""
 
@@ -56,6 +59,8 @@ class Members:
         self.names = names
         self.rows: dict[str, int] = {}
         self.by_row: list[ReplicaState] = []  # departed ones stay until the row is reused
+        self.departed_models: dict[str, float] = {}
+        """Models that a replica served and serves no more → when that was, seconds on the clock."""
 
     def __contains__(self, replica: object) -> bool:
         return replica in self.rows
@@ -91,6 +96,23 @@ class Members:
         """Names of models that a replica serves; none where it does not tell, or is no member."""
         state = self.get(replica)
         return () if state is None else state.models
+
+    def models_left(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
+        """Remember the models that a replica serves no more; of a thousand, those of late."""
+        for model in before:
+            if model not in after:
+                self.departed_models.pop(model, None)
+                self.departed_models[model] = now
+        while len(self.departed_models) > _MODELS_REMEMBERED:
+            del self.departed_models[next(iter(self.departed_models))]
+
+    def served_lately(self, model: str, now: float) -> bool:
+        """Whether a member serves a model, if it is well, or one did within the last hour."""
+        lately = {name for name, at in self.departed_models.items() if now - at < _REMEMBERED_S}
+        known = self.names.known
+        return known(model, lately) is not None or any(
+            known(model, state.models) is not None for state in self
+        )
 
     def name_on(self, replica: str, model: str) -> str:
         known = self.names.known(model, self.models_on(replica))

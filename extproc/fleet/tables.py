@@ -109,6 +109,7 @@ class Replicas(Columns, Table):
     kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
     explained: Floats  # sequences the last poll saw that others' digests tell of
     kv_explained: Floats  # KV tokens of these
+    tells: Floats  # 1: it tells the size of its KV cache, and its speed was measured
     sampled_at: Floats  # when the last poll's figures were taken
     # What other routers have there, by their digests and while these count:
     peers_requests: Floats

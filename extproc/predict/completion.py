@@ -33,6 +33,7 @@ class Prediction:
 
     first_token_share: float  # time to first token in the completion, at the soonest, 0…1
     adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
+    queue: Floats  # expected wait at the router; 0 where the replica can start the request now
     yielded: Floats | None  # KV tokens preempted before it; None: no candidate goes by priority
 
     @property
@@ -122,6 +123,7 @@ def predict(
         cached,
         avoidable,
         least(ttft) / least(completion),
+        np.zeros(len(view)),
         np.zeros(len(view)),
         yielded,
     )
@@ -269,6 +271,14 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
     prediction.completion = prediction.completion + later
     prediction.avoidable = prediction.avoidable + times.wasted
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)
+
+
+def add_queue_wait(prediction: Prediction, wait: Floats) -> None:
+    """Puts the wait at the router into a prediction: the engine admits the request after it."""
+    later = np.maximum(wait - prediction.admission, 0.0)
+    prediction.queue = wait
+    prediction.ttft = prediction.ttft + later
+    prediction.completion = prediction.completion + later
 
 
 FULL = 0.94  # KV pressure from which on a replica can carry no other request: sequences grow

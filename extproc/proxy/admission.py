@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from extproc.predict.inputs import least
 from extproc.proxy.exchange import Exchange
@@ -14,6 +15,7 @@ from extproc.request.inspect import inspect
 from extproc.request.media import of_length
 from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
+from extproc.route.backlog import Place
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 
@@ -85,22 +87,33 @@ async def _dispatch(
     """
     services = exchange.services
     told, router = not exchange.unseen, services.router
-    decide = partial(router.decide, profile, asked.policy, exchange.subset, told)
+    among = partial(router.decide, profile, asked.policy, exchange.subset, told)
+
+    def decide(**when: Any) -> Decision | None:
+        return None if _is_unserved(services, profile) else among(**when)
+
     decision = decide()
-    _check_model(services, profile)
-    if decision is None:
+    awaited = exchange.subset is None and _is_awaited(services, profile)
+    if decision is None and not awaited:
+        _check_model(services, profile)
         _check_fallback(services, profile, exchange.has_fallback)
     else:
-        services.demand.came(decision)
-        if _has_to_wait(services, decision) and services.body_memory.free >= 0:
-            return await _wait(exchange, asked, decision, decide)
+        if decision is not None:
+            services.demand.came(decision)
+        waits = decision is None or _has_to_wait(services, decision)
+        if waits and services.body_memory.free >= 0:
+            return await _wait(exchange, asked, profile, decision, decide)
     exchange.book(asked, decision)
     services.metrics.decision_seconds.observe(services.clock() - started)
     return decision
 
 
 async def _wait(
-    exchange: Exchange, asked: Asked, decision: Decision, decide: Decide
+    exchange: Exchange,
+    asked: Asked,
+    profile: RequestProfile,
+    decision: Decision | None,
+    decide: Decide,
 ) -> Decision | None:
     """Has it wait for a replica; the queue books it there in the moment in which it may go."""
     services, since = exchange.services, exchange.services.clock()
@@ -112,21 +125,21 @@ async def _wait(
         waited = 0.0 if at_once else services.clock() - since
         try:
             if found is None:
-                _check_fallback(services, one.profile, exchange.has_fallback)
+                raise NoReplica(NONE_READY, retry_after=services.queue.retry_after_s())
             if not isinstance(found, Exception):
                 exchange.book(asked, found, waited, one.why)
         except Exception as error:  # this request's alone
             found = error
         outcome.set_result(found)
 
-    def decide_anew() -> Decision | None:
+    def decide_anew(place: Place) -> Decision | None:
         so_far = services.clock() - since
-        decision = decide(waited=so_far)
+        decision = decide(waited=so_far, place=place)
         if decision is not None:
             _refuse_late(services, decision, so_far)
         return decision
 
-    one = Waiting(decision, since, decide_anew, go)
+    one = Waiting(profile, decision, since, decide_anew, go)
     services.queue.enter(one)
     at_once = False
     try:
@@ -134,12 +147,30 @@ async def _wait(
             await exchange.waits(outcome, one.why)
     finally:
         if not outcome.done():
-            services.queue.gave_up(one, not exchange.full_duplex)
+            services.queue.abandon(one)
             exchange.ends_here("gave_up")
     found = outcome.result()
     if isinstance(found, Exception):
         raise found
     return found
+
+
+def _is_unserved(services: Services, profile: RequestProfile) -> bool:
+    """Whether every replica tells which models it serves, and none serves this one."""
+    fleet = services.fleet
+    listed = services.config.route.listed_models_only and fleet.known.is_set()
+    return listed and profile.asked != "" and fleet.eligibility.candidates(profile.model).unknown
+
+
+def _is_awaited(services: Services, profile: RequestProfile) -> bool:
+    """Whether a request waits for a replica to come back: one served its model of late."""
+    hold, fleet = services.config.hold, services.fleet
+    waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.known.is_set()
+    return (
+        waits
+        and profile.asked != ""
+        and fleet.members.served_lately(profile.model, services.clock())
+    )
 
 
 def _check_model(services: Services, profile: RequestProfile) -> None:
@@ -148,11 +179,8 @@ def _check_model(services: Services, profile: RequestProfile) -> None:
     Raises:
         NoModel: none does.
     """
-    fleet = services.fleet
-    listed = services.config.route.listed_models_only and fleet.known.is_set()
-    unknown = fleet.eligibility.candidates(profile.model).unknown
-    if listed and unknown and profile.asked:
-        raise NoModel(profile.asked, fleet.members.models)
+    if _is_unserved(services, profile):
+        raise NoModel(profile.asked, services.fleet.members.models)
 
 
 def _check_fallback(services: Services, profile: RequestProfile, has_one: bool) -> None:
@@ -177,14 +205,12 @@ def _has_to_wait(services: Services, decision: Decision) -> bool:
     Raises:
         Saturated: its first token would come too late, or it is to be refused where it is late.
     """
-    queue, most = services.queue, services.config.route.max_ttft_s
-    waits, sheddable = queue.keeps(decision), decision.profile.objective.sheddable
-    wait = _wait_s(services, decision) if waits and (sheddable or most is not None) else 0.0
-    if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
+    most = services.config.route.max_ttft_s
+    if most is not None and (soonest := least(decision.prediction.ttft)) > most:
         late = f"the first token would come in {soonest:.0f} s"
-        raise Saturated(f"every replica is busy: {late}", "saturated", max(wait, soonest - most))
-    _refuse_late(services, decision, wait)
-    return waits
+        raise Saturated(f"every replica is busy: {late}", "saturated", soonest - most)
+    _refuse_late(services, decision, 0.0)
+    return services.queue.must_wait(decision)
 
 
 def _refuse_late(services: Services, decision: Decision, waited: float) -> None:
@@ -199,10 +225,4 @@ def _refuse_late(services: Services, decision: Decision, waited: float) -> None:
         return
     if (late := services.router.late(decision, waited)) > 0.0:
         message = f"on every replica it would miss its target, by {late:.2f} s at least"
-        raise Saturated(message, "too_late", max(_wait_s(services, decision), late))
-
-
-def _wait_s(services: Services, decision: Decision) -> float:
-    """Seconds that one like it would wait that comes now."""
-    profile, replicas = decision.profile, len(decision.situation.view)
-    return services.queue.wait_s(profile.model, profile.objective.priority, replicas)
+        raise Saturated(message, "too_late", max(services.queue.retry_after_s(), late))

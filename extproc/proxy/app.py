@@ -31,7 +31,7 @@ from extproc.proxy.services import Reader, Services, recorder_of, router_of
 from extproc.proxy.sharing import share
 from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
-from extproc.route.queue import LET_GO_EVERY_S, Queue
+from extproc.route.queue import LOOK_EVERY_S, Queue
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
@@ -63,7 +63,7 @@ async def run_router(config: Config) -> None:
     async with (
         _admin(pools, registry, stopping) as admin,
         _background(server.look_after(), stopping) as ending,
-        _background(let_go(pools), stopping) as letting_go,
+        _background(dispatch_queued(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
     ):
@@ -112,9 +112,10 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     """
     generator = Random(config.route.seed)
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
+    queue = Queue(fleet, config.hold, monotonic)
     return Services(
         config=config,
-        router=router_of(config.route, fleet, generator),
+        router=router_of(config.route, fleet, generator, queue.backlog),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),
@@ -122,7 +123,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         wall=wall,
         random=generator,
         reader=Reader(config.serve.chunks_per_s),
-        queue=Queue(fleet, config.hold, monotonic),
+        queue=queue,
         demand=Demand(monotonic),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
         recorder=recorder_of(config, fleet, monotonic, wall),
@@ -198,12 +199,12 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 
-async def let_go(pools: Sequence[Services]) -> None:
+async def dispatch_queued(pools: Sequence[Services]) -> None:
     """What waits may go, too, when a poll or another router told of room; for ever."""
     while True:
         for one in pools:
             one.queue.look()
-        await asyncio.sleep(LET_GO_EVERY_S)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 @asynccontextmanager

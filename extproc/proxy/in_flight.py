@@ -11,6 +11,7 @@ from extproc.route.router import Decision
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy's own answer, where a circuit breaker is full
 _LOST = NoReplica.status  # status of the answer to a request that is given up, where none had begun
+_UNAVAILABLE = 503
 _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
@@ -130,31 +131,32 @@ class InFlight:
                 failed=not (well or (unanswered and unseen and not profile.in_background)),
                 cut=self._usage is not None and not self._ended,
             )
-        services.queue.let_go(self.served_by)
+        services.queue.freed(self.served_by)
 
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
-        services = self._services
+        services, chosen = self._services, self.served_by
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
         if upstream != self.served_by and upstream in services.fleet.members:
-            # Envoy passed the choice over or tried it in vain.
-            self._failed()
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
             services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self.served_by = upstream
         self.outcome.served_by = self.served_by
         status = self.outcome.status or 0
         services.metrics.responses.add(f"{status // 100}xx")
-        if self.outcome.overloaded:
-            return
-        if status >= 500:
-            self._failed()
-        else:
+        moved, failed = self.served_by != chosen, status >= 500 and not self.outcome.overloaded
+        if moved:  # Envoy passed the choice over or tried it in vain
+            self._failed(chosen, unavailable=True, counts=not failed)
+        if failed:
+            self._failed(self.served_by, unavailable=status == _UNAVAILABLE, counts=not moved)
+        elif not self.outcome.overloaded:
             services.fleet.eligibility.answered(self.served_by)
 
-    def _failed(self) -> None:
-        self._services.fleet.eligibility.failed(self.served_by)
-        self._services.metrics.failures.add(self.served_by)
+    def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
+        """``counts``: the replica is at fault: a request that fails on two may be itself."""
+        if counts:
+            self._services.fleet.eligibility.failed(replica, unavailable)
+        self._services.metrics.failures.add(replica)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and as many

@@ -13,8 +13,10 @@ from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.body_memory import BodyMemory
 from extproc.request.tokens import TokenCounter
+from extproc.route.backlog import Backlog
 from extproc.route.queue import Queue
 from extproc.route.router import Router
+from extproc.route.waiting import Waiting
 
 _RESPONSES_PER_S = 100.0
 """Responses that one pool in one router is told of: a replica that gets a hundredth of the requests
@@ -92,9 +94,14 @@ class Reader:
         self._chunks.spend(chunks - expected)
 
 
-def router_of(route: RouteSettings, fleet: Fleet, random: random.Random) -> Router:
+def router_of(
+    route: RouteSettings,
+    fleet: Fleet,
+    random: random.Random,
+    backlog: "Backlog[Waiting] | None" = None,
+) -> Router:
     """A router as it is configured."""
-    return Router(fleet, route.policy, random, route.session_cost_s)
+    return Router(fleet, route.policy, random, route.session_cost_s, backlog)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +121,8 @@ class Services(ObservedPool):
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
         fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
-        router = router_of(config.route, fleet, self.random)
         queue = Queue(fleet, config.hold, self.clock)
+        router = router_of(config.route, fleet, self.random, queue.backlog)
         return replace(
             self,
             config=config,

@@ -59,7 +59,11 @@ class NoReplica(Refusal):
     status = 503
     kind = "service_unavailable_error"
     anthropic_kind = "overloaded_error"
-    retry_after = 1
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        """``retry_after``: seconds; a second at least, an hour at most."""
+        super().__init__(message)
+        self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
 
 
 class Saturated(Refusal):

@@ -1,66 +1,75 @@
-"""What waits at the router, and what of it may go now."""
+"""The queue: requests that wait at the router while no replica can carry them to their end.
 
-import logging
-from collections import Counter, deque
+Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
+
+- *No idle waiting.* A request waits only while its predicted completion on the replica it waits
+  for, expected wait included, is earlier than on every replica that could start it now. The request
+  is decided anew when that wait has passed; the first request of a model also every 0.2 s, and when
+  a replica has more room. It is never refused while a replica could start it. A replica could start
+  a request if it has room for it and is not reserved
+  (:meth:`~extproc.route.backlog.Backlog.reserves`).
+- *No blocking across models.* Each model has a line of its own on each replica. A head that cannot
+  start holds up other models only on the replica it waits for, and only once it is B overdue.
+- *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
+  tenant overtake it only if they arrived at most B seconds after it; on replicas without room for
+  the first request of its model, only until that has waited B seconds longer than usual. Between
+  tenants *Fair* decides.
+- *Priority.* No request is refused or delayed because of queued requests of lower priority. The
+  router preempts nothing that runs. When the queue is full, the victim is, among the lowest
+  priority, the newest request of the tenant with the most queued; perhaps the newcomer.
+- *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds
+  (start-time fair queueing), so a tenant waits at most for its backlog divided by its share.
+- *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
+- *Isolation.* A client that leaves frees its place and changes nothing else.
+- *Every wait ends* with a dispatch, with a refusal that names the reason and when to come again, or
+  when the client leaves.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
-from math import inf
+from heapq import heappop, heappush
+from itertools import count
+from math import exp
 
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.request.errors import Saturated
-from extproc.route.order import Order
+from extproc.route.backlog import Backlog
+from extproc.route.order import Tenants
 from extproc.route.router import Decision
-from extproc.route.waiting import Waiting, cost, fits
+from extproc.route.waiting import ANEW_S, Waiting, cost
 
-logger = logging.getLogger(__name__)
-
-LET_GO_EVERY_S = 0.05  # seconds between two looks
-_AHEAD, _CHEAP, _FURTHER = 4, 0.1, 256
-"""Of those that wait and could go to a replica, the first so many may pass each other. Of those
-further back only the ones that take at most this share of what the first one takes: where prompts
-are of all sizes the small ones need not wait for the large, and where they are alike nobody waits
-long. Nobody looks further than that."""
-_PATIENCE_S, _USUAL = 10.0, 100
-"""Seconds beyond what the last so many waited, on average, after which nobody passes a request on
-the way to one replica."""
-_ANEW_S = 0.2
-_ANEW = 16
-"""Seconds after which a request is decided anew though no replica has more room than before, for
-another one may be better by now; and how many are at a time, the first of them."""
+LOOK_EVERY_S = 0.05  # seconds between two looks
+_MODELS = 16  # whose first request is looked at, by turns, when a replica has more room
+_TRIED = 32  # decisions at most when a replica has more room
+_DUE = 16  # requests that are decided anew in one look
+_REPLICAS = 20  # looks in which each replica is looked at once
 _SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
-_TRIED = 32  # decisions at most when something ended
-_IN_TURN = 4  # replicas that are waited for, and looked at by turns
-_ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
-"""So many requests that leave after waiting equally long, and less than this, tell that Envoy does
-not wait for the router: clients are more patient, or not all alike."""
-_DISTRUST_S = 600.0  # seconds for which nothing waits then
-
-
-Kept = dict[str, float]  # by replica, the least priority of those that may still go there
+_STUCK_S = 5.0  # seconds in which no request is dispatched or ends, and no engine moves
+_DRAIN_S = 30.0  # time constant of the rate of dispatches
 
 
 class Queue:
-    """Requests that wait at the router until the replica chosen can carry them to their end.
-
-    An engine that admits more than its KV cache can carry preempts sequences and computes them
-    again, and everyone waits. What waits here can still go to whichever replica is first able to
-    carry it. Those that fit may pass those that do not, but none that waited for long.
-    """
+    """Requests that wait at the router; see the top of this file for its guarantees."""
 
     def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._order = Order(clock())
+        self._lines = Backlog[Waiting](clock())
         self._waiting: dict[Waiting, None] = {}  # all, the oldest first
-        self._models = Counter[str]()
-        self._awaited = Counter[str]()  # how many wait of each model, and for each replica
-        self._trust_from = -inf
-        self._waited = 0.0  # seconds: the longest wait that Envoy had the patience for
-        self._usual_wait = 0.0  # seconds: of the last that were sent, the mean
-        self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)  # seconds that the last ones waited
+        self._tenants = Tenants[Waiting]()
+        self._due: list[tuple[float, int, Waiting]] = []  # when each is decided anew: a heap
+        self._numbers = count(1)
+        self._moved_at = clock()  # when a request was dispatched, or ended
+        self._turn = 0  # of the replicas, by looks
+        self._rate, self._rate_at = 0.0, clock()  # dispatches a second
+
+    @property
+    def backlog(self) -> Backlog[Waiting] | None:
+        """What waits, for predictions; None where nothing ever does."""
+        return self._lines if self._settings.longest_s > 0.0 else None
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._waiting)
@@ -69,147 +78,148 @@ class Queue:
         return len(self._waiting)
 
     def held(self) -> Counter[tuple[str, str]]:
-        """How many wait, by objective and tenant."""
+        """Queued requests by objective and tenant."""
         return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
 
     def shares(self) -> dict[str, float]:
-        """What each tenant got as of late while its requests waited, in seconds of a replica."""
-        return self._order.shares.recent(self._clock())
+        """Replica-seconds that each tenant got lately while requests were queued."""
+        return self._lines.shares.recent(self._clock())
 
-    def keeps(self, decision: Decision) -> bool:
-        model, replica = decision.profile.model, decision.replica
-        alone = model not in self._models and replica not in self._awaited
-        if (alone and fits(decision)) or not self._fleet.tells_room(replica):
-            return False
-        return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
+    def must_wait(self, decision: Decision) -> bool:
+        """Whether a new request has to wait; one that has not is charged to its tenant."""
+        if self.backlog is not None and decision.wait_s > 0.0:
+            return True
+        if self._waiting:
+            self._lines.dispatched(decision.profile.tenant, cost(decision), 0.0)
+        return False
 
-    def wait_s(self, model: str, priority: int, replicas: int) -> float:
-        """Seconds that a request would wait that comes now for one of so many replicas, about, and
-        rather less: those ahead may give up, and it may pass some."""
-        return min(self._order.ahead(model, priority) / replicas, self._settings.longest_s)
+    def retry_after_s(self) -> float:
+        """Seconds until the queue has drained, at the rate of the last half minute."""
+        rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)
+        longest = self._settings.longest_s
+        return min(len(self) / rate, longest) if rate > 0.0 else longest
+
+    # -- events -----------------------------------------------------------------------------
 
     def enter(self, one: Waiting) -> None:
-        """It waits, unless it may go at once.
+        """Queue a request that has to wait.
 
         Raises:
-            Saturated: too many wait.
+            Saturated: the queue is full, and the request ranks lowest.
         """
-        if len(self._waiting) >= self._settings.most:
-            message = f"every replica is full, and {self._settings.most} requests wait already"
-            raise Saturated(message, "too_many_waiting", self._wait_s(one))
+        one.number = next(self._numbers)
+        self._tenants.enter(one)
+        victim = self._tenants.victim() if len(self._waiting) >= self._settings.most else None
+        if victim is one:
+            self._tenants.leave(one)
+            raise self._full()
         self._waiting[one] = None
-        self._order.enter(one)
-        self._models[one.model] += 1
-        self._awaited[one.replica] += 1
-        self.let_go(one.replica)
+        self._lines.enter(one)
+        self._awaits(one)
+        if victim is not None:
+            self._leave(victim)
+            victim.go(self._full())
 
-    def gave_up(self, one: Waiting, timed: bool) -> None:
-        """Its stream is over; ``timed``: it may be that Envoy did not want to wait."""
+    def abandon(self, one: Waiting) -> None:
+        """The client has left."""
         self._leave(one)
-        if timed and self._clock() >= self._trust_from:
-            self._doubt(self._clock() - one.since)
-        self.let_go(one.replica)
+        self._offer(one.replica)
 
-    def _doubt(self, waited: float) -> None:
-        """Has nothing wait any more if Envoy does not wait."""
-        self._gave_up.append(waited)
-        least, most = min(self._gave_up), max(self._gave_up)
-        alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
-        oldest = next(iter(self._waiting), None)
-        longest = max(self._waited, 0.0 if oldest is None else self._clock() - oldest.since)
-        if alike and most < _SHORT_S and longest < least:
-            self._gave_up.clear()
-            self._trust_from = self._clock() + _DISTRUST_S
-            logger.error(
-                "Envoy does not wait for the router, so no request waits for a replica: set "
-                "max_message_timeout of its ext_proc filter to hold.longest_s, or that to 0",
-                extra={"waited_s": round(waited, 3), "longest_s": self._settings.longest_s},
-            )
+    def freed(self, replica: str) -> None:
+        """A request has ended on a replica."""
+        self._moved_at = self._clock()
+        self._offer(replica)
 
-    def let_go(self, replica: str) -> None:
-        """Sends what may go, in order, now that something ended on a replica."""
-        if not self._waiting:
-            return
-        now, room, cheap = self._clock(), self._fleet.room(replica), inf
-        place = tried = 0
-        kept: Kept = {}
-        for one in self._order:
-            if replica not in one.candidates:
-                continue
-            if place >= _AHEAD and one.cost > cheap and not self._is_old(one, now):
-                place += 1
-                continue
-            may_go = room >= one.tokens and one.priority >= kept.get(replica, -inf)
-            if may_go and not one.passes(replica, now - _ANEW_S) and tried < _TRIED:
+    def _offer(self, replica: str) -> None:
+        """Dispatch requests to a replica that may have more room than before."""
+        tried, row = 0, self._fleet.members.rows.get(replica)
+        while row is not None and self._waiting and tried < _TRIED:
+            now, room = self._clock(), self._fleet.room(replica)
+            for one in self._lines.heads(row, _MODELS):
+                if room < one.tokens or one.declines(row, now):
+                    continue
                 tried += 1
-                self._try(one, now, kept)
-                room = self._fleet.room(replica)
-            if not one.passes(replica, now - _ANEW_S):
-                self._keep(one, now, kept, replica)
-                place += 1
-                cheap = one.cost * _CHEAP if place == 1 else cheap
-            if place >= _FURTHER or kept.get(replica) == inf:
+                if self._try(one, now):
+                    break
+            else:
                 return
 
     def look(self) -> None:
-        """Sends what may go by whatever else was heard, and refuses what waited too long: to be
-        called often."""
-        now, tried = self._clock(), 0
-        kept: Kept = {}
+        """Refuse what waited too long and decide anew what is due: to be called often."""
+        if not self._waiting:
+            return
+        now = self._clock()
         self._refuse(now)
-        for one in islice(self._order, _FURTHER):
-            gone = now - one.decided_at >= _ANEW_S and self._try(one, now, kept)
-            self._keep(one, now, kept, one.replica)
-            tried += not gone
-            if tried >= _ANEW:
+        for _ in range(_DUE):
+            while self._due and self._is_over(self._due[0]):
+                heappop(self._due)
+            if not self._due or self._due[0][0] > now:
                 break
-        for replica in [*islice(self._awaited, _IN_TURN)]:
-            if replica in self._awaited:
-                self._awaited[replica] = self._awaited.pop(replica)  # the others are next
-                self.let_go(replica)
+            self._try(self._due[0][2], now)
+        self._look_at_firsts(now)
+        self._turn = (self._turn + 1) % _REPLICAS
+        for replica in list(self._fleet.members.rows)[self._turn :: _REPLICAS]:
+            self._offer(replica)
 
-    def _try(self, one: Waiting, now: float, kept: Kept) -> bool:
+    def _look_at_firsts(self, now: float) -> None:
+        """Decide the first of each model anew, and those behind a request that was dispatched."""
+        for _ in range(_DUE):
+            firsts = self._lines.firsts(_MODELS)
+            due = [one for one in firsts if one.decided_at <= now - ANEW_S]
+            gone = [one for one in due if self._try(one, now)]
+            if not gone:
+                return
+
+    # -- what follows -----------------------------------------------------------------------
+
+    def _try(self, one: Waiting, now: float) -> bool:
+        """Decide anew; returns whether the request has left the queue."""
         decision, error = None, None
         try:
-            decision = one.decide()
-        except Exception as raised:  # it is that request's alone
+            decision = one.decide(one.place(self._lines.depth(one)))
+        except Exception as raised:  # concerns this request alone
             error = raised
-        if decision is not None and not self._goes(one, decision, kept):
-            _drop(self._awaited, one.replica)
+        if error is None and self._stays(one, decision, now):
+            self._awaits_no_more(one)
             one.decided(decision, now)
-            self._awaited[one.replica] += 1
+            self._awaits(one)
             return False
         self._leave(one)
-        if error is None:
-            seconds = one.cost if decision is None else cost(decision)
-            self._order.shares.sent(one.tenant, seconds)
-        waited = now - one.since
-        self._waited = max(self._waited, waited)
-        self._usual_wait += (waited - self._usual_wait) / _USUAL
+        self._moved_at = now
+        if decision is not None:
+            self._lines.dispatched(one.tenant, cost(decision), now - one.since)
+            self._rate *= exp((self._rate_at - now) / _DRAIN_S)
+            self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
         one.go(error or decision)
         return True
 
-    def _is_old(self, one: Waiting, now: float) -> bool:
-        return now - one.since > _PATIENCE_S + self._usual_wait
+    def _stays(self, one: Waiting, decision: Decision | None, now: float) -> bool:
+        """Whether a request goes on waiting: for room, or for a replica that serves it.
 
-    def _keep(self, one: Waiting, now: float, kept: Kept, replica: str) -> None:
-        """Where one waits, nobody of a lower priority goes; and nobody at all once it has waited
-        for long, to a replica that none before it keeps: its own, or else the one given."""
-        if one not in self._waiting:
-            return
-        if not self._is_old(one, now):
-            kept[one.replica] = max(one.priority, kept.get(one.replica, -inf))
-        elif kept.get(one.replica) != inf:
-            kept[one.replica] = inf
-        else:
-            kept[replica] = inf
+        The first of a model goes wherever it would wait for, if nothing has moved for 5 s: then the
+        figures that it waits by cannot be trusted.
+        """
+        if decision is None:
+            since = one.unserved_since or now
+            return now - since < self._settings.empty_s
+        if decision.wait_s <= 0.0:
+            return False
+        moved = now - max(self._moved_at, one.since) < _STUCK_S
+        moved |= self._fleet.eligibility.progresses(decision.replica, _STUCK_S)
+        return moved or self._lines.depth(one) > 0.0
 
-    def _goes(self, one: Waiting, decision: Decision, kept: Kept) -> bool:
-        """Whether nobody is to go before it, and the replica chosen can carry it, or it is not
-        known what that could."""
-        passes = one.priority >= kept.get(decision.replica, -inf)
-        tells = self._fleet.tells_room(decision.replica)
-        return passes and (fits(decision) or not tells)
+    def _awaits(self, one: Waiting) -> None:
+        if one.row is not None:
+            self._lines.await_replica(one, one.row)
+        heappush(self._due, (one.retry_at, one.number, one))
+
+    def _awaits_no_more(self, one: Waiting) -> None:
+        if one.row is not None:
+            self._lines.await_no_more(one, one.row)
+
+    def _is_over(self, due: tuple[float, int, Waiting]) -> bool:
+        at, _, one = due
+        return one not in self._waiting or one.retry_at != at
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
@@ -219,19 +229,14 @@ class Queue:
             message = (
                 f"every replica is full: the request has waited for {now - oldest.since:.0f} s"
             )
-            oldest.go(Saturated(message, "waited_too_long", self._wait_s(oldest)))
+            oldest.go(Saturated(message, "waited_too_long", self.retry_after_s()))
 
-    def _wait_s(self, one: Waiting) -> float:
-        return self.wait_s(one.model, one.priority, len(one.candidates) or 1)
+    def _full(self) -> Saturated:
+        message = f"every replica is full, and {self._settings.most} requests wait already"
+        return Saturated(message, "too_many_waiting", self.retry_after_s())
 
     def _leave(self, one: Waiting) -> None:
-        self._order.leave(one)
         del self._waiting[one]
-        _drop(self._models, one.model)
-        _drop(self._awaited, one.replica)
-
-
-def _drop(counts: Counter[str], name: str) -> None:
-    counts[name] -= 1
-    if not counts[name]:
-        del counts[name]
+        self._awaits_no_more(one)
+        self._tenants.leave(one)
+        self._lines.leave(one)

@@ -2,20 +2,32 @@
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
-from extproc.predict.completion import Prediction, add_adapter, predict
+from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict
 from extproc.predict.correction import Margins
 from extproc.predict.firsthand import Served
-from extproc.predict.inputs import NO_SEQUENCES, FleetView, least, most, usual_step
+from extproc.predict.inputs import (
+    NO_SEQUENCES,
+    FleetView,
+    Floats,
+    Sequences,
+    least,
+    most,
+    usual_step,
+)
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
+from extproc.route.backlog import Backlog, Place
+from extproc.route.order import due_at
 from extproc.route.overrides import ByPolicy, Chooser, Holder, Session, Target, lateness
 from extproc.route.policies import POLICIES, Choice, Situation, runner_up
 from extproc.route.reasons import seconds
+from extproc.route.room import SOONEST_S, costs, room_wait_s
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -93,6 +105,17 @@ class Decision:
         return self.situation.prediction
 
     @property
+    def wait_s(self) -> float:
+        """Seconds that the request is expected to wait at the router; 0: the replica can start
+        it."""
+        return self.prediction.queue.item(self.choice.first)
+
+    @property
+    def among_others(self) -> bool:
+        """Whether other routers send to the same replicas."""
+        return self.news_age is not None
+
+    @property
     def cached(self) -> float:
         """Tokens of the prompt that it is believed to have in its prefix cache."""
         return self.prediction.cached.item(self.choice.first)
@@ -153,6 +176,7 @@ class Router:
         policy: str,
         random: Random,
         session_cost_s: float = 0.0,
+        backlog: "Backlog[Any] | None" = None,
     ) -> None:
         """Start without a request.
 
@@ -162,10 +186,12 @@ class Router:
             random: breaks ties, and draws.
             session_cost_s: seconds by which a request may be finished later for staying with its
                 session.
+            backlog: what waits at the router; None: nothing ever does.
         """
         self.fleet = fleet
         self.margins = Margins()
         self._session_cost_s = session_cost_s
+        self._backlog = backlog
         self._default = policy
         self._random = random
         self._policies = {name: ByPolicy(name) for name in POLICIES}
@@ -178,6 +204,7 @@ class Router:
         among: frozenset[str] | None = None,
         told: bool = True,
         waited: float = 0.0,
+        place: Place | None = None,
     ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
 
@@ -187,6 +214,7 @@ class Router:
             among: the only replicas that may be chosen, ``ip:port``; None: all.
             told: Envoy tells of its response, so that it may try a replica that failed.
             waited: seconds since it came, by which its targets are nearer.
+            place: among those that wait; None: the last one of its tenant.
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, told, profile.priority)
@@ -201,6 +229,9 @@ class Router:
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
+        wait = self._wait_s(profile, prediction, p90, view, sequences, place)
+        if wait is not None:
+            add_queue_wait(prediction, wait)
         missing = len(fleet.members.by_row) - len(self._turns)
         if missing > 0:
             self._turns = np.append(self._turns, np.zeros(missing))
@@ -209,6 +240,8 @@ class Router:
         )
         chooser = self._chooser(situation, policy, waited)
         choice = chooser.choose(situation)
+        if wait is not None and not isinstance(chooser, Holder):
+            choice = _without_idle_wait(choice, prediction)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             chooser.name,
@@ -221,6 +254,44 @@ class Router:
             fleet.peers.news_age,
             fleet.peers.stale,
         )
+
+    def _wait_s(
+        self,
+        profile: RequestProfile,
+        prediction: Prediction,
+        p90: float,
+        view: FleetView,
+        sequences: Sequences,
+        place: Place | None,
+    ) -> Floats | None:
+        """Seconds that the request would wait at the router for each candidate: until there is room
+        for it, after those that go before; None where each can start it now."""
+        backlog, peers = self._backlog, self.fleet.peers
+        if backlog is None or peers.stale:
+            return None
+        among_others = peers.news_age is not None
+        wait = room_wait_s(profile, prediction, p90, view, sequences, among_others)
+        if wait is not None:
+            wait *= self.fleet.tells_room(view.rows)
+        if not backlog:
+            return wait
+        place = place or self._newest(profile, prediction, view)
+        if wait is None:
+            wait = np.zeros(len(view))
+        for at in (wait <= 0.0).nonzero()[0].tolist():
+            if backlog.reserves(view.rows.item(at), place):
+                wait[at] = SOONEST_S
+        # Who waits for a replica waits for what it prefills in vain, too.
+        delayed = 1.0 + backlog.requests(view.rows) / (view.batch + 1.0)
+        prediction.avoidable = prediction.avoidable * delayed
+        return wait + backlog.ahead_s(view.rows, place) * (wait > 0.0)
+
+    def _newest(self, profile: RequestProfile, prediction: Prediction, view: FleetView) -> Place:
+        objective, now = profile.objective, self.fleet.now
+        best = prediction.completion.argmin()
+        due_s = objective.due_s(prediction.decode.item(best))
+        due = due_at(now, due_s, costs(profile, prediction, view).item(best))
+        return Place(profile.model, objective.priority, profile.tenant, now, due)
 
     def _with_holder(
         self, profile: RequestProfile, view: FleetView, among: frozenset[str] | None, told: bool
@@ -382,3 +453,18 @@ class Router:
 def _teaches_alone(forecast: Forecast) -> bool:
     """Whether the request, alone on its replica, shows that one's step times."""
     return forecast.profile.sequences <= 1 and not forecast.adapter_load
+
+
+def _without_idle_wait(choice: Choice, prediction: Prediction) -> Choice:
+    """The choice; or, where the request would wait and end no sooner than on a replica that could
+    start it now, the best of those."""
+    starts, ends = prediction.queue <= 0.0, prediction.completion
+    if starts[choice.first]:
+        return choice
+    ends_there = np.where(starts, ends, np.inf)
+    soonest = least(ends_there)
+    if soonest == np.inf or ends[choice.first] < soonest:
+        return choice
+    scores = np.where(starts & (ends < np.inf), choice.scores, np.inf)
+    best = int((scores if least(scores) < np.inf else ends_there).argmin())
+    return Choice(best, choice.scores)

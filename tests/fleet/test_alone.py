@@ -188,16 +188,17 @@ class Taught:
 
     def work(self, seconds: float) -> None:
         """It has several requests at once."""
-        for _ in range(round(seconds / 0.2)):
+        for number in range(round(seconds / 0.2)):
             self._clock.advance(0.2)
-            self._polled(running=8)
+            self._polled(running=8, kv_usage=0.1 + 0.1 * (number % 2))
 
-    def _polled(self, running: int = 0) -> None:
+    def _polled(self, running: int = 0, kv_usage: float = 0.0) -> None:
         polled = state(
             1,
             A100,
             self._clock,
             running=running,
+            kv_usage=kv_usage,
             measured=True,
             first_tokens=self._first_tokens,
             prompt_tokens=self._prompt_tokens,

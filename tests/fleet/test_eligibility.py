@@ -81,6 +81,8 @@ def test_an_engine_with_work_in_which_anything_moves_is_no_dead_one(figure: str)
     """vLLM counts no step that only prefills part of a prompt."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
+    for number in (1, 2):
+        fleet.dispatch(replica(number), chat(100, 100))
     for second in range(1, 60):
         clock.advance(0.25)
         moved = {"running": 1} | {figure: second if figure != "kv_usage" else second / 100}
@@ -125,7 +127,7 @@ def test_one_is_silent_beside_others_that_answer_late() -> None:
     """A scrape may take three seconds, with the defaults, and counts as answered."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
-    for _ in range(4):
+    for _ in range(3):
         clock.advance(3.2)
         fleet.put(state(1, A10, clock))
     assert "no news" in excluded(fleet)[replica(2)]
@@ -156,6 +158,7 @@ def test_what_speaks_against_replicas_in_one_word() -> None:
     fleet.put(state(3, A10, clock, running=1))
     for _ in range(3):
         fleet.eligibility.failed(replica(4))
+    fleet.dispatch(replica(3), chat(100, 100))
     words = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
     assert dict(fleet.eligibility.against()) == words
     for _ in range(12):
@@ -176,11 +179,11 @@ def test_what_speaks_against_replicas_in_one_word() -> None:
 def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(1, A10, clock, unanswered_s=0.1))
+    fleet.put(state(1, A10, clock, unanswered_s=0.9))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
-    fleet.put(state(1, A10, clock, unanswered_s=0.4))
-    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 0.2 s"}
-    fleet.put(state(2, A10, clock, unanswered_s=0.4))
+    fleet.put(state(1, A10, clock, unanswered_s=1.4))
+    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 1 s"}
+    fleet.put(state(2, A10, clock, unanswered_s=1.4))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)], "not where that leaves none"
     fleet.put(state(1, A10, clock))
     assert fleet.view(MODEL).ids == [replica(1)]

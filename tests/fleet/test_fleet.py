@@ -11,7 +11,7 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
-from extproc.replica_state import ReplicaState
+from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -533,6 +533,7 @@ def test_a_replica_without_news_is_left_out_while_others_have_some() -> None:
 def test_an_engine_that_steps_no_more_is_left_out() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(100, 100))
     for _ in range(14):
         poll_for(fleet, clock, 1, 1)
         fleet.put(state(2, A10, clock, running=1, steps=clock()))
@@ -630,13 +631,79 @@ def test_requests_of_a_replica_that_left_are_not_held_against_anyone() -> None:
     assert fleet.view(MODEL).ids == [replica(1)]
 
 
-def test_where_all_replicas_fail_all_are_used() -> None:
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_at_most_half_of_the_replicas_are_ejected(count: int) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, *[A10] * count)
+    for number in range(1, count + 1):
+        for _ in range(5):
+            fleet.eligibility.failed(replica(number))
+    assert len(fleet.view(MODEL)) == max(count - count // 2, 1)
+
+
+def test_an_engine_that_steps_and_answers_503_is_full_and_not_ejected() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for steps in (1.0, 2.0):
+        fleet.put(state(1, A10, clock, running=12, steps=steps))
+    for _ in range(10):
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert excluded(fleet) == {replica(1): "its engine answered that it is full"}
+    clock.advance(1.1)
+    assert not excluded(fleet)
+
+
+def test_sleeping_engine_gets_nothing_until_it_is_awake() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, asleep=True))
+    assert excluded(fleet) == {replica(1): "its engine sleeps"}
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).ids == [replica(1)]
+
+
+def test_frozen_gauges_of_an_idle_replica_count_for_nothing() -> None:
+    """vLLM's keep their last values when all requests are aborted at once."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    ticket = fleet.dispatch(replica(1), chat(100, 100))
+    figures = {"running": 20, "waiting": 5, "kv_usage": 0.9, "kv_tokens": 42_000, "steps": 7.0}
+    fleet.put(state(1, A10, clock, **figures))
+    fleet.release(ticket)
+    for _ in range(60):
+        clock.advance(0.25)
+        fleet.put(state(1, A10, clock, **figures))
+    view = fleet.view(MODEL)
+    assert view.ids == [replica(1)]
+    assert view.requests[0] == 0.0
+    assert view.kv_usage[0] == pytest.approx(0.0, abs=0.01)
+
+
+def test_replica_is_used_that_answers_this_router_and_not_its_poller() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for number in (1, 2):
-        for _ in range(3):
-            fleet.eligibility.failed(replica(number))
-    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+        fleet.put(state(number, A10, clock, healthy=False, problem="timed out"))
+    assert not fleet.view(MODEL).ids
+    clock.advance(2.0)
+    fleet.eligibility.answers(replica(2))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    clock.advance(SILENT_AFTER_S + 0.1)
+    assert fleet.view(MODEL).ids == [replica(1)], "a trial"
+
+
+def test_where_no_replica_is_healthy_one_request_tries_every_five_seconds() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for number in (1, 2):
+        fleet.put(state(number, A10, clock, healthy=False, problem="connection refused"))
+    tried, began = [], clock()
+    for _ in range(44):
+        clock.advance(0.5)
+        for found in fleet.view(MODEL).ids:
+            fleet.dispatch(found, chat(10))
+            tried.append((clock() - began, found))
+    assert [at for at, _ in tried] == [5.0, 5.5, 10.0, 10.5, 15.0, 15.5, 20.0, 20.5]
 
 
 def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has() -> None:

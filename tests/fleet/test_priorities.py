@@ -10,8 +10,8 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
+from extproc.route.backlog import Backlog
 from extproc.route.router import Decision, Router
-from extproc.route.waiting import fits, peak_pressure
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -32,7 +32,8 @@ def batch_of(prompt: int, bound: int) -> RequestProfile:
 
 def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decision:
     profile = replace(chat(prompt, bound), objective=Objective(priority=priority))
-    decision = Router(fleet, "completion", Random(1)).decide(profile)
+    router = Router(fleet, "completion", Random(1), backlog=Backlog(0.0))
+    decision = router.decide(profile)
     assert decision is not None
     return decision
 
@@ -80,7 +81,7 @@ def test_what_is_preempted_before_it_takes_no_room() -> None:
     assert urgent.replica == replica(1)
     pressure = urgent.prediction.kv_pressure
     assert pressure[0] < 0.1 < 0.7 < pressure[1]
-    assert peak_pressure(urgent)[0] < 0.1
+    assert urgent.prediction.queue[0] == 0.0
     assert np.ptp(batch.prediction.kv_pressure) == pytest.approx(0.0, abs=0.01)
 
 
@@ -93,9 +94,9 @@ def test_but_to_be_admitted_it_waits_for_room_as_any() -> None:
         ours.first_token(ticket)
     small, large = decide(ours, 1000, 1), decide(ours, 10_000, 1)
     assert small.prediction.admission[0] == 0.0
-    assert fits(small)
+    assert small.wait_s == 0.0
     assert 0.0 < large.prediction.admission[0] < inf
-    assert not fits(large)
+    assert large.wait_s > 0.0
 
 
 def test_what_other_routers_and_strangers_have_there_lets_nobody_first() -> None:

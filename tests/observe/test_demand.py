@@ -53,7 +53,9 @@ def test_no_demand_when_nothing_comes(clock: ManualClock) -> None:
 
 def test_waiting_work_should_be_done_in_a_minute(clock: ManualClock) -> None:
     one = decision(clock)
-    waiting = [Waiting(one, clock(), lambda: one, lambda _: None) for _ in range(100)]
+    waiting = [
+        Waiting(one.profile, one, clock(), lambda _: one, lambda _: None) for _ in range(100)
+    ]
     needed = Demand(clock).replicas(waiting)
     assert needed == pytest.approx(100 * waiting[0].cost / 60.0)
     assert needed > 0.1

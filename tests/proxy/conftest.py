@@ -10,6 +10,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
+from extproc.route.queue import Queue
 from extproc.route.router import Router
 from tests.fakes import ManualClock, state
 from tests.proxy.envoy_side import EnvoySide, connected
@@ -17,7 +18,10 @@ from tests.proxy.envoy_side import EnvoySide, connected
 
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
     """The same with this fleet, and with these of their other parts, such as the fleet's clock."""
-    return replace(services, router=Router(fleet, "completion", services.random), **parts)
+    clock = parts.get("clock", services.clock)
+    queue = parts.pop("queue", Queue(fleet, services.config.hold, clock))
+    router = Router(fleet, "completion", services.random, backlog=queue.backlog)
+    return replace(services, router=router, queue=queue, **parts)
 
 
 def put_replicas(services: Services, *numbers: int, **figures: Any) -> None:
@@ -42,7 +46,11 @@ def samples(metric: Collector) -> dict[tuple[str, ...], float]:
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
-        {"route": {"policy_header": "x-extproc-policy", "seed": 1}, "serve": {"chunks_per_s": 1e6}}
+        {
+            "route": {"policy_header": "x-extproc-policy", "seed": 1},
+            "serve": {"chunks_per_s": 1e6},
+            "hold": {"empty_s": 0},
+        }
     )
 
 

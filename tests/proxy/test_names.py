@@ -31,13 +31,14 @@ NAMED = f"{{{','.join(FIELDS)}}}".encode()  # the bytes of each value stay
 def config() -> Config:
     return Config.model_validate(
         {
+            "hold": {"empty_s": 0},
             "route": {
                 "models": {
                     "chat": "llama",
                     "any": ["a", "b"],
                     "canary": {"llama": 1, "next": 99},
                 },
-            }
+            },
         }
     )
 

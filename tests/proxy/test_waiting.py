@@ -12,7 +12,7 @@ import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
-from extproc.proxy.app import let_go
+from extproc.proxy.app import dispatch_queued
 from extproc.proxy.body_memory import MOST_HELD
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
@@ -48,11 +48,12 @@ def config() -> Config:
             "route": {"models": {"chat": "llama"}, "seed": 1},
             "hold": {
                 "longest_s": 120,
+                "empty_s": 0,
                 "most": 2,
                 "objective_header": "x-objective",
                 "objectives": {
                     "urgent": {"priority": 1},
-                    "soon": {"priority": -1, "ttft_s": 24.0, "sheddable": True},
+                    "soon": {"priority": -1, "ttft_s": 20.0, "sheddable": True},
                     "steady": {"tpot_s": 0.06, "sheddable": True},
                 },
             },
@@ -90,7 +91,7 @@ async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> Asyn
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
         services.fleet.put(known)
-    looking = asyncio.create_task(let_go([services]))
+    looking = asyncio.create_task(dispatch_queued([services]))
     async with envoy.stream() as one, envoy.stream() as other:
         assert chosen(await one.body_first(long("one")))
         assert chosen(await other.body_first(long("other")))
@@ -116,7 +117,7 @@ async def test_queued_request_is_sent_to_freed_replica(
         assert len(services.queue) == 0
         (record,) = services.log.of_request("abc")
         assert record.outcome.waited_s == 0.5
-        assert re.match(r"r\d would ", record.outcome.waited_for)
+        assert re.match(r"r\d is expected to have room ", record.outcome.waited_for)
         await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
@@ -225,7 +226,7 @@ async def test_late_request_is_refused_at_once(
     soon = {"x-objective": "soon"}
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
         await queued(one, "third")
-        await queued(two, "fourth", soon)
+        await queued(two, "fourth")
         reply = await late.body_first(long("fifth"), headers=soon)
         assert error_of(reply)["code"] == "too_late"
         assert int(refusal_header(reply, "retry-after")) > 1

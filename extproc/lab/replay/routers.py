@@ -137,8 +137,8 @@ class Node:
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
         names = ModelNames(config.route.models)
         self.fleet = Fleet(OutputLengths(), clock, clock, names)
-        self.router = router_of(config.route, self.fleet, random)
         self.queue = Queue(self.fleet, config.hold, clock)
+        self.router = router_of(config.route, self.fleet, random, self.queue.backlog)
         self._reader = Reader(config.serve.chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
@@ -187,7 +187,7 @@ class Node:
         self.router.learn(forecast, replica, tokens, took, ttft, ended.alone)
 
     def let_go(self, served: Served) -> None:
-        self.queue.let_go(served.replica)
+        self.queue.freed(served.replica)
 
 
 News = Callable[[Node, Served], None]

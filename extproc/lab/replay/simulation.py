@@ -11,7 +11,8 @@ from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, Traced, VirtualClock
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
-from extproc.route.queue import LET_GO_EVERY_S
+from extproc.route.backlog import Place
+from extproc.route.queue import LOOK_EVERY_S
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 
@@ -85,7 +86,7 @@ class Simulation(ABC):
         self._sent += 1
         arrival = self._arrival(self._sent, traced)
         decision = self._routers.decide(arrival)
-        if decision and self._hold and self._routers.owner(arrival).queue.keeps(decision):
+        if decision and self._hold and self._routers.owner(arrival).queue.must_wait(decision):
             self._wait(arrival, decision)
         else:
             self._begin(arrival, decision)
@@ -102,11 +103,11 @@ class Simulation(ABC):
         self._held += 1
         node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
 
-        def decide() -> Decision | None:
-            return node.router.decide(profile, waited=self.clock() - now)
+        def decide(place: Place) -> Decision | None:
+            return node.router.decide(profile, waited=self.clock() - now, place=place)
 
         try:
-            node.queue.enter(Waiting(decision, now, decide, go))
+            node.queue.enter(Waiting(profile, decision, now, decide, go))
         except Refusal as refusal:
             go(refusal)
 
@@ -183,7 +184,7 @@ class Simulation(ABC):
         while self._held and (step_ends := self._next_step()) < until:
             yield from self._advance_at_once(step_ends)
             if step_ends >= self._look_at:
-                self._look_at = step_ends + LET_GO_EVERY_S
+                self._look_at = step_ends + LOOK_EVERY_S
                 for node in self._routers.nodes:
                     node.queue.look()
         yield from self._advance_at_once(until)

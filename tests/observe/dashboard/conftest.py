@@ -31,10 +31,11 @@ def services(clock: Clock) -> Services:
     config = Config.model_validate({"route": {"seed": 1}, "hold": {"most": 10}})
     fleet = Fleet(OutputLengths(), clock)
     fleet.pollers = ["here:1"]
+    queue = Queue(fleet, config.hold, clock)
     made = replace(
         build(config, CollectorRegistry()),
-        router=Router(fleet, "completion", Random(1)),
-        queue=Queue(fleet, config.hold, clock),
+        router=Router(fleet, "completion", Random(1), backlog=queue.backlog),
+        queue=queue,
         clock=clock,
         wall=clock,
     )
@@ -54,8 +55,8 @@ def wait(services: Services, tenant: str, priority: int = 0) -> None:
     profile = replace(chat(41_000, 1000), tenant=tenant, objective=Objective(priority=priority))
     decision = services.router.decide(profile)
     assert decision is not None
-    decide, now = (lambda: services.router.decide(chat(41_000, 1000))), services.clock()
-    services.queue.enter(Waiting(decision, now, decide, lambda _: None))
+    now = services.clock()
+    services.queue.enter(Waiting(profile, decision, now, lambda _: decision, lambda _: None))
 
 
 def ended(

@@ -1,0 +1,196 @@
+"""Requests that wait at this router, by model and by replica, and the replicas they reserve."""
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from extproc.predict.inputs import Floats, Indices
+from extproc.route.order import OVERTAKEN_S, Line, Queued, Shares
+
+_RUNS_BEFORE = 0.3
+"""Share of the work ahead that delays a request: what waits may start elsewhere, and what has small
+prompts starts beside others. Simulated overload (azure-2023-conv ×2.4, mooncake ×3) is served
+soonest with 0.3; with 1.0 requests leave replicas that hold their prefix, and hits fall by a
+tenth."""
+_USUAL = 100  # dispatches over which the usual wait is averaged
+
+
+class Awaiting(Queued, Protocol):
+    """A queued request with the replicas that it may use, as rows of the fleet's table."""
+
+    since: float  # arrival, seconds on the queue's clock
+    usable: frozenset[int]
+    declined: frozenset[int]  # could have started the request, which waits for another
+
+
+Request = TypeVar("Request", bound=Awaiting)
+
+
+@dataclass(slots=True)
+class Place:
+    """A request's place among those that wait."""
+
+    model: str
+    priority: int
+    tenant: str
+    since: float  # arrival, seconds on the queue's clock
+    due: float  # key within its tenant, seconds on the same clock
+    row: int | None = None  # of the replica that it waits for
+    depth: float = 1.0  # share of its tenant's queued requests that go before it, 0…1
+
+
+class Backlog(Generic[Request]):
+    """Lines of queued requests, one for each model, and one for each replica and model."""
+
+    def __init__(self, now: float) -> None:
+        self.shares = Shares(now)
+        self.usual_wait_s = 0.0  # of the last dispatches
+        self._models: dict[str, Line[Request]] = {}
+        self._replicas: dict[int, dict[str, Line[Request]]] = {}  # by row and model
+        self._seconds: dict[int, Floats] = {}  # replica-seconds by priority, of each row
+        self._tenants: dict[tuple[int, str], float] = {}  # the same by tenant, of all rows
+        self._requests: Floats = np.zeros(0)  # of each row
+
+    def __bool__(self) -> bool:
+        return bool(self._models)
+
+    def enter(self, one: Request) -> None:
+        self.shares.enter(one.tenant)
+        self._models.setdefault(one.model, Line(self.shares)).enter(one)
+
+    def leave(self, one: Request) -> None:
+        line = self._models[one.model]
+        line.leave(one)
+        if not line:
+            del self._models[one.model]
+        self.shares.leave(one.tenant)
+
+    def await_replica(self, one: Request, row: int) -> None:
+        self._widen(one.priority, row)
+        self._seconds[one.priority][row] += one.cost
+        self._requests[row] += 1.0
+        key = one.priority, one.tenant
+        self._tenants[key] = self._tenants.get(key, 0.0) + one.cost
+        lines = self._replicas.setdefault(row, {})
+        lines.setdefault(one.model, Line(self.shares)).enter(one)
+
+    def await_no_more(self, one: Request, row: int) -> None:
+        self._seconds[one.priority][row] -= one.cost
+        self._requests[row] -= 1.0
+        self._tenants[one.priority, one.tenant] -= one.cost
+        lines = self._replicas[row]
+        lines[one.model].leave(one)
+        if not lines[one.model]:
+            del lines[one.model]
+        if not lines:
+            del self._replicas[row]
+        if not self._replicas:
+            self._seconds.clear()
+            self._tenants.clear()
+
+    def dispatched(self, tenant: str, cost: float, waited_s: float) -> None:
+        """Charge ``cost`` replica-seconds to a tenant whose request waited so long."""
+        self.shares.sent(tenant, cost)
+        self.usual_wait_s += (waited_s - self.usual_wait_s) / _USUAL
+
+    # -- what it tells ----------------------------------------------------------------------
+
+    def depth(self, one: Request) -> float:
+        """Share of its tenant's requests for the same model that go before a request, 0…1."""
+        return self._models[one.model].depth(one)
+
+    def firsts(self, models: int) -> list[Request]:
+        """The first request of each model; of so many models, by turns."""
+        found = []
+        for model in list(self._models)[:models]:
+            line = self._models[model] = self._models.pop(model)
+            found.append(line.head())
+        return found
+
+    def heads(self, row: int, models: int) -> list[Request]:
+        """Requests that may go to a replica, in their order: the first of each model that waits for
+        it; behind these, of the same priority, the first of each model that may use it.
+
+        Of the latter only so many ``models`` are looked at, by turns.
+        """
+        found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
+        for head in self.firsts(models):
+            if row in head.usable:
+                found.setdefault(head, 1)
+        tag = self.shares.tag
+        return sorted(found, key=lambda one: (-one.priority, found[one], tag(one.tenant), one.due))
+
+    def requests(self, rows: Indices) -> Floats:
+        """Requests that wait for each replica."""
+        return _of(self._requests, rows)
+
+    def ahead_s(self, rows: Indices, place: Place) -> Floats:
+        """Seconds for which each replica serves queued requests before one in that place.
+
+        Requests of higher priority go first. Of the same priority T tenants take turns: before the
+        last request of a tenant with work w go at most T·w, of all the work that waits.
+        """
+        ahead = np.zeros(len(rows))
+        for priority, seconds in self._seconds.items():
+            if priority >= place.priority:
+                ahead += self._share(priority, seconds, place) * _of(seconds, rows)
+        return _RUNS_BEFORE * np.maximum(ahead, 0.0)
+
+    def _share(self, priority: int, seconds: Floats, place: Place) -> float:
+        """Share of the work of a priority that goes before that place."""
+        total = float(seconds.sum())
+        if priority > place.priority or total <= 0.0:
+            return 1.0
+        turns = len(self.shares) * self._tenants.get((priority, place.tenant), 0.0)
+        return place.depth * min(turns / total, 1.0)
+
+    def reserves(self, row: int, place: Place) -> bool:
+        """Whether a replica is reserved for a queued request that goes before that place.
+
+        The first request that waits for a replica reserves it against requests of its model, and of
+        lower priority; other models may pass until it is B seconds overdue. The first request of a
+        model that has waited B seconds longer than usual also reserves the other replicas that it
+        may use, but for those that it declined.
+        """
+        rank = self.shares.tag(place.tenant), place.due
+        moves = place.row is not None and place.row != row
+        for model, line in self._replicas.get(row, {}).items():
+            head = line.head()
+            if head.priority != place.priority:
+                if head.priority > place.priority:
+                    return True
+                continue
+            before = (self.shares.tag(head.tenant), head.due) < rank
+            if model == place.model:
+                own = line.next_due(place.priority, place.tenant)
+                if before or moves or own < place.due:
+                    return True
+            elif before and head.due + OVERTAKEN_S < place.since:
+                return True
+        return self._overdue(row, place, rank)
+
+    def _overdue(self, row: int, place: Place, rank: tuple[float, float]) -> bool:
+        line = self._models.get(place.model)
+        if not line:
+            return False
+        head = line.head()
+        if row not in head.usable or row in head.declined or head.priority != place.priority:
+            return False
+        before = (self.shares.tag(head.tenant), head.due) < rank
+        return before and head.since + OVERTAKEN_S + self.usual_wait_s < place.since
+
+    def _widen(self, priority: int, row: int) -> None:
+        seconds = self._seconds.setdefault(priority, np.zeros(0))
+        if len(seconds) <= row:
+            self._seconds[priority] = np.append(seconds, np.zeros(row + 1))
+        if len(self._requests) <= row:
+            self._requests = np.append(self._requests, np.zeros(row + 1))
+
+
+def _of(column: Floats, rows: Indices) -> Floats:
+    """The figures of those rows; 0 where the column is too short."""
+    found = np.zeros(len(rows))
+    known = rows < len(column)
+    found[known] = column[rows[known]]
+    return found
