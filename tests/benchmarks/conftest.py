@@ -10,7 +10,6 @@ from extproc.lab.simulator.server import start
 
 @pytest.fixture
 async def replica_url() -> AsyncIterator[str]:
-    """URL of a simulated replica in this process."""
     settings = ReplicaSettings(profile="llama-8b-h100", speed=50, max_model_len=131_072)
     serving = await start(Replica(settings), "127.0.0.1", 0)
     yield f"http://127.0.0.1:{serving.port}"
@@ -19,7 +18,6 @@ async def replica_url() -> AsyncIterator[str]:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """Folder with stand-ins for the programs of endpoint pickers."""
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in ("epp", "gateway-plugins"):

@@ -30,7 +30,6 @@ replicas:
 
 
 def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
-    """Turn in which everything took that long."""
     part = {"mean": seconds, "p99": 2 * seconds}
     summary = {"ttft_s": part, "completion_s": part, "gap_s": None, "hits": 0.5, "imbalance": 1.25}
     cpu = {"cpu_share": 0.2, "cpu_own_share": 0.1, "cpu_busiest_second": 0.5, "doubts": []}
@@ -202,7 +201,6 @@ def test_cpu_time_is_the_kernels_and_that_of_all_descendants(tmp_path: Path) -> 
 def played(
     monkeypatch: pytest.MonkeyPatch, trouble: Mapping[tuple[str, int], BaseException]
 ) -> list[tuple[str, int]]:
-    """Replaces turns by those of a second, or in trouble; returns the list of begun ones."""
     begun: list[tuple[str, int]] = []
 
     async def play(contender: Any, fleet: Any, traffic: Any, repeat: int, directory: Path) -> Any:
@@ -289,7 +287,6 @@ def test_what_went_wrong_is_the_exit_status(
 
 
 def before_nobody(policy: str, directory: Path) -> AbstractAsyncContextManager[Front]:
-    """Runs Envoy alone without its replica."""
     simulated = Fleet(fleet.read(FLEETS / "live-equal.yaml"))
     servers = {"gone": f"127.0.0.1:{free_port()}"}
     return EnvoyAlone(policy).running(simulated, servers, directory, 0)

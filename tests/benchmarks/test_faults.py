@@ -33,14 +33,12 @@ TOKENS = 300  # of an answer, at least: none has ended at `AT_S`
 
 
 def trace() -> str:
-    """Makes ten requests a second, and a second's pause after half of them."""
     lengths = ({"input_length": 60, "output_length": TOKENS + 10 * (n % 5)} for n in count())
     lines = zip(ARRIVALS_MS, lengths, strict=False)
     return "\n".join(json.dumps({"timestamp": at_ms} | of) for at_ms, of in lines)
 
 
 def request(sent: float, took: float, failed: bool = False, struck: bool = False) -> Json:
-    """Request by the times when it was sent and how long it took."""
     end = {"error": "broken stream", "failed_after_s": took} if failed else {"completion_s": took}
     return {"at_s": sent, "struck": struck, **end}
 
@@ -159,7 +157,6 @@ class Turn:
 
 
 async def played(fault: str, contender: Contender, directory: Path) -> Turn:
-    """Plays a turn of two replicas, ``a-0`` and ``a-1``."""
     (directory / "trace.jsonl").write_text(trace())
     part = {"speed": 1.0, "skip": 0.0, "duration": 4.0, "stream_share": 1.0, "seed": 0}
     args = Namespace(trace=[directory / "trace.jsonl"], fault=Fault(fault, AT_S), **part)

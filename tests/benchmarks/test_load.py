@@ -27,7 +27,6 @@ IDLE = Effort(0.1, 0.1)
 
 
 def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str = "") -> Answer:
-    """Answer after a second."""
     usage = {"prompt_tokens": 100, "completion_tokens": generated}
     replica = "a" if number % 2 else "b"
     times = 0.1 * number, 1.0
@@ -35,7 +34,6 @@ def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str =
 
 
 def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
-    """Summary of a run of five seconds."""
     client = Client("http://nowhere")
     client.answers = {one.request_id: one for one in answers}
     traced = TracedRequest(0.0, 100, 10, None)

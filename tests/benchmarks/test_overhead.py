@@ -15,8 +15,6 @@ from extproc.lab.harness.processes import free_port
 
 
 async def serve(statuses: list[int]) -> TestServer:
-    """Starts a server that answers with each status in turn, and with the last for ever."""
-
     async def answer(received: web.Request) -> web.Response:
         body = await received.json()
         assert body["stream"]

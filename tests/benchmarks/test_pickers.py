@@ -69,7 +69,6 @@ def test_what_a_picker_says_is_held_against_what_was_served(
 async def asked(
     name: str, programs: Path, directory: Path, fair: bool = False
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Four requests through it, and what was complained of."""
     (directory / "fleet.yaml").write_text(FLEET)
     simulated = Fleet(fleet.read(directory / "fleet.yaml"))
     contender = compare.contender(name, programs, fair)

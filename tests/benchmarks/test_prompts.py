@@ -26,7 +26,6 @@ def some(trace_name: str, count: int, target: Target = SIMULATED) -> list[Planne
 
 
 async def token_ids(session: ClientSession, url: str, body: dict[str, Any]) -> list[int]:
-    """Tokens of the server's public tokenizer."""
     asked = {key: body[key] for key in ("model", "messages", "prompt") if key in body}
     async with session.post(f"{url}/tokenize", json=asked) as response:
         answer = await response.json()
@@ -158,6 +157,5 @@ def test_no_body_tells_the_length_unless_asked_to() -> None:
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Equal leading numbers."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

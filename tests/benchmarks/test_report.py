@@ -75,7 +75,6 @@ def told(results: Json) -> Page:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
-    """Two contenders, three repeats: the first is twice as fast."""
     runs = [run(name, scale, n) for n in range(3) for name, scale in (("ours", 1), ("theirs", 2))]
     results = compared(*runs, command="python -m benchmarks.compare", versions={"envoy": "1.40.0"})
     folder = tmp_path_factory.mktemp("report")

@@ -37,8 +37,6 @@ Simulate = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def simulate(tmp_path: Path) -> Simulate:
-    """Runs the command on the conversation trace; returns the runs of its JSON."""
-
     def run(*arguments: str, fleet_file: Path = MIXED) -> list[dict[str, Any]]:
         report = tmp_path / "report.json"
         common = ["--trace", str(CONVERSATION), "--fleet", str(fleet_file), "--json", str(report)]

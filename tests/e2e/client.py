@@ -45,7 +45,6 @@ class Client:
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
     ) -> Answer:
-        """A chat whose answer has ``tokens`` tokens; the router does not know that."""
         body = {"model": MODEL, "messages": MESSAGES} | fields
         wanted = {"x-simulate-output-tokens": str(tokens)}
         return await self.request("POST", CHAT, body, wanted | (headers or {}))
@@ -57,7 +56,6 @@ class Client:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> Answer:
-        """Any request; a dict is sent as JSON, anything else as it is."""
         name = str(uuid.uuid4())
         answer = await self.send(method, path, body, {"x-request-id": name} | (headers or {}))
         name = answer.headers.get("x-request-id", name)  # tracing changes a digit
@@ -68,7 +66,6 @@ class Client:
     async def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        """The same, and the router is not asked what it made of it."""
         sent = monotonic()
         headers = self._headers | (headers or {})
         if isinstance(body, dict):
@@ -96,35 +93,28 @@ class Client:
             return True
 
     async def decisions(self, request_id: str) -> list[dict[str, Any]]:
-        """The router's records of a request; none while it is down."""
         try:
             return list(await self._admin(f"/decisions?request_id={request_id}"))
         except aiohttp.ClientError:
             return []
 
     async def fleet(self) -> dict[str, Any]:
-        """The fleet as the router sees it."""
         return dict(await self._admin("/fleet"))
 
     async def replica(self, name: str) -> dict[str, Any]:
-        """One replica as the router sees it."""
         replicas = (await self.fleet())["replicas"]
         return next(one for one in replicas if one["name"] == name)
 
     async def in_flight(self) -> int:
-        """How many requests the router has sent that have not ended."""
         return int((await self.fleet())["in_flight"])
 
     async def has_in_flight(self, count: int) -> None:
-        """Returns when the router has so many in flight."""
-
         async def so() -> bool:
             return await self.in_flight() == count
 
         await until(so)
 
     async def busy(self) -> str:
-        """Returns when a replica has a request of this router, with its name."""
         names: list[str] = []
 
         async def found() -> bool:
@@ -136,7 +126,6 @@ class Client:
         return names[0]
 
     async def metric(self, name: str) -> float:
-        """The first router's."""
         return await self.metric_of(self._stack.router_admin, name)
 
     async def metric_of(self, admin: str, name: str) -> float:
@@ -145,24 +134,19 @@ class Client:
         return float(found[1]) if found else 0.0
 
     async def routed(self, admin: str) -> float:
-        """How many requests a router has routed."""
         return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
 
     async def routed_by_each(self) -> list[float]:
-        """The same of each router."""
         return [await self.routed(self._stack.admin(router)) for router in self._stack.routers]
 
     async def simulate(self, name: str, **door: Any) -> None:
-        """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)
 
     async def slow(self, times: float) -> None:
-        """Every simulated replica takes so many times as long as usual."""
         for one in self._stack.replicas:
             await self.simulate(one.name, slow=times)
 
     async def envoy_counts(self, pattern: str) -> int:
-        """Envoy's figures whose names match, added up."""
         async with self._session.get(f"{self._stack.envoy_admin}/stats?filter={pattern}") as page:
             return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
 
@@ -186,12 +170,10 @@ class Client:
             return len(await response.json())
 
     async def post(self, url: str, body: dict[str, Any]) -> None:
-        """Asks a replica itself, not through Envoy."""
         async with self._session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
 
     async def ledger_empty(self) -> None:
-        """Returns when the router has no request in flight."""
         await self.has_in_flight(0)
 
     async def _admin(self, path: str) -> Any:

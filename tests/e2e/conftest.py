@@ -19,7 +19,6 @@ SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of commands that run in this process."""
     wait_for_redis(monkeypatch, PATIENCE_S)
 
 
@@ -27,7 +26,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
-    """What the module's function ``system`` makes of a directory; the demo's where it has none."""
     usual = partial(Stack, settings=SETTINGS)
     system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
     async with system(tmp_path_factory.mktemp("stack")) as running:
@@ -48,7 +46,6 @@ async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Client]:
-    """Asks the host ``HOST`` of the module, if it names one."""
     host = getattr(request.module, "HOST", "")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(stack, session, host)

@@ -51,7 +51,6 @@ class Behind(Stack):
     name = "envoy"  # of the configuration: a file in envoy/, or a case of the test file
 
     async def behind(self, name: str) -> None:
-        """Start Envoy with that configuration, and the router if its settings go with it."""
         if name == self.name:
             return
         before = self.config_file.read_text()
@@ -65,7 +64,6 @@ class Behind(Stack):
         await self.wait_routing()
 
     def _bootstrap(self) -> Bootstrap:
-        """The demo's, or the file in envoy/ of that name."""
         known = (ENVOY / f"{self.name}.yaml").exists() and self.name != "envoy"
         return bootstrap_of(self, self.name) if known else super()._bootstrap()
 
@@ -83,11 +81,9 @@ class FileStack(Stack):
         return {"replicas_file": str(self._replicas_file), **configuration}
 
     def list_replicas(self, replicas: Sequence[Mapping[str, Any]]) -> None:
-        """Has pollers follow these; each as in the configuration's ``replicas``."""
         self._replicas_file.write_text(yaml.safe_dump([*replicas]))
 
     def listed(self) -> list[dict[str, Any]]:
-        """The replicas in the file."""
         found: list[dict[str, Any]] = yaml.safe_load(self._replicas_file.read_text())
         return found
 
@@ -101,7 +97,6 @@ def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
 
 
 def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    """How it asks the router."""
     filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
     return settings
@@ -140,7 +135,6 @@ class EdsStack(FileStack):
 
 
 def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
-    """A file in envoy/ as it stands, but for the ports; or what a control plane makes of it."""
     if translate := OF_OTHERS.get(name):
         resources = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
         return translate(

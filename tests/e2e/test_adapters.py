@@ -32,12 +32,10 @@ async def ask(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:
 
 
 def terms(decision: dict[str, Any]) -> dict[str, float]:
-    """Seconds that the adapter adds to the first token, by the name of the replica."""
     return {one["name"]: one["terms_s"]["adapter"] for one in decision["candidates"]}
 
 
 async def homes(client: Client) -> dict[str, str]:
-    """Where each adapter is, once the router has found that out and sends them nowhere else."""
     found: dict[str, str] = {}
 
     async def settled() -> bool:

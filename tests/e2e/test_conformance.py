@@ -70,7 +70,6 @@ def _subset_hint() -> dict[str, Any]:
 
 
 def _weighted(route: dict[str, Any]) -> dict[str, Any]:
-    """Of each ten requests seven go to one pool, and three to the other."""
     metadata = [{"key": "x-extproc-pool", "value": "second"}]
     overrides = {
         "@type": f"{TYPES}.ext_proc.v3.ExtProcPerRoute",
@@ -90,7 +89,6 @@ def system(directory: Path) -> Stack:
 async def selected(
     client: Client, stack: Stack, *names: str, path: str = "", requests: int = 40
 ) -> list[Answer]:
-    """The answers to so many requests, ten at a time, for these replicas alone."""
     headers = {SELECTION: ",".join(stack.address(name) for name in names)}
     limit = asyncio.Semaphore(10)
 

@@ -33,7 +33,6 @@ class Envoy:
         self._session = session
 
     async def members(self) -> dict[str, dict[str, Any]]:
-        """Envoy's replicas by address: health, and how many requests were sent there."""
         async with self._session.get(f"{self.stack.envoy_admin}/clusters?format=json") as response:
             clusters = (await response.json(content_type=None))["cluster_statuses"]
         (hosts,) = (one.get("host_statuses", []) for one in clusters if one["name"] == "replicas")
@@ -50,17 +49,14 @@ class Envoy:
         }
 
     async def health(self) -> dict[str, str]:
-        """By the replica's name."""
         members = await self.members()
         return {self.name_of(address): one["health"] for address, one in members.items()}
 
     async def sent_to(self, name: str) -> int:
-        """Requests that Envoy has sent to a replica."""
         members = await self.members()
         return int(members[self.stack.address(name)]["requests"])
 
     async def connected(self, state: int) -> bool:
-        """Whether Envoy has a stream to its control plane (1) or not (0)."""
         url = f"{self.stack.envoy_admin}/stats?filter=replicas.*connected_state"
         async with self._session.get(url) as response:
             text = await response.text()
@@ -70,15 +66,12 @@ class Envoy:
         return next(name for name in self.stack.ports if self.stack.address(name) == address)
 
     async def has(self, **health: str) -> None:
-        """Returns when the replicas are these."""
-
         async def so() -> bool:
             return await self.health() == health
 
         await until(so)
 
     async def start_redis(self) -> None:
-        """It starts empty; returns when pollers have filled it again."""
         seen = await self._scraped()
         await self.stack.start("redis")
 
@@ -94,7 +87,6 @@ class Envoy:
         return [one["scraped_at"] for one in sorted(replicas, key=lambda one: str(one["id"]))]
 
     async def replicas(self, *arguments: str) -> None:
-        """``extproc replicas``, which must succeed."""
         assert await replicas(self.stack, *arguments) == 0
 
     def served_by(self, answer: Answer) -> str:

@@ -28,7 +28,6 @@ AT_ONCE = 16
 
 @asynccontextmanager
 async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[Answer]]:
-    """Requests one after another at a steady rate, all answered when the block has ended."""
     answers: list[Answer] = []
     tasks: set[asyncio.Task[None]] = set()
     ended, room = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
@@ -55,7 +54,6 @@ async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[
 
 
 async def more(answers: list[Answer], count: int) -> list[Answer]:
-    """That many answers to requests that are sent from now on."""
     since = monotonic()
 
     def later() -> list[Answer]:
@@ -66,8 +64,6 @@ async def more(answers: list[Answer], count: int) -> list[Answer]:
 
 
 async def routed_again(client: Client) -> None:
-    """Returns when a request was routed: Envoy may take a second to see that a router is back."""
-
     async def routed() -> bool:
         return bool((await client.chat(tokens=1)).decisions)
 

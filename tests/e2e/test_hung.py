@@ -38,7 +38,6 @@ async def stack(
 
 @asynccontextmanager
 async def stopped(stack: Stack, client: Client) -> AsyncIterator[None]:
-    """Within it ``one`` hangs; after it, it is well again."""
     stack.process("one").signal(signal.SIGSTOP)
     try:
         yield
@@ -62,8 +61,6 @@ async def come(client: Client, name: str, requests: int) -> None:
 
 
 async def avoided(client: Client) -> None:
-    """Returns when ``one`` gets nothing more, though it counts as healthy."""
-
     async def owes() -> bool:
         one = await client.replica("one")
         return bool(one["healthy"] and one["unanswered_s"] >= 0.5)

@@ -57,8 +57,6 @@ async def news(client: Client) -> list[int]:
 
 
 async def heard(client: Client, before: list[int]) -> None:
-    """Returns when there is news of a request's blocks, and none more with the next polls."""
-
     async def some() -> bool:
         return await news(client) != before
 
@@ -71,8 +69,6 @@ async def heard(client: Client, before: list[int]) -> None:
 
 
 async def polled(client: Client) -> None:
-    """Returns when each replica was polled again."""
-
     async def scraped() -> list[float]:
         return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
 

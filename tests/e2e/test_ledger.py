@@ -61,7 +61,6 @@ async def stack(request: pytest.FixtureRequest, running: Case) -> Case:
 
 
 async def is_held(client: Client, **more: Any) -> None:
-    """A request is in flight with each chunk of its answer that comes, until it is closed."""
     body = {"model": MODEL, "messages": MESSAGES, "stream": True} | more
     async with client._session.post(
         client._stack.url + CHAT,

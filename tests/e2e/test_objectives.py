@@ -44,7 +44,6 @@ class Told(Stack):
 
     @staticmethod
     def missing(bootstrap: object) -> set[str]:
-        """Rules that the file breaks."""
         return {one.rule for one in check_envoy(bootstrap, CONFIG) if one.level is Level.ERROR}
 
 

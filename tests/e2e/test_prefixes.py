@@ -44,7 +44,6 @@ async def turn(
 
 
 def hits(answer: Answer) -> tuple[float, int]:
-    """Tokens expected to be cached, and reported."""
     return answer.decision["expected_cached_tokens"], answer.decision["outcome"]["cached_tokens"]
 
 

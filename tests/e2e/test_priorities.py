@@ -118,5 +118,4 @@ async def test_urgent_requests_go_first_where_priorities_count(client: Client) -
 
 
 async def at_replicas(client: Client, count: int) -> bool:
-    """Whether that many requests have come to replicas and are not answered."""
     return sum([await client.load(one.name) for one in REPLICAS]) == count

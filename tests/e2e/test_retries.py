@@ -48,7 +48,6 @@ class Watched:
         self.client = client
 
     async def finished(self) -> dict[str, float]:
-        """Requests that each replica says it has served; one that does not answer is left out."""
         served = {}
         for one in REPLICAS:
             with suppress(aiohttp.ClientError, TimeoutError):
@@ -58,7 +57,6 @@ class Watched:
         return served
 
     async def retries(self) -> int:
-        """Requests that Envoy has sent once more, while it waited for the first answer or after."""
         return await self.client.envoy_counts("^cluster.replicas.upstream_rq_retry$")
 
     async def in_flight(self, name: str) -> int:
@@ -90,19 +88,15 @@ class Watched:
         return answer
 
     def way(self, answer: Answer) -> tuple[str, str]:
-        """Who was chosen, and who served."""
         record = answer.decision
         served = self.stack.name_of(record["outcome"]["served_by"])
         return record["replica_name"], served
 
     async def left_out(self) -> list[str]:
-        """Replicas that are not chosen now because requests failed there."""
         record = (await self.client.chat(tokens=1)).decision
         return [one["name"] for one in record["excluded"] if "failed" in one["why"]]
 
     async def forgiven(self) -> None:
-        """Returns when ``one`` is chosen again, and served."""
-
         async def so() -> bool:
             return self.way(await self.client.chat(tokens=1)) == ("one", "one")
 

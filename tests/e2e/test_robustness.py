@@ -64,7 +64,6 @@ async def stack(request: pytest.FixtureRequest, running: Doubled) -> Doubled:
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def nothing_left(client: Client) -> AsyncIterator[None]:
-    """Of whatever a test does nothing is left in router and replicas, and the next is served."""
     yield
     await client.ledger_empty()
 
@@ -83,7 +82,6 @@ async def nothing_left(client: Client) -> AsyncIterator[None]:
 
 
 async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.Barrier) -> int:
-    """A chat whose body comes in small chunks, the second half when all have sent the first."""
     text = "sea " * 500
     body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
     whole = json.dumps(body).encode()
@@ -104,7 +102,6 @@ async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.B
 
 
 async def in_envoy(client: Client) -> int:
-    """Requests that Envoy has, whether or not the router knows of them yet."""
     return await client.envoy_counts("^http.openai.downstream_rq_active$")
 
 
@@ -131,7 +128,6 @@ async def test_a_thousand_uploads_at_once_in_small_chunks(
 
 
 async def curl(port: int, *arguments: str) -> tuple[str, str]:
-    """The version of HTTP that was spoken, and the status."""
     process = await asyncio.create_subprocess_exec(
         "curl", "-sS", f"http://127.0.0.1:{port}{CHAT}", "-o", "/dev/null",
         "-w", "%{http_version} %{response_code}", "-H", "content-type: application/json",

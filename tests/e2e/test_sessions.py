@@ -34,7 +34,6 @@ async def short(client: Client, headers: dict[str, str]) -> Answer:
 
 
 async def stays(client: Client, headers: dict[str, str]) -> str:
-    """Returns where the session stays, once every router has been told, and was asked."""
     served: list[str] = []
 
     async def so() -> bool:

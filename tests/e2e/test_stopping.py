@@ -25,12 +25,10 @@ def system(directory: Path) -> Stack:
 
 
 async def without_router(client: Client) -> int:
-    """Requests that Envoy went on with though it had asked a router."""
     return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
 async def left_out_after(client: Client, stopped: Process) -> float:
-    """Seconds until Envoy leaves the one of the two out that is told to stop."""
     began = monotonic()
     stopped.signal(signal.SIGTERM)
 

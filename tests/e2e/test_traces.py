@@ -85,7 +85,6 @@ class Traced(Stack):
         return bootstrap
 
     def _write_configurations(self) -> None:
-        """The access log is the page's, not the demo's."""
         super()._write_configurations()
         file = self.directory / "envoy.yaml"
         bootstrap = yaml.safe_load(file.read_text())
@@ -96,7 +95,6 @@ class Traced(Stack):
 
     @staticmethod
     def missing(bootstrap: object) -> set[str]:
-        """Rules that the file breaks."""
         found = check_envoy(bootstrap, Config.model_validate(METADATA))
         return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
 
@@ -111,7 +109,6 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trace
 
 
 def caller(number: int, sampled: bool = True) -> tuple[str, dict[str, str]]:
-    """A trace that a client has begun: its id, and its header."""
     trace = f"{number:032x}"
     return trace, {"traceparent": f"00-{trace}-00f067aa0ba902b7-0{int(sampled)}"}
 

@@ -93,7 +93,6 @@ async def ask(client: Client, name: str, words: int = WORDS) -> int:
 
 
 async def waiting(client: Client) -> int:
-    """How many have asked the router and are on no replica."""
     streams, fleet = await client.metric("extproc_open_streams"), await client.fleet()
     return int(streams) - int(fleet["in_flight"])
 
@@ -112,7 +111,6 @@ class Crowd:
         self._client = client
 
     async def joined_by(self, count: int) -> None:
-        """Returns when the router knows of so many more."""
         self.names += [f"{next(numbers)}" for _ in range(count)]
         self.asked += [asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]]
 
@@ -152,8 +150,6 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
 
 
 async def streams_open(client: Client, count: int) -> None:
-    """Returns when the router has so many."""
-
     async def so() -> bool:
         return await client.metric("extproc_open_streams") == count
 
@@ -193,8 +189,6 @@ async def test_of_many_that_come_at_once_hardly_any_is_computed_twice(
 
 
 async def nothing_left(client: Client) -> None:
-    """Returns when nothing waits, nor is in flight."""
-
     async def so() -> bool:
         names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
         return not any([await client.metric(name) for name in names])

@@ -32,7 +32,6 @@ def serving(
 
 @pytest.fixture
 async def router(services: Services) -> AsyncIterator[str]:
-    """The admin address of the services."""
     async with serving(services) as address:
         yield address
 
@@ -58,7 +57,6 @@ async def secured(
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     async def run(*arguments: str, status: int = 0) -> list[str]:
-        """The lines that a command prints; on standard error where it fails."""
         assert await asyncio.to_thread(main, [*arguments]) == status
         output = capsys.readouterr()
         lines, silent = (output.err, output.out) if status else (output.out, output.err)

@@ -83,7 +83,6 @@ async def test_unusable_token_file_stops_the_start(
 
 
 async def reached(address: str, cert: Path) -> bool:
-    """Asks as a client that trusts this certificate."""
     connector = aiohttp.TCPConnector(ssl=trusting(cert))
     async with aiohttp.ClientSession(connector=connector) as session:
         try:

@@ -26,7 +26,6 @@ ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
 
 @pytest.fixture
 def services() -> Services:
-    """A router that knows an idle replica of each of two kinds."""
     made = build(Config.model_validate({"route": {"seed": 1}}), CollectorRegistry())
     for number, profile in enumerate(("llama-8b-h100", "llama-8b-a10"), start=1):
         made.fleet.put(state(number, profile, ManualClock()))
@@ -53,7 +52,6 @@ def in_words(lines: list[str]) -> str:
 
 
 def compared(lines: list[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """The two candidates by column, and the lines that follow them."""
     at = next(number for number, line in enumerate(lines) if "prefill" in line)
     names = lines[at].split()
     rows = [line.lstrip("> ").split() for line in lines[at + 1 : at + 3]]

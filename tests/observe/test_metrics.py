@@ -23,7 +23,6 @@ def theirs() -> CollectorRegistry:
 
 
 def page(registry: CollectorRegistry) -> list[str]:
-    """The page for Prometheus, without the times of creation."""
     lines = generate_latest(registry).decode().splitlines()
     return [line for line in lines if "_created" not in line]
 

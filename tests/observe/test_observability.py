@@ -33,7 +33,6 @@ def provisioned(path: str) -> Any:
 
 
 def targets() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Expressions of the dashboard, each with a name."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield f"{panel['title']}, {target['refId']}", target
@@ -48,7 +47,6 @@ def expressions() -> dict[str, str]:
 def selectors(
     node: Any, inside: str = "", grouped: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, frozenset[str], str]]:
-    """Metrics, each with labels that are matched or grouped by, and the function of its range."""
     match node:
         case promql.VectorSelector():
             yield node.name or "", grouped | {one.name for one in node.matchers.matchers}, inside

@@ -21,7 +21,6 @@ BEGIN, END = (
 
 
 def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
-    """Metrics of a router that polls, with their labels, in the order of the page."""
     registry = CollectorRegistry()
     RouterMetrics(registry)
     PollMetrics(registry)
@@ -33,7 +32,6 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
 
 
 def names(family: Metric) -> list[str]:
-    """Names of the series of a metric."""
     match family.type:
         case "counter":
             return [f"{family.name}_total"]
@@ -43,7 +41,6 @@ def names(family: Metric) -> list[str]:
 
 
 def series() -> dict[str, tuple[bool, set[str]]]:
-    """Series by name: whether it counts, and its labels."""
     return {
         name: (family.type != "gauge", set(found))
         for family, found in families()

@@ -31,7 +31,6 @@ SOON = {"timeout_s": 0.8}
 def config(
     redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
 ) -> Config:
-    """Polls often, and waits for an answer as long as can be."""
     times = {"interval_s": 0.02, "timeout_s": 1.5}
     return Config.model_validate(
         {

@@ -21,7 +21,6 @@ def page(
     started_at: float | None = None,
     asleep: bool = False,
 ) -> str:
-    """A short ``/metrics`` page."""
     start = f"process_start_time_seconds {started_at}\n" if started_at else ""
     labels = f'{{engine="0",model_name="{model}"}}'
     return (
@@ -75,8 +74,6 @@ class Once:
 
 
 def late(seconds: float, body: str) -> Handler:
-    """Answers after more than so many seconds."""
-
     async def answer(_: web.Request) -> web.Response:
         await asyncio.sleep(1.2 * seconds)
         return web.Response(text=body)
@@ -93,7 +90,6 @@ async def endless(request: web.Request) -> web.StreamResponse:
 
 
 async def drip(request: web.Request) -> web.StreamResponse:
-    """Never ends, a line at a time."""
     response = web.StreamResponse()
     await response.prepare(request)
     while True:
@@ -102,7 +98,6 @@ async def drip(request: web.Request) -> web.StreamResponse:
 
 
 async def huge(request: web.Request) -> web.StreamResponse:
-    """Announces 200 MB and sends them."""
     response = web.StreamResponse(headers={"Content-Length": str(200 * 10**6)})
     await response.prepare(request)
     for _ in range(200):
@@ -111,7 +106,6 @@ async def huge(request: web.Request) -> web.StreamResponse:
 
 
 async def disconnect(request: web.Request) -> web.StreamResponse:
-    """Hangs up in the middle of the answer."""
     response = web.StreamResponse(headers={"Content-Length": "1000"})
     await response.prepare(request)
     await response.write(page().encode()[:100])
@@ -148,7 +142,6 @@ class Replica:
             await self._runner.cleanup()
 
     async def asked_for(self, path: str, times: int) -> None:
-        """Wait until it was asked so often."""
         async with asyncio.timeout(PATIENCE_S):
             while self.asked.count(path) < times:
                 self._asked.clear()

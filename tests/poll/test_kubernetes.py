@@ -43,7 +43,6 @@ TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
 
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
-    """A server with two pods, and this process in another one."""
     monkeypatch.setattr(kubernetes, "_FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(kubernetes, "_LONGEST_WAIT_S", 0.02)
     monkeypatch.setattr(kubernetes, "_WATCH_S", 600)  # none ends by itself
@@ -67,14 +66,12 @@ class Found:
         self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
 
     async def pods(self) -> dict[str, str]:
-        """By the replica's name, how it is."""
         return {
             one.name: "drains" if one.draining else "serves" if one.ready else "not ready"
             for one in await self.discovery.targets()
         }
 
     async def has(self, **pods: str) -> None:
-        """Returns when the pods are these."""
         wanted = {name.replace("_", "-"): how for name, how in pods.items()}
 
         async def so() -> bool:

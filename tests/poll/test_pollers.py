@@ -33,7 +33,6 @@ async def several(count: int) -> AsyncIterator[list[Replica]]:
 
 @asynccontextmanager
 async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Process]:
-    """``extproc poll`` as a process of its own."""
     file = directory / "extproc.yaml"
     file.write_text(settings.model_dump_json(exclude_unset=True))
     argv: list[str | Path] = [sys.executable, "-m", "extproc", "poll", "--config", file]
@@ -42,7 +41,6 @@ async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Pro
 
 
 async def shared(count: int, *pollers: Config) -> list[int]:
-    """Waits until each of so many replicas has one poller; returns how many each poller has."""
     parts: list[int] = []
 
     async def are_shared() -> bool:
@@ -73,7 +71,6 @@ async def fresh(seen: Seen, replicas: list[Replica]) -> None:
 
 
 def counting(first: int = 1) -> Handler:
-    """More steps at each scrape."""
     steps = first
 
     async def answer(_: web.Request) -> web.Response:

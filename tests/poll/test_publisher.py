@@ -66,7 +66,6 @@ async def publishing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Int
 
 
 async def attempt(writer: Writer, there: bool) -> None:
-    """Have an attempt to write end well, or not."""
     writer.there = there
     writer.asked.clear()
     writer.answered.set()
@@ -113,7 +112,6 @@ class Noting(Destination):
         self._note("remove", replica)
 
     async def until(self, what: str) -> list[str]:
-        """What was noted up to this."""
         noted: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
             while what not in noted:

@@ -17,7 +17,6 @@ from tests.proxy.envoy_side import EnvoySide, connected
 
 
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
-    """The same with this fleet, and with these of their other parts, such as the fleet's clock."""
     clock = parts.get("clock", services.clock)
     queue = parts.pop("queue", Queue(fleet, services.config.hold, clock))
     router = Router(fleet, "completion", services.random, backlog=queue.backlog)
@@ -25,14 +24,12 @@ def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
 
 
 def put_replicas(services: Services, *numbers: int, **figures: Any) -> None:
-    """Puts replicas 1 and 2, or those with these numbers, with these figures."""
     clock = ManualClock(services.wall())
     for number in numbers or (1, 2):
         services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
 
 
 def router_of(config: Config, *numbers: int) -> Services:
-    """A router that knows idle replicas 1 and 2, or those with these numbers."""
     services = build(config, CollectorRegistry())
     put_replicas(services, *numbers)
     return services
@@ -56,7 +53,6 @@ def config() -> Config:
 
 @pytest.fixture
 def services(config: Config) -> Services:
-    """A router that knows two idle replicas."""
     services = router_of(config)
     services.fleet.known.set()
     return services
@@ -70,5 +66,4 @@ async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """Stands still, so that polls do not become stale on a slow machine."""
     return ManualClock(1000.0)

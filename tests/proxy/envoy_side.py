@@ -38,11 +38,9 @@ class Stream:
         self._first = True
 
     async def send(self, **message: Any) -> ProcessingResponse:
-        """Sends one message and returns the reply."""
         return await self.send_bytes(bytes(ProcessingRequest(**message)))
 
     async def send_bytes(self, message: bytes) -> ProcessingResponse:
-        """The same with one that is written already."""
         await self._call.write(message)
         return await self.read()
 
@@ -64,13 +62,11 @@ class Stream:
     async def ask_in_full_duplex(
         self, body: dict[str, Any] | bytes = CHAT, **named: Any
     ) -> ProcessingResponse:
-        """Sends headers and a whole body; returns the reply to the headers."""
         await self.write_headers(**DUPLEX, **named)
         await self.write_body(body if isinstance(body, bytes) else json.dumps(body).encode())
         return await self.read()
 
     async def answer(self, *chunks: dict[str, Any] | bytes, **headers: Any) -> ProcessingResponse:
-        """Sends a response to its end; returns the reply to its headers."""
         reply = await self.response_headers(**headers)
         for left, chunk in zip(reversed(range(len(chunks))), chunks, strict=True):
             await self.response_body(chunk, end_of_stream=not left)
@@ -78,7 +74,6 @@ class Stream:
         return reply
 
     async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
-        """Sends the request's headers, as below, and returns the reply."""
         await self.write_headers(*arguments, **named)
         return await self.read()
 
@@ -115,7 +110,6 @@ class Stream:
         end_of_stream: bool = True,
         mode: BodyMode = BodyMode.BUFFERED,
     ) -> ProcessingResponse:
-        """Sends the body as the only message, with attributes as in ``envoy/envoy.yaml``."""
         message = self.body_message(body, path, headers, end_of_stream, mode)
         return await self.send_bytes(bytes(message))
 
@@ -141,7 +135,6 @@ class Stream:
         )
 
     async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:
-        """Sends a chunk of the request's body."""
         await self.write(
             ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end_of_stream))
         )
@@ -181,7 +174,6 @@ class Stream:
         return await self.send(response_trailers=HttpTrailers(trailers=HeaderMap()))
 
     async def end(self) -> None:
-        """Envoy closes the stream when the response has ended."""
         await self._call.done_writing()
         assert await self._call.read() is grpc.aio.EOF
 
@@ -192,7 +184,6 @@ class Stream:
             pass
 
     def reset(self) -> None:
-        """Envoy gives the stream up."""
         self._call.cancel()
 
 
@@ -227,7 +218,6 @@ class EnvoySide:
         traceparent: str = "",
         **named: Any,
     ) -> ProcessingResponse:
-        """Sends the body as the only message, then hangs up; returns the reply."""
         async with self.stream(traceparent=traceparent) as stream:
             reply = await stream.body_first(body, *headers, **named)
             await stream.end()
@@ -254,7 +244,6 @@ class EnvoySide:
 
 @asynccontextmanager
 async def running(server: GrpcServer, **options: int) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel with these gRPC options to a server that runs until the block ends."""
     port = await server.start("127.0.0.1:0")
     try:
         arguments = [(f"grpc.{name}", value) for name, value in options.items()]
@@ -268,7 +257,6 @@ async def running(server: GrpcServer, **options: int) -> AsyncIterator[grpc.aio.
 async def connected(
     services: Services, pools: Mapping[str, Services] = MappingProxyType({})
 ) -> AsyncIterator[EnvoySide]:
-    """Envoy's side of a router that runs until the block ends."""
     async with running(GrpcServer(services, pools)) as channel:
         yield EnvoySide(channel)
 

@@ -22,7 +22,6 @@ MEMBERS = {replica(1), replica(2)}
 
 
 def destination(reply: ProcessingResponse) -> list[str]:
-    """The ``ip:port`` list the reply sends the request to; empty where it names none."""
     headers = reply.request_headers
     part = reply.request_body if headers is None else headers  # empty messages are falsy
     assert part is not None
@@ -37,7 +36,6 @@ def destination(reply: ProcessingResponse) -> list[str]:
 
 
 def chosen(reply: ProcessingResponse) -> list[str]:
-    """The same list from the dynamic metadata, which decides where Envoy sends the body first."""
     if reply.dynamic_metadata is None or "envoy.lb" not in reply.dynamic_metadata.fields:
         return []
     namespace = reply.dynamic_metadata.fields["envoy.lb"].struct_value
@@ -62,7 +60,6 @@ def status_of(reply: ProcessingResponse) -> int:
 
 
 def error_of(reply: ProcessingResponse) -> dict[str, Any]:
-    """The ``error`` object in the body of a refusal."""
     assert reply.immediate_response is not None
     error: dict[str, Any] = json.loads(reply.immediate_response.body)["error"]
     return error
@@ -76,7 +73,6 @@ def refusal_header(reply: ProcessingResponse, name: str) -> bytes:
 
 
 def mode_of(reply: ProcessingResponse) -> ProcessingMode:
-    """The processing mode that the reply sets."""
     assert reply.mode_override is not None
     return reply.mode_override
 

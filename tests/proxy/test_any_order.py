@@ -40,7 +40,6 @@ ANSWERS = (
 
 
 def messages(random: Random) -> list[ProcessingRequest]:
-    """Some of a request's and its response's, seldom in a wrong order."""
     told = [one for one in exchange(random) if random.random() < 0.8]
     if random.random() < 0.3:
         random.shuffle(told)

@@ -38,7 +38,6 @@ BODY = json.dumps(CHAT).encode()
 
 @pytest.fixture
 def config(config: Config) -> Config:
-    """Its Envoy takes a second choice."""
     serve = config.serve.model_copy(update={"second_choice": True})
     return config.model_copy(update={"serve": serve})
 
@@ -112,7 +111,6 @@ async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: 
 
 
 async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
-    """Sends a large body; returns where it goes."""
     await stream.write_headers(**DUPLEX, headers={"content-length": str(len(body))})
     for start in range(0, len(body), LARGE_BODY // 2):
         piece = body[start : start + LARGE_BODY // 2]

@@ -42,7 +42,6 @@ async def envoy(server: GrpcServer) -> AsyncIterator[EnvoySide]:
 
 
 async def sent_to(stream: Stream, mark: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Sends a chat to the replica whose turn it is; returns its id."""
     return chosen(await stream.body_first(CHAT, headers=IN_TURN | dict(mark)))[0]
 
 

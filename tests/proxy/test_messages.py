@@ -44,7 +44,6 @@ def test_request_headers_are_read() -> None:
 
 
 def received(**fields: Any) -> ext_proc_pb2.ProcessingRequest:
-    """What Envoy sends, read with our codec."""
     return ext_proc_pb2.ProcessingRequest.FromString(bytes(envoy.ProcessingRequest(**fields)))
 
 

@@ -41,7 +41,6 @@ def allowed(allow: bool = True) -> pytest.MarkDecorator:
 async def aim(
     envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any] = CHAT
 ) -> Objective:
-    """Of a request that is sent."""
     assert chosen(await envoy.ask_body_first(body, headers=headers))
     (record,) = services.log.last(1)
     objective = record.decision.profile.objective

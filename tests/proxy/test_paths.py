@@ -78,7 +78,6 @@ async def test_request_is_booked_renamed_and_ordered(
 async def profile_of(
     envoy: EnvoySide, services: Services, path: str, body: dict[str, Any]
 ) -> tuple[RequestProfile, float]:
-    """The profile of a request, and the output tokens that are predicted for it."""
     await envoy.ask_body_first(body | {"model": "llama"}, path)
     decision = services.log.last(1)[0].decision
     return decision.profile, decision.prediction.output_tokens

@@ -130,7 +130,6 @@ Says = Callable[[str], Awaitable[tuple[int, str]]]
 async def redis_router(
     redis: RedisServer, directory: Path
 ) -> AsyncIterator[tuple[Process, EnvoySide, Says]]:
-    """A router, Envoy's side of it, and what its admin address says of its health."""
     listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
     argv = [sys.executable, "-m", "extproc", "serve", "--redis.url", redis.url]
     where = ["--serve.listen", listen, "--serve.admin", admin]

@@ -51,7 +51,6 @@ def config(folder: Path) -> Config:
 
 
 async def written(services: Services) -> None:
-    """Begins to write, and ends, as a router does."""
     assert services.recorder is not None
     writing = asyncio.create_task(services.recorder.run())
     await asyncio.sleep(0)

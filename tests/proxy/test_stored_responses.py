@@ -18,7 +18,6 @@ ASKED = {"model": "llama", "input": "Tell me of the sea."}
 
 @pytest.fixture
 def unread(config: Config) -> Config:
-    """No stream is read that need not be."""
     return config.model_copy(
         update={"serve": config.serve.model_copy(update={"chunks_per_s": 0.0})}
     )
@@ -27,7 +26,6 @@ def unread(config: Config) -> Config:
 async def respond(
     envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1, streamed: bool = False
 ) -> BodyMode | None:
-    """A response passes; returns whether its body was asked for."""
     async with envoy.stream() as stream:
         reply = await stream.request_headers(RESPONSES)
         assert reply.mode_override is None  # Envoy is to tell of the response

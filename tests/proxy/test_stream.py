@@ -167,7 +167,6 @@ async def test_stream_answers_each_message_and_leaves_nothing(
 
 
 def crowded() -> tuple[Services, ManualClock]:
-    """A router with little memory and two replicas that take one request at a time."""
     clock = ManualClock(1000.0)
     config = Config.model_validate({"hold": {"longest_s": 30.0, "most": 3}, "route": {"seed": 1}})
     services = router_of(config)

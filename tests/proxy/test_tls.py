@@ -77,13 +77,11 @@ async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
 
 @pytest.fixture(params=[router, control_plane])
 def serving(request: pytest.FixtureRequest) -> Serving:
-    """Runs a server with these settings, and gives its port."""
     kind: Serving = request.param
     return kind
 
 
 async def health(port: int, trusted: Authority, shown: tuple[Path, Path] | None = None) -> int:
-    """What a health check over a new connection is answered."""
     chain, key = (path.read_bytes() for path in shown) if shown else (None, None)
     credentials = grpc.ssl_channel_credentials(trusted.file.read_bytes(), key, chain)
     own = [("grpc.use_local_subchannel_pool", 1)]

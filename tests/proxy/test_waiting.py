@@ -35,7 +35,6 @@ Full = tuple[Stream, Stream]
 
 
 async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
-    """Sends a request as a gateway does, which has to wait."""
     await stream.write_headers(**DUPLEX)
     await stream.write_body(json.dumps(long("third")).encode())
     await until(lambda: len(services.queue) == 1)
@@ -76,7 +75,6 @@ def long(name: str) -> dict[str, Any]:
 
 
 async def queued(stream: Stream, name: str, headers: dict[str, str] | None = None) -> None:
-    """Sends a request, which Envoy is told to wait for."""
     assert told_to_wait(await stream.body_first(long(name), headers=headers))
 
 
@@ -87,7 +85,6 @@ def told_to_wait(reply: ProcessingResponse) -> bool:
 
 @pytest.fixture
 async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> AsyncIterator[Full]:
-    """A request on each replica that leaves no room."""
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
         services.fleet.put(known)

@@ -87,7 +87,6 @@ def in_company(services: Services) -> None:
 
 
 async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
-    """A streamed answer, to its end: whether Envoy was to show it."""
     async with envoy.stream() as stream:
         first = destination(await stream.ask(STREAMED))[0]
         reply = await stream.response_headers(upstream=first, content_type="text/event-stream")

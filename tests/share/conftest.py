@@ -48,7 +48,6 @@ T = TypeVar("T")
 async def hearing(
     kind: Callable[[Redis, str, Random], Reader[T]], url: RedisSettings | str, pool: str = "test"
 ) -> AsyncIterator[Callable[[], Awaitable[T]]]:
-    """Yields a function that awaits the next change that a reader of this kind hears of."""
     async with (
         connect(url, pool) as redis,
         aclosing(kind(redis, pool, Random(1)).changes()) as changes,
@@ -70,7 +69,6 @@ async def until(following: Next, wanted: Change) -> None:
 
 
 async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
-    """The line a reader logs that cannot connect."""
     async with reading(url) as following:
         waiting = asyncio.ensure_future(following())
         line = await logged.line(LOST)
@@ -103,7 +101,6 @@ async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIt
 
 @asynccontextmanager
 async def router(url: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Fleet]:
-    """A router's fleet of two replicas, on the clocks that sharing goes by."""
     fleet = Fleet(OutputLengths())
     for number in (1, 2):
         fleet.put(state(number, "llama-8b-a10", ManualClock(wall())))

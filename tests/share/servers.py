@@ -195,7 +195,6 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 @asynccontextmanager
 async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
-    """With TLS, which not every Redis is built with, where a context is given."""
     proxy = Proxy(port)
     server = await asyncio.start_server(proxy.serve, HOST, 0, ssl=context)
     proxy.port = server.sockets[0].getsockname()[1]

@@ -95,7 +95,6 @@ async def tell(redis_server: RedisServer) -> AsyncIterator[Tell]:
 
 @pytest.fixture
 async def heard(redis_server: RedisServer, tell: Tell) -> AsyncIterator[Router]:
-    """A router that heard from the poller of one block."""
     async with router(redis_server.url) as one:
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})

@@ -57,7 +57,6 @@ class Peer:
         self.writer = DigestWriter(redis, "test")
 
     async def send(self) -> bytes:
-        """Sends the digest that is due, and returns what is encoded in it."""
         self.fleet.digests.repeat()
         digest = self.fleet.digests.due(0.0)
         assert digest is not None

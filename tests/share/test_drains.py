@@ -26,7 +26,6 @@ Run = Callable[..., Coroutine[Any, Any, str]]
 @pytest.fixture
 def run(stopped_redis: RedisServer, capsys: pytest.CaptureFixture[str]) -> Run:
     async def run(*arguments: str, status: int = 0) -> str:
-        """What it prints; on standard error where it fails."""
         argv = ["replicas", *arguments, "--redis.url", stopped_redis.url]
         capsys.readouterr()
         assert await asyncio.to_thread(main, argv) == status
@@ -44,7 +43,6 @@ async def listed(run: Run) -> dict[str, dict[str, Any]]:
 
 
 async def drained(run: Run, seen: Seen, replica: Replica) -> str:
-    """Drains the replica until its state says so; returns what the command prints."""
     printed = await run("drain", replica.id)
     await seen.replica(replica, lambda state: state.draining)
     return printed

@@ -39,7 +39,6 @@ POOL = "test"
 
 
 async def share_through(url: RedisSettings | str) -> None:
-    """A state written before the reader came, one written after, one removed."""
     async with connect(url, POOL) as redis:
         writer = StateWriter(redis, POOL, ttl_s=60)
         await writer.put([A])

@@ -52,7 +52,6 @@ class Poller:
 
 
 async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
-    """Returns who has each replica; fails where two do."""
     for _ in range(rounds):
         for each in pollers:
             await each.beat()

@@ -83,7 +83,6 @@ async def test_owners_seen_during_outage_are_told_later(
 
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[Next]:
-    """Yield a function that awaits the next response that a router hears of."""
     heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
@@ -103,7 +102,6 @@ async def reading(url: str) -> AsyncIterator[Next]:
 
 
 async def is_reading(client: Redis) -> bool:
-    """Whether somebody waits for the next entry."""
     return any("b" in one["flags"] for one in await client.client_list())
 
 
@@ -161,8 +159,6 @@ def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
 
 
 async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
-    """Only that replica does."""
-
     def it_does() -> bool:
         held = fleet.held(prefix, fleet.view(MODEL)).expected
         whole = len(prefix.keys) * prefix.unit

@@ -51,7 +51,6 @@ class Page:
             self.problems.append(json.dumps(about))
 
     async def open(self, url: str) -> None:
-        """Goes to an address; returns when all of it is loaded."""
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
             await self.ask(f"{domain}.enable")
         await self.ask("Page.navigate", url=url)
@@ -65,18 +64,15 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Returns when the expression is true, as JavaScript sees it."""
         await until(lambda: self.evaluate(f"Boolean({expression})"))
 
     async def press(self, key: str, code: int) -> None:
-        """Presses a key and lets go of it."""
         event = {"key": key, "windowsVirtualKeyCode": code}
         event |= {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             await self.ask("Input.dispatchKeyEvent", type=kind, **event)
 
     async def look(self, width: int, height: int, scheme: str = "light") -> None:
-        """Imitates a screen of that size, in CSS pixels, light or dark."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.ask("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -85,7 +81,6 @@ class Page:
 
 @asynccontextmanager
 async def chromium(directory: Path) -> AsyncIterator[Page]:
-    """A browser with an empty tab, in a profile of its own; it ends with the block."""
     assert BINARY is not None
     ports = directory / "profile" / "DevToolsActivePort"
 

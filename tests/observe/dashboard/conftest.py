@@ -27,7 +27,6 @@ def clock() -> Clock:
 
 @pytest.fixture
 def services(clock: Clock) -> Services:
-    """A router of which nothing is wrong, with four idle replicas."""
     config = Config.model_validate({"route": {"seed": 1}, "hold": {"most": 10}})
     fleet = Fleet(OutputLengths(), clock)
     fleet.pollers = ["here:1"]
@@ -44,14 +43,12 @@ def services(clock: Clock) -> Services:
 
 
 def poll(services: Services, *only: int, **figures: float | str | bool) -> None:
-    """A poll of all four replicas, or only of some."""
     polled: dict[str, float | str | bool] = {"measured": True, "kv_tokens": 42_000}
     for number in only or range(1, 5):
         services.fleet.put(state(number, H100, ManualClock(services.clock()), **polled | figures))
 
 
 def wait(services: Services, tenant: str, priority: int = 0) -> None:
-    """A request waits that no replica can carry."""
     profile = replace(chat(41_000, 1000), tenant=tenant, objective=Objective(priority=priority))
     decision = services.router.decide(profile)
     assert decision is not None

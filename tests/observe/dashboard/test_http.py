@@ -120,7 +120,6 @@ async def test_stuck_viewer_is_given_up_and_leaves_its_place(
         url = f"http://{address}/dashboard/events"
 
         async def alone() -> bool:
-            """Finds a place, and then none for another viewer."""
             # , and then none for another viewer."""
             async with client.get(url) as one, client.get(url) as two:
                 return (one.status, two.status) == (200, 503)

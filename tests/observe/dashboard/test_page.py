@@ -31,7 +31,6 @@ REQUEST, COMPARISON = "$('#decisions button')", "$('#comparison')"
 
 @pytest.fixture
 async def page(tmp_path: Path) -> AsyncIterator[Page]:
-    """A tab; in the end nothing was complained of."""
     async with chromium(tmp_path) as tab:
         yield tab
         assert tab.problems == []
@@ -148,7 +147,6 @@ async def test_warning_is_announced_once_and_goes(shown: Page, services: Service
 
 
 async def two_more(page: Page) -> None:
-    """Waits for two more snapshots."""
     before = page.received
 
     async def came() -> bool:

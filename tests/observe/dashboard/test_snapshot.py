@@ -32,7 +32,6 @@ def shown(services: Services) -> dict[str, Any]:
 
 
 def rows(table: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The rows of a table by their keys; notes and estimates as columns of their own."""
     columns = {}
     for column in table["columns"]:
         title = column["title"]
@@ -45,7 +44,6 @@ def rows(table: dict[str, Any]) -> dict[Any, dict[str, Any]]:
 
 
 def cells(services: Services, number: int, *titles: str) -> list[Any]:
-    """Cells of a replica's row."""
     row = rows(shown(services)["replicas"])[replica(number)]
     return [row[title] for title in titles]
 
@@ -67,7 +65,6 @@ def clock() -> ManualClock:
 
 
 def fill(services: Services, clock: ManualClock) -> None:
-    """Requests that leave no room, and decode."""
     for number in range(1, 5):
         services.fleet.dispatch(replica(number), chat(40_000, 2000))
     clock.advance(5.0)

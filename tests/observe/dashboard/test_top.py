@@ -30,7 +30,6 @@ def top(run: Run) -> Run:
 
 
 def rows(lines: list[str]) -> list[str]:
-    """First cells of the table of replicas."""
     begin = next(at for at, line in enumerate(lines) if line.startswith("Replica "))
     return [line.split()[0] for line in lines[begin + 1 :] if line.startswith("r")]
 
