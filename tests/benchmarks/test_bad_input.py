@@ -39,7 +39,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_that_is_no_request(
+def test_line_without_request(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
 ) -> None:
     trace = tmp_path / "trace.jsonl"

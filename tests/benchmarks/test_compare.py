@@ -51,7 +51,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
         ("router:fastest", "router has no policy 'fastest'"),
     ],
 )
-def test_a_contender_that_there_is_not_is_refused(
+def test_unknown_contender_is_refused(
     name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -64,9 +64,7 @@ def test_a_kind_alone_is_its_usual_policy() -> None:
     assert compare.contender("envoy").name == "envoy:least_request"
 
 
-def test_peers_are_listed_to_be_installed_and_follow_prefixes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_are_listed_for_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path("benchmarks/compare/peers.txt").read_text().split()
     assert sorted(one.partition("==")[0] for one in listed) == sorted(PRODUCTS)
     monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
@@ -271,7 +269,7 @@ def test_ctrl_c_keeps_the_turns_that_ended(
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_what_went_wrong_is_the_exit_status(
+def test_complaint_sets_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def play(contender: Any, fleet: Any, traffic: Any, repeat: int, directory: Path) -> Any:

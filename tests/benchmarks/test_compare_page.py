@@ -53,9 +53,7 @@ def test_of_a_measurement_its_figures_are_kept_and_no_path() -> None:
     assert "at_s" not in json.dumps(of)
 
 
-def test_a_measurement_that_was_interrupted_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_measurement_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def call(command: list[str], cwd: Path) -> int:

@@ -44,7 +44,7 @@ def fitted() -> list[Fitted]:
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
 @pytest.mark.parametrize("way", [MEASURED, LEARNED])
-def test_the_simulator_is_within_15_percent_of_what_was_recorded(
+def test_simulator_is_within_15_percent_of_record(
     fitted: list[Fitted], way: str, kind: str
 ) -> None:
     assert len(fitted) == 2
@@ -138,9 +138,7 @@ def test_a_recording_is_read_as_it_was_written_and_another_file_is_named(
     assert f"{tmp_path / 'a.json'} is no recording" in capsys.readouterr().err
 
 
-def test_the_command_prints_and_keeps_what_it_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_and_keeps_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "fit.json"
     assert main(["--json", str(kept)]) == 0
     printed = capsys.readouterr().out

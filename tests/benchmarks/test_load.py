@@ -88,9 +88,7 @@ def test_figures_are_of_whole_answers() -> None:
         ([answer(1, generated=16)], IDLE, "output tokens are 160% of the trace's"),
     ],
 )
-def test_what_makes_figures_worthless_is_said(
-    answers: list[Answer], effort: Effort, warning: str
-) -> None:
+def test_worthless_figures_are_said(answers: list[Answer], effort: Effort, warning: str) -> None:
     figures = summed(*answers, effort=effort)
     (said,) = figures["warnings"]
     assert warning in said
@@ -117,9 +115,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
     return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
 
 
-def test_a_time_in_which_nothing_arrives(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_time_without_arrivals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 9000, "input_length": 5, "output_length": 3}\n')
     assert "first 2 s" in complaint(capsys, "--trace", trace, "--duration", "2")
@@ -165,9 +161,7 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str)
 
 
 @pytest.mark.process
-def test_parts_follow_each_other_and_a_seed_sends_the_same_again(
-    tmp_path: Path, replica: str
-) -> None:
+def test_parts_follow_each_other_and_seed_repeats_them(tmp_path: Path, replica: str) -> None:
     def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         path = tmp_path / "load.json"
         given = ["--url", replica, "--trace", str(TRACE), "--speed", "50", "--duration", "0.5"]
@@ -194,7 +188,7 @@ def cached_tokens(replica: str) -> float:
 
 
 @pytest.mark.process
-def test_a_run_of_which_some_failed(
+def test_run_with_failures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
 ) -> None:
     trace = tmp_path / "trace.jsonl"

@@ -58,9 +58,7 @@ def test_only_who_speaks_its_protocol_is_behind_this_projects_file(programs: Pat
         ),
     ],
 )
-def test_what_a_picker_says_is_held_against_what_was_served(
-    account: Account, said: list[str]
-) -> None:
+def test_picker_decisions_are_compared_with_served(account: Account, said: list[str]) -> None:
     served = ("127.0.0.1:1", "127.0.0.1:1", None)
     requests: list[dict[str, Any]] = [{"replica": one} for one in served]
     assert account.complaints(requests, SERVERS) == said
@@ -104,7 +102,7 @@ async def asked(
         ("aibrix:prefix-cache", False),
     ],
 )
-async def test_a_picker_behind_envoy_does_its_policy(
+async def test_picker_does_its_policy(
     name: str, fair: bool, programs: Path, tmp_path: Path
 ) -> None:
     records, complaints = await asked(name, programs, tmp_path, fair)

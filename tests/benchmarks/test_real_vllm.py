@@ -116,7 +116,7 @@ def test_no_prompt_is_in_a_prefix_cache_from_another_run() -> None:
         (["--serve", "x,y", "--options", "--seed 3"], "--options is given once for each model"),
     ],
 )
-def test_wrong_arguments_are_named(
+def test_wrong_argument(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -139,7 +139,7 @@ def test_without_vllm_the_error_is_one_line(
     assert capsys.readouterr().err.startswith("real_vllm: cannot start vllm-")
 
 
-def test_a_result_that_cannot_be_kept_is_said_at_once(
+def test_unwritable_result_fails_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "nowhere" / "result.json"

@@ -82,7 +82,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
     return results, folder
 
 
-def test_every_contender_has_a_row_with_the_figures_of_its_requests(
+def test_each_contender_has_row_with_its_figures(
     both: tuple[Json, Path],
 ) -> None:
     results, folder = both
@@ -334,9 +334,7 @@ def test_what_is_no_result_is_refused_and_nothing_drawn(
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_report_names_files_that_it_cannot_read_or_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_names_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, broken, good = (tmp_path / f"{name}.json" for name in ("missing", "broken", "good"))
     broken.write_bytes(b'{"run": \xff')
     good.write_text(json.dumps(run("a", 1, requests=2)))

@@ -69,9 +69,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
         assert first == again
 
 
-def test_a_fleet_that_decodes_speculatively_answers_sooner(
-    simulate: Simulate, tmp_path: Path
-) -> None:
+def test_speculative_fleet_answers_sooner(simulate: Simulate, tmp_path: Path) -> None:
     arguments = ["--policy", "round_robin", "--speed", "4", "--requests", "60", "--no-oracle"]
     (plain,) = simulate(*arguments)
     speculative = tmp_path / "speculative.yaml"
@@ -98,9 +96,7 @@ def test_replicas_that_serve_short_requests_now_and_then_are_measured(tmp_path: 
         assert median(last) < 0.2
 
 
-def test_replicas_that_draft_are_predicted_as_well_as_those_that_do_not(
-    simulate: Simulate, tmp_path: Path
-) -> None:
+def test_drafting_replicas_are_predicted_as_well(simulate: Simulate, tmp_path: Path) -> None:
     drafting = tmp_path / "drafting.yaml"
     drafting.write_text(
         "replicas:\n- {name: plain, profile: llama-8b-a10, count: 2}\n"
@@ -120,7 +116,7 @@ def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> 
 
 
 @pytest.mark.timeout(300)  # it computes all the time, and a machine may be busy
-def test_queue_kv_does_what_the_picker_does_whose_scorers_it_has(
+def test_queue_kv_decides_as_its_picker(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # llm-d's picker with its default scorers, live behind Envoy with the same requests: 2.65 s in
@@ -139,9 +135,7 @@ def test_queue_kv_does_what_the_picker_does_whose_scorers_it_has(
     assert median(slow) == pytest.approx(42, abs=5)
 
 
-def test_the_distance_to_the_oracle_is_told(
-    simulate: Simulate, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distance_to_oracle_is_told(simulate: Simulate, capsys: pytest.CaptureFixture[str]) -> None:
     run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "300")
     assert oracle["policy"] == "oracle"
     ratio = run["to_oracle"]["e2e_s"]["mean"]

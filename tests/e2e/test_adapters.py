@@ -48,7 +48,7 @@ async def homes(client: Client) -> dict[str, str]:
     return found
 
 
-async def test_each_adapter_keeps_to_its_replica_and_the_load_elsewhere_is_known(
+async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(
     client: Client,
 ) -> None:
     for _ in range(5):
@@ -66,7 +66,7 @@ async def test_each_adapter_keeps_to_its_replica_and_the_load_elsewhere_is_known
     assert set(terms(plain).values()) == {0.0}
 
 
-async def test_a_request_whose_adapter_would_wait_for_another_goes_elsewhere(
+async def test_request_whose_adapter_would_wait_goes_elsewhere(
     client: Client,
 ) -> None:
     await homes(client)

@@ -70,9 +70,7 @@ async def routed_again(client: Client) -> None:
     await until(routed)
 
 
-async def test_without_the_router_envoy_serves_and_routing_resumes(
-    client: Client, stack: Stack
-) -> None:
+async def test_envoy_serves_without_router_until_it_is_back(client: Client, stack: Stack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         await stack.kill("router")
@@ -84,9 +82,7 @@ async def test_without_the_router_envoy_serves_and_routing_resumes(
     await routed_again(client)
 
 
-async def test_while_the_router_is_down_a_client_cannot_choose_the_replica(
-    client: Client, stack: Stack
-) -> None:
+async def test_client_cannot_choose_replica_without_router(client: Client, stack: Stack) -> None:
     await stack.kill("router")
     forged = {"x-gateway-destination-endpoint": stack.address("slow-2")}
     steps = await client.replica_counts("slow-2", STEPS)
@@ -97,9 +93,7 @@ async def test_while_the_router_is_down_a_client_cannot_choose_the_replica(
     await routed_again(client)
 
 
-async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
-    client: Client, stack: Stack
-) -> None:
+async def test_failing_replica_is_left_out_without_router(client: Client, stack: Stack) -> None:
     async def count(name: str) -> int:
         return await client.envoy_counts(f"^cluster.replicas.{name}$")
 
@@ -123,9 +117,7 @@ async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     await routed_again(client)
 
 
-async def test_bodies_on_their_way_to_a_router_that_dies_are_served(
-    client: Client, stack: Stack
-) -> None:
+async def test_bodies_on_their_way_to_dead_router_are_served(client: Client, stack: Stack) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
     opened = "^http.openai.ext_proc.streams_started$"
@@ -191,7 +183,7 @@ async def test_a_dead_replica_costs_no_request_and_comes_back(client: Client, st
     assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
 
 
-async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast(
+async def test_fast_failing_replica_costs_no_request_and_is_not_fast(
     client: Client,
 ) -> None:
     await client.simulate("fast-2", fail=500)

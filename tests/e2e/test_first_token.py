@@ -39,7 +39,7 @@ async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
     return response
 
 
-async def test_responses_streams_that_have_opened_leave_their_prompts_in_the_backlog(
+async def test_opened_responses_stream_leaves_prompt_in_backlog(
     client: Client,
 ) -> None:
     responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(8)])

@@ -53,9 +53,7 @@ async def ask(stack: Stack, chunks: Sequence[bytes], trailers: str = "") -> tupl
 
 
 @pytest.mark.parametrize("chunks", [[BODY], [BODY[:20], BODY[20:]], [IMAGE]])
-async def test_body_before_trailers_arrives_once(
-    stack: FullDuplex, client: Client, chunks: list[bytes]
-) -> None:
+async def test_body_with_trailers(stack: FullDuplex, client: Client, chunks: list[bytes]) -> None:
     routed = await client.routed(stack.router_admin)
     status, answer = await ask(stack, chunks, "x-after: 1\r\n")
     assert status == 200, answer

@@ -68,9 +68,7 @@ async def avoided(client: Client) -> None:
     await until(owes)
 
 
-async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
-    client: Client, stack: Stack
-) -> None:
+async def test_hung_replica_is_avoided_and_its_requests_end(client: Client, stack: Stack) -> None:
     whole = asyncio.create_task(client.chat(tokens=LONG))
     body = {"model": MODEL, "messages": MESSAGES, "stream": True}
     long = {"x-simulate-output-tokens": str(LONG)}
@@ -96,9 +94,7 @@ async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
     assert (await client.chat(tokens=2)).decision["replica_name"] == "one"
 
 
-async def test_a_client_that_tries_again_is_answered_by_another(
-    client: Client, stack: Stack
-) -> None:
+async def test_retried_request_is_answered_by_another(client: Client, stack: Stack) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai:
         asked = asyncio.ensure_future(
             openai.chat.completions.with_raw_response.create(

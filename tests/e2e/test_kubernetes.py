@@ -65,9 +65,7 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
         yield Client(cluster, session)
 
 
-async def test_a_pod_that_is_deleted_ends_its_streams_and_gets_nothing_new(
-    client: Client, cluster: Cluster
-) -> None:
+async def test_deleted_pod_ends_streams_and_gets_no_more(client: Client, cluster: Cluster) -> None:
     tokens = 1000
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
     busy = await client.busy()

@@ -122,9 +122,7 @@ async def test_conversations_in_a_cache_that_is_too_small(client: Client) -> Non
     assert 5 < hits < 40, "some were found, some were evicted"
 
 
-async def test_after_a_poller_a_replica_and_redis_started_anew(
-    client: Client, stack: Stack
-) -> None:
+async def test_after_restart_of_poller_replica_and_redis(client: Client, stack: Stack) -> None:
     async def counted() -> bool:
         return await client.metric("extproc_replicas_known_blocks") == 2
 

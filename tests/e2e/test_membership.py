@@ -67,9 +67,7 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         )
 
 
-async def test_a_replica_that_leaves_the_file_gets_nothing_until_it_is_back(
-    client: Client, stack: FileStack
-) -> None:
+async def test_unlisted_replica_gets_nothing_until_listed(client: Client, stack: FileStack) -> None:
     async def names() -> set[str]:
         return {one["name"] for one in (await client.fleet())["replicas"]}
 

@@ -23,9 +23,7 @@ def system(directory: Path) -> Stack:
     return Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
 
 
-async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unknown(
-    client: Client, stack: Stack
-) -> None:
+async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stack: Stack) -> None:
     async def gone() -> bool:
         return not (await client.replica("one"))["healthy"]
 
@@ -48,9 +46,7 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "one"
 
 
-async def test_a_model_that_nobody_serves_is_said_not_to_exist(
-    client: Client, stack: Stack
-) -> None:
+async def test_model_that_nobody_serves_does_not_exist(client: Client, stack: Stack) -> None:
     async def all_listed() -> bool:
         return (await client.chat(model="nobody's")).status == 404
 

@@ -72,9 +72,7 @@ def names_sent(answers: list[Answer]) -> set[str]:
 
 @pytest.mark.parametrize("asked", ["llama", "chat/latest"])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_each_replica_gets_the_name_that_it_knows(
-    client: Client, asked: str, streamed: bool
-) -> None:
+async def test_replica_gets_name_it_knows(client: Client, asked: str, streamed: bool) -> None:
     answers = [await client.chat(model=asked, stream=streamed) for _ in range(4)]
     assert names_sent(answers) == {"llama-a", "llama-b"}
     for answer in answers:

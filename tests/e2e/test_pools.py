@@ -21,9 +21,7 @@ async def stack(pools: Stack) -> Stack:
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
-async def test_each_model_goes_to_the_replicas_that_serve_it(
-    client: Client, model: str, replica: str
-) -> None:
+async def test_model_goes_where_it_is_served(client: Client, model: str, replica: str) -> None:
     async def known() -> bool:
         return model in (await client.replica(replica))["models"]
 
@@ -62,9 +60,7 @@ async def test_no_client_chooses_the_pool(client: Client) -> None:
     assert answer.decision["pool"] == "second"
 
 
-async def test_a_pool_that_does_not_exist_is_told_once_and_served(
-    client: Client, stack: Stack
-) -> None:
+async def test_unknown_pool_is_logged_once_and_served(client: Client, stack: Stack) -> None:
     for _ in range(3):
         answer = await client.chat(headers={"host": f"{LOST}.example"})
         assert (answer.status, answer.decisions) == (200, [])
@@ -80,9 +76,7 @@ async def test_the_fleet_of_every_pool_is_shown(client: Client) -> None:
     assert shown == {one.name: pool for pool, fleet in POOLS.items() for one in fleet}
 
 
-async def test_the_command_is_about_one_pool(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_command_lists_one_pool(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     assert await replicas(stack, "list", "--pool", "second", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed] == ["second-1", "second-2"]

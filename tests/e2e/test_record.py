@@ -28,9 +28,7 @@ def by_lengths(record: Recorded) -> list[tuple[int, float]]:
     return sorted((one.prompt_tokens, one.output_tokens) for one in record.requests)
 
 
-async def test_what_was_recorded_is_played_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_record_is_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
     async with Stack(tmp_path / "stack", FLEET, {**SETTINGS, "record": record_to}) as stack:

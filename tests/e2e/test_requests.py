@@ -57,9 +57,7 @@ async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
     ("path", "endpoint"),
     [("/score", "/v1/score"), ("/rerank", "/v1/rerank"), ("/v2/rerank", "/v1/rerank")],
 )
-async def test_other_paths_of_an_endpoint_are_routed(
-    client: Client, path: str, endpoint: str
-) -> None:
+async def test_other_paths_of_endpoint_route(client: Client, path: str, endpoint: str) -> None:
     answer = await client.request("POST", path, {"model": MODEL} | BODIES[endpoint])
     assert answer.status == 200
     assert answer.decision["endpoint"] == endpoint
@@ -122,9 +120,7 @@ async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", b'{"model": 5}', b"\xff\xfe", b"[" * 10_000 + b"]" * 10_000]
 )
-async def test_what_no_replica_could_serve_gets_an_openai_error(
-    client: Client, body: bytes
-) -> None:
+async def test_unservable_request_gets_openai_error(client: Client, body: bytes) -> None:
     answer = await client.request("POST", CHAT, body)
     assert answer.status == 400
     assert answer.headers["Content-Type"] == "application/json"
@@ -145,9 +141,7 @@ async def test_what_no_replica_could_serve_gets_an_openai_error(
         {"n": "two"},
     ],
 )
-async def test_what_a_replica_refuses_keeps_its_answer(
-    client: Client, fields: dict[str, Any]
-) -> None:
+async def test_refusal_of_replica_is_kept(client: Client, fields: dict[str, Any]) -> None:
     answer = await client.chat(**fields)
     assert answer.status in (400, 404)
     assert "error" in json.loads(answer.body)

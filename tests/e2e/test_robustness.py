@@ -106,9 +106,7 @@ async def in_envoy(client: Client) -> int:
 
 
 @pytest.mark.parametrize("door", ["alone", "envoy"])
-async def test_a_thousand_uploads_at_once_in_small_chunks(
-    stack: Doubled, client: Client, door: str
-) -> None:
+async def test_thousand_uploads_in_small_chunks(stack: Doubled, client: Client, door: str) -> None:
     half_sent = asyncio.Barrier(UPLOADS + 1)
     uploads: list[asyncio.Future[int]] = []
 

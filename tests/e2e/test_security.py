@@ -92,9 +92,7 @@ async def test_beyond_the_limit_of_streams_no_request_fails(client: Client, stac
     await stack.wait_routing()  # it is as healthy as before
 
 
-async def test_a_renewed_certificate_is_used_without_a_restart(
-    client: Client, stack: Secured
-) -> None:
+async def test_renewed_certificate_needs_no_restart(client: Client, stack: Secured) -> None:
     stack.renew("renewed")
     await stack.stop("envoy")
     await stack.start("envoy")

@@ -67,9 +67,7 @@ async def test_sessions_and_requests_without_one_are_spread(client: Client) -> N
     assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
 
 
-async def test_a_router_that_starts_again_knows_where_sessions_are(
-    client: Client, stack: Stack
-) -> None:
+async def test_restarted_router_knows_where_sessions_are(client: Client, stack: Stack) -> None:
     named = {"x-session-id": "restart"}
     home = await stays(client, named)
     for router in stack.routers:
@@ -101,9 +99,7 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
     await stays(client, named)
 
 
-async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
-    client: Client, stack: Stack
-) -> None:
+async def test_session_leaves_draining_and_dead_replicas(client: Client, stack: Stack) -> None:
     named = {"x-session-id": "leaves"}
     home = await stays(client, named)
     assert await replicas(stack, "drain", home) == 0

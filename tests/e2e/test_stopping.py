@@ -39,9 +39,7 @@ async def left_out_after(client: Client, stopped: Process) -> float:
     return monotonic() - began
 
 
-async def test_a_router_that_stops_routes_until_envoy_has_left_it_out(
-    client: Client, stack: Stack
-) -> None:
+async def test_stopping_router_routes_until_envoy_left_it(client: Client, stack: Stack) -> None:
     """Once more where the machine was so busy that Envoy noticed later than it does."""
     async with traffic(client, per_second=60) as answers:
         for _ in range(TIMES):

@@ -113,9 +113,7 @@ def caller(number: int, sampled: bool = True) -> tuple[str, dict[str, str]]:
     return trace, {"traceparent": f"00-{trace}-00f067aa0ba902b7-0{int(sampled)}"}
 
 
-async def test_a_decision_is_a_part_of_the_trace_that_envoy_makes(
-    stack: Traced, client: Client
-) -> None:
+async def test_decision_is_part_of_trace_of_envoy(stack: Traced, client: Client) -> None:
     assert TRACES == {"traces": {"endpoint": "http://collector:4318"}}
     trace, headers = caller(1)
     answer = await client.chat(20, headers=headers, stream=True)

@@ -157,9 +157,7 @@ async def streams_open(client: Client, count: int) -> None:
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
-    client: Client, stack: Stack
-) -> None:
+async def test_requests_wait_for_room_and_compute_once(client: Client, stack: Stack) -> None:
     before = await client.metric("extproc_waited_seconds_count")
     async with crowd(client, 30, SO_SLOW) as came:
 
@@ -177,9 +175,7 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
 
 
 @behind(BODY_FIRST)
-async def test_of_many_that_come_at_once_hardly_any_is_computed_twice(
-    client: Client, stack: Stack
-) -> None:
+async def test_hardly_any_of_many_is_computed_twice(client: Client, stack: Stack) -> None:
     """Between two polls the router only predicts what became of them, and how long they get."""
     before = await preempted(client)
     asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]

@@ -74,7 +74,7 @@ async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> N
     ("spoil", "said"),
     [(Path.unlink, "No such file"), (lambda file: file.write_text(" \n"), "holds no token")],
 )
-async def test_unusable_token_file_stops_the_start(
+async def test_bad_token_file_refused(
     file: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     spoil(file)
@@ -144,9 +144,7 @@ def test_unusable_file_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_check_warns_of_an_expired_certificate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_warns_of_expired_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
     assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
     assert f"admin.tls_cert: {cert}: certificate has expired" in capsys.readouterr().err

@@ -73,7 +73,7 @@ async def test_last_decisions_are_a_table(services: Services, show: Run) -> None
     assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
 
 
-async def test_one_request_is_compared_on_every_replica(
+async def test_request_is_compared_everywhere(
     services: Services, router: str, explain: Run
 ) -> None:
     record = decide(services, chat(1234, 50), ID)
@@ -112,9 +112,7 @@ async def test_stretch_is_shown_where_predictions_were_off(services: Services, s
     assert any(line.startswith("×: actual ÷ predicted decode time") for line in legend)
 
 
-async def test_adapter_terms_are_shown_where_a_request_is_for_one(
-    services: Services, show: Run
-) -> None:
+async def test_adapter_terms_are_shown_for_its_requests(services: Services, show: Run) -> None:
     for number in (1, 2):
         served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
         update = {"adapters": ("law",), "max_loras": 1}
@@ -196,9 +194,7 @@ async def test_alias_and_outcome_are_shown(
     assert words in in_words(await show(ID))
 
 
-async def test_text_of_clients_is_neither_obeyed_nor_too_wide(
-    services: Services, show: Run
-) -> None:
+async def test_client_text_is_neither_obeyed_nor_too_wide(services: Services, show: Run) -> None:
     profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
     decide(services, profile, "i" * 128)
     decide(services, replace(embedding(10), stream=True), "")

@@ -105,7 +105,7 @@ async def test_address_that_no_answer_names_any_more_drains_and_leaves() -> None
 
 
 @pytest.mark.parametrize("source", [{"dns": "vllm:80"}, {"url": "vllm:80"}])
-async def test_name_without_addresses_keeps_those_that_answer(
+async def test_name_without_addresses_keeps_answering(
     source: dict[str, Any], logged: Logged
 ) -> None:
     names, clock = Names(vllm=["10.0.0.1"]), ManualClock()
@@ -223,9 +223,7 @@ def test_a_lookup_that_hangs_keeps_no_program_from_its_end() -> None:
     assert "Traceback" not in run.stderr
 
 
-async def test_a_host_that_is_no_longer_configured_is_forgotten(
-    tmp_path: Path, logged: Logged
-) -> None:
+async def test_host_that_is_not_configured_is_forgotten(tmp_path: Path, logged: Logged) -> None:
     file, names = tmp_path / "replicas.yaml", Names(gpu=["10.0.0.1"])
     found = discovery(file=file, names=names)
     for content, expected in [("[gpu:80]", ["10.0.0.1:80"]), ("[]", []), ("[ 'gpu:80' ]", [])]:
@@ -302,9 +300,7 @@ async def test_a_broken_file_keeps_the_last_list(
     assert len(logged.lines("replicas file is usable again")) == 1
 
 
-async def test_a_file_that_is_yet_to_come_has_no_last_content(
-    tmp_path: Path, logged: Logged
-) -> None:
+async def test_file_that_is_yet_to_come_has_no_content(tmp_path: Path, logged: Logged) -> None:
     file = tmp_path / "replicas.yaml"
     found = discovery(file=file)
     assert await ids(found) == await ids(found) == []
@@ -314,9 +310,7 @@ async def test_a_file_that_is_yet_to_come_has_no_last_content(
     assert [line["msg"] for line in logged.lines()] == told
 
 
-async def test_a_file_that_comes_back_unchanged_is_usable_again(
-    tmp_path: Path, logged: Logged
-) -> None:
+async def test_file_that_is_back_unchanged_is_usable_again(tmp_path: Path, logged: Logged) -> None:
     file, aside = tmp_path / "replicas.yaml", tmp_path / "aside"
     file.write_text("[10.0.0.1:80]")
     found = discovery(file=file)
@@ -331,7 +325,7 @@ async def test_a_file_that_comes_back_unchanged_is_usable_again(
         assert len(logged.lines("replicas file is usable again")) == count
 
 
-async def test_a_file_that_replaces_another_of_the_same_size_and_time_is_read(
+async def test_file_of_same_size_and_time_replaces_another(
     tmp_path: Path,
 ) -> None:
     file, other = tmp_path / "replicas.yaml", tmp_path / "other.yaml"

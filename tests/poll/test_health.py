@@ -16,9 +16,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.process
 
 
-async def test_a_poller_without_redis_is_not_ready_and_lives(
-    redis_server: RedisServer, logged: Logged
-) -> None:
+async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logged: Logged) -> None:
     async with serving() as replica, aiohttp.ClientSession() as session:
         settings = config(redis_server, replica, pools={"second": {"replicas": []}})
 

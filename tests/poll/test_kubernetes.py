@@ -175,7 +175,7 @@ async def test_what_happens_between_two_watches_is_found_out(
     assert not logged.lines(LOST)
 
 
-async def test_a_watch_whose_server_vanished_is_over(
+async def test_vanished_watch_ends(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "_WATCH_S", 0.05)
@@ -205,9 +205,7 @@ async def test_a_server_that_takes_a_connection_and_says_nothing(
     assert (await logged.line(LOST))["error"] == "no answer from the API server: ConnectTimeout"
 
 
-async def test_a_server_that_went_back_in_time_has_all_listed_anew(
-    api: ApiServer, found: Found
-) -> None:
+async def test_server_that_went_back_in_time_is_listed_anew(api: ApiServer, found: Found) -> None:
     await found.has(vllm_0="serves", vllm_1="serves")
     await api.watched()
     api.put(endpoint_slice(TWO[1]))
@@ -218,9 +216,7 @@ async def test_a_server_that_went_back_in_time_has_all_listed_anew(
     await found.has(vllm_0="serves", vllm_1="serves")
 
 
-async def test_while_the_api_is_away_what_is_known_stays(
-    api: ApiServer, found: Found, logged: Logged
-) -> None:
+async def test_known_pods_stay_without_api(api: ApiServer, found: Found, logged: Logged) -> None:
     api.put(endpoint_slice(TWO[0], endpoint("10.1.0.2", "vllm-1", ready=False)))
     api.put(endpoint_slice(terminating("10.1.0.3", "vllm-2"), name="vllm-second"))
     await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
@@ -235,9 +231,7 @@ async def test_while_the_api_is_away_what_is_known_stays(
     assert len(logged.lines(LOST)) == len(logged.lines(FOUND)) == 1
 
 
-async def test_a_token_that_was_renewed_is_used(
-    api: ApiServer, found: Found, logged: Logged
-) -> None:
+async def test_renewed_token_is_used(api: ApiServer, found: Found, logged: Logged) -> None:
     await found.has(vllm_0="serves", vllm_1="serves")
     await api.watched()
     api.token = "token-2"
@@ -252,7 +246,7 @@ async def test_a_token_that_was_renewed_is_used(
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
-async def test_a_right_that_is_missing_is_named(
+async def test_missing_right_is_named(
     api: ApiServer, found: Found, logged: Logged, verb: str
 ) -> None:
     api.forbidden = {verb}
@@ -440,9 +434,7 @@ def test_a_port_by_its_name_is_each_slices_own() -> None:
 
 
 @pytest.mark.process
-async def test_what_becomes_of_a_pod_is_told_to_routers(
-    api: ApiServer, redis_server: RedisServer
-) -> None:
+async def test_routers_hear_of_pod_changes(api: ApiServer, redis_server: RedisServer) -> None:
     async with serving() as first, serving() as second:
 
         def put(replica: Replica, **conditions: bool) -> None:
@@ -471,9 +463,7 @@ async def test_what_becomes_of_a_pod_is_told_to_routers(
 
 
 @pytest.mark.process
-async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
-    api: ApiServer, redis_server: RedisServer
-) -> None:
+async def test_terminating_pod_is_told_at_once(api: ApiServer, redis_server: RedisServer) -> None:
     async with serving() as replica:
         ports = [("http", replica.port)]
         api.put(endpoint_slice(endpoint("127.0.0.1", "vllm-0"), ports=ports))

@@ -169,7 +169,7 @@ async def following(
 
 
 @pytest.mark.parametrize("old", [False, True])
-async def test_who_comes_late_hears_what_was_told_before(
+async def test_late_poller_hears_all(
     context: zmq.asyncio.Context, engine: Engine, old: bool
 ) -> None:
     engine.old = old
@@ -183,9 +183,7 @@ async def test_who_comes_late_hears_what_was_told_before(
         await followed.holds(*KEYS[:2])
 
 
-async def test_a_replica_that_has_nothing_to_tell_yet_is_known(
-    context: zmq.asyncio.Context, engine: Engine
-) -> None:
+async def test_silent_new_replica_is_known(context: zmq.asyncio.Context, engine: Engine) -> None:
     async with following(context, engine) as followed:
         await followed.holds()
         await engine.tell(stored(0, [11]))
@@ -204,7 +202,7 @@ async def test_what_was_lost_is_had_again(context: zmq.asyncio.Context, engine: 
 
 
 @pytest.mark.parametrize("more", [0, 5])
-async def test_a_publisher_that_starts_anew_holds_nothing(
+async def test_restarted_engine_is_empty(
     context: zmq.asyncio.Context, engine: Engine, more: int
 ) -> None:
     async with following(context, engine) as followed:
@@ -218,7 +216,7 @@ async def test_a_publisher_that_starts_anew_holds_nothing(
         await followed.holds(*KEYS[: more > 0])
 
 
-async def test_one_that_is_doubted_is_believed_once_it_was_asked(
+async def test_doubted_replica_is_believed_later(
     context: zmq.asyncio.Context, engine: Engine
 ) -> None:
     async with following(context, engine) as followed:
@@ -249,9 +247,7 @@ async def test_what_the_replica_no_longer_keeps_is_not_made_up(
     assert len(logged.lines()) == 2
 
 
-async def test_the_next_poller_goes_on_from_what_the_last_one_knew(
-    context: zmq.asyncio.Context, engine: Engine
-) -> None:
+async def test_next_poller_goes_on_from_save(context: zmq.asyncio.Context, engine: Engine) -> None:
     await engine.tell(stored(0, [11]), stored(0, [11]))
     await engine.tell(stored(1, [12], parent=11))
     async with following(context, engine) as first:
@@ -353,7 +349,7 @@ async def test_one_that_does_not_answer_is_not_believed_until_it_does(
     ]
 
 
-async def test_garbage_is_said_once_and_harms_nobody(
+async def test_garbage_logs_once(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
     await engine.tell(stored(0, [11]))
@@ -370,9 +366,7 @@ async def test_garbage_is_said_once_and_harms_nobody(
     assert len(logged.lines()) == 2
 
 
-async def test_frames_that_are_none_are_passed_over(
-    context: zmq.asyncio.Context, engine: Engine
-) -> None:
+async def test_bad_frames_are_passed_over(context: zmq.asyncio.Context, engine: Engine) -> None:
     async with following(context, engine) as followed:
         await followed.holds()
         for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
@@ -412,7 +406,7 @@ async def test_others_have_their_turns_between_many_batches(
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_what_is_too_large_is_not_taken(
+async def test_too_large_is_refused(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
     async with following(context, engine) as followed:
@@ -426,7 +420,7 @@ async def test_what_is_too_large_is_not_taken(
         await followed.holds(KEYS[0])
 
 
-async def test_a_number_that_is_none_ends_nothing(
+async def test_bad_number_is_skipped(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
     engine.kept.append(((2**70).to_bytes(9, "big"), as_maps([])))
@@ -467,9 +461,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
     assert vars(caplog.records[0])["error"] == "RuntimeError: odd"
 
 
-async def test_one_replica_s_many_batches_are_all_had(
-    context: zmq.asyncio.Context, engine: Engine
-) -> None:
+async def test_many_batches_are_all_had(context: zmq.asyncio.Context, engine: Engine) -> None:
     for number in range(5_000):
         await engine.tell(stored(0, [number]) | {"token_ids": [number] * 16}, pushed=False)
     async with following(context, engine) as followed:

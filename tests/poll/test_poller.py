@@ -74,7 +74,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             await seen.replica(replica, lambda state: state.running == 9)
 
 
-async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
+async def test_poller_knows_what_the_one_before_learned(
     redis_server: RedisServer,
 ) -> None:
     learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
@@ -99,7 +99,7 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
             assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
 
 
-async def test_a_poller_knows_whether_the_one_before_it_read_the_list(
+async def test_poller_knows_whether_list_was_read_before(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as secret, serving() as told:
@@ -150,7 +150,7 @@ def runs(requests: int, state: ReplicaState) -> bool:
     return state.running == requests
 
 
-async def test_a_replica_whose_answers_are_late_stays_in(
+async def test_late_replica_stays_in(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving() as replica:
@@ -174,7 +174,7 @@ async def test_a_replica_whose_answers_are_late_stays_in(
     assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
 
 
-async def test_single_scrape_without_answer_does_not_make_unhealthy(
+async def test_single_failed_scrape_does_not_make_unhealthy(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
@@ -189,7 +189,7 @@ async def test_single_scrape_without_answer_does_not_make_unhealthy(
         assert all(state.healthy for state in seen.history)
 
 
-async def test_stalls_of_api_server_are_not_told(
+async def test_stalls_are_not_told(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("extproc.poll.replica.STALL_S", 10.0)  # far more, on a busy machine
@@ -214,7 +214,7 @@ async def test_state_says_for_how_long_replica_was_not_reached(redis_server: Red
         assert (await seen.replica(replica, healthy)).unreached_s == 0.0
 
 
-async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
+async def test_seconds_without_answer_are_told_meanwhile(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica:
@@ -256,7 +256,7 @@ async def test_a_replica_that_answers_one_of_two_is_not_silent(
         assert not any(state.unanswered_s for state in seen.history)
 
 
-async def test_a_replica_that_hung_is_still_known_to_serve_its_adapters(
+async def test_replica_that_hung_still_serves_its_adapters(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
@@ -294,9 +294,7 @@ async def test_an_error_nobody_foresaw_is_one_replicas_alone(
     assert vars(line)["replica"] == odd.id
 
 
-async def test_a_replica_that_starts_late_and_dies(
-    redis_server: RedisServer, logged: Logged
-) -> None:
+async def test_replica_starts_late_and_dies(redis_server: RedisServer, logged: Logged) -> None:
     replica = Replica()
     async with watching(config(redis_server, replica)) as seen:
         state = await seen.replica(replica, unhealthy)
@@ -328,9 +326,7 @@ async def test_replica_that_dns_names_now_and_then_stays_while_it_answers(
 
 
 @pytest.mark.parametrize("steps", [3, 1000])  # fewer than before, and more
-async def test_a_replica_that_restarts_as_another_model(
-    redis_server: RedisServer, steps: int
-) -> None:
+async def test_replica_restarts_as_another_model(redis_server: RedisServer, steps: int) -> None:
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
         assert replica.asked.count("/v1/models") == 1
@@ -369,7 +365,7 @@ async def test_state_of_sleeping_engine_says_so(redis_server: RedisServer) -> No
             await seen.replica(replica, partial(sleeps, asleep))
 
 
-async def test_a_replica_that_comes_back_as_another_model_and_does_not_tell(
+async def test_returning_replica_hides_its_other_model(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
@@ -386,7 +382,7 @@ async def test_a_replica_that_comes_back_as_another_model_and_does_not_tell(
         assert not state.listed
 
 
-async def test_an_answer_of_the_process_before_is_not_taken_for_the_new_ones(
+async def test_answer_of_earlier_process_is_not_believed(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica:
@@ -431,9 +427,7 @@ async def test_slow_models_hold_back_no_figures(redis_server: RedisServer) -> No
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
 
 
-async def test_a_replica_that_keeps_its_models_secret(
-    redis_server: RedisServer, logged: Logged
-) -> None:
+async def test_replica_keeps_models_secret(redis_server: RedisServer, logged: Logged) -> None:
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         replica.answers["/v1/models"] = text("", 401)
         state = await seen.replica(replica, healthy)
@@ -445,9 +439,7 @@ async def test_a_replica_that_keeps_its_models_secret(
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
-async def test_priority_scheduling_is_a_setting_of_the_pool(
-    redis_server: RedisServer, version: str
-) -> None:
+async def test_pool_sets_priority_scheduling(redis_server: RedisServer, version: str) -> None:
     async with serving() as replica:
         replica.answers["/version"] = text(f'{{"version": "{version}"}}')
         async with watching(config(redis_server, replica, priority_scheduling=True)) as seen:
@@ -455,9 +447,7 @@ async def test_priority_scheduling_is_a_setting_of_the_pool(
             assert state.by_priority
 
 
-async def test_replicas_come_and_go_with_the_file(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+async def test_replicas_come_and_go_with_file(redis_server: RedisServer, tmp_path: Path) -> None:
     file = tmp_path / "replicas.yaml"
     async with serving() as one, serving() as two:
         file.write_text(f"['{one.id}']")
@@ -506,9 +496,7 @@ async def test_a_replica_that_leaves_while_redis_hangs(
             await seen.until(lambda states: set(states) == {two.id})
 
 
-async def test_the_poller_goes_on_without_redis_and_tells_of_itself(
-    redis_server: RedisServer, logged: Logged
-) -> None:
+async def test_poller_goes_on_without_redis(redis_server: RedisServer, logged: Logged) -> None:
     async with serving() as replica, aiohttp.ClientSession() as session:
         dead = Replica()
         settings = config(redis_server, replica, dead)
@@ -544,9 +532,7 @@ async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServ
     ]
 
 
-async def test_a_poller_without_replicas_says_what_to_configure(
-    redis_server: RedisServer, logged: Logged
-) -> None:
+async def test_poller_without_replicas_says_so(redis_server: RedisServer, logged: Logged) -> None:
     async with polling(config(redis_server)):
         await logged.line(
             "no replicas are configured, nothing is polled: name them (replicas, replicas_file)"
@@ -554,9 +540,7 @@ async def test_a_poller_without_replicas_says_what_to_configure(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_stops_the_poller_and_leaves_its_states(
-    redis_server: RedisServer, number: signal.Signals
-) -> None:
+async def test_signal_stops_poller(redis_server: RedisServer, number: signal.Signals) -> None:
     async with serving() as replica, connect(redis_server.url, "default") as redis:
         settings = config(redis_server, replica)
         task = asyncio.create_task(run_poller(settings))

@@ -130,7 +130,7 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
                     assert state.learned.c0 == pytest.approx(learned.c0, rel=0.05)
 
 
-async def test_a_poller_that_was_stopped_publishes_nothing_it_saw_before(
+async def test_stopped_poller_publishes_no_old_state(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     async with several(2) as replicas:
@@ -184,9 +184,7 @@ async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
             assert await shared(12, first, second) == before
 
 
-async def test_what_any_poller_lists_is_scraped_and_no_more(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+async def test_listed_replicas_are_scraped(redis_server: RedisServer, tmp_path: Path) -> None:
     file = tmp_path / "replicas.yaml"
     async with several(8) as replicas:
         ids = [replica.id for replica in replicas]

@@ -72,7 +72,7 @@ async def attempt(writer: Writer, there: bool) -> None:
     await writer.asked.wait()
 
 
-async def test_what_is_back_while_it_is_being_removed_is_not_tried_again(
+async def test_returned_replica_is_not_removed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with publishing(monkeypatch) as (publisher, writer), asyncio.timeout(PATIENCE_S):

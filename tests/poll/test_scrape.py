@@ -63,7 +63,7 @@ async def test_a_scrape_reads_health_and_metrics() -> None:
         ("/metrics", disconnect, "/metrics failed"),
     ],
 )
-async def test_a_bad_answer_is_an_error_that_says_which(
+async def test_bad_answer_is_error_that_says_which(
     path: str, answer: Handler, problem: str
 ) -> None:
     patience_s = 0.2 if "0.2 s" in problem else PATIENCE_S

@@ -67,7 +67,7 @@ def exchange(random: Random) -> Iterator[ProcessingRequest]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_random_message_order_leaks_nothing(
+async def test_random_order(
     services: Services, envoy: EnvoySide, logged: Logged, seed: int
 ) -> None:
     random = Random(seed)
@@ -88,9 +88,7 @@ async def test_random_message_order_leaks_nothing(
 
 
 @pytest.mark.parametrize("phases", range(4))
-async def test_reset_in_any_phase_leaks_nothing(
-    envoy: EnvoySide, services: Services, phases: int
-) -> None:
+async def test_reset_leaks_nothing(envoy: EnvoySide, services: Services, phases: int) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers()
         if phases > 0:

@@ -49,7 +49,7 @@ async def test_body_first_request_is_routed(envoy: EnvoySide, services: Services
 
 
 @pytest.mark.parametrize("named", [{"x-session": "s"}, {"cookie": "a=b; sid=s"}])
-async def test_body_first_reads_headers_from_attributes(
+async def test_body_first_reads_attributes(
     envoy: EnvoySide, services: Services, named: dict[str, str]
 ) -> None:
     await envoy.ask_body_first(CHAT, headers={"x-tenant": "t", **named})
@@ -61,9 +61,7 @@ async def test_body_first_reads_headers_from_attributes(
     assert second.decision.policy == "round_robin"
 
 
-async def test_body_first_compressed_body_counts_by_length(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_body_first_compressed_counts_by_length(envoy: EnvoySide, services: Services) -> None:
     body = gzip.compress(json.dumps(CHAT).encode()) + bytes(10_000)
     reply = await envoy.ask_body_first(body, headers={"content-encoding": "gzip"})
     assert set(chosen(reply)) == MEMBERS
@@ -99,7 +97,7 @@ async def test_body_first_refuses_invalid_requests(envoy: EnvoySide, services: S
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/responses/resp_1/cancel"])
-async def test_body_first_other_endpoint_is_unrouted(
+async def test_body_first_other_is_unrouted(
     envoy: EnvoySide, services: Services, path: str
 ) -> None:
     async with envoy.stream() as stream:
@@ -111,9 +109,7 @@ async def test_body_first_other_endpoint_is_unrouted(
     assert services.fleet.in_flight == 0
 
 
-async def test_body_first_cancel_reaches_response_owner(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_body_first_cancel_reaches_its_owner(envoy: EnvoySide, services: Services) -> None:
     services.fleet.responses.saw("resp_1", replica(2))
     reply = await envoy.ask_body_first(b"{}", "/v1/responses/resp_1/cancel")
     assert chosen(reply) == [replica(2)] * 2

@@ -67,7 +67,7 @@ async def test_poller_clock_skew_changes_no_progress(
         assert after > before - 200  # else the skew is taken for steps done
 
 
-async def test_snapshot_of_large_fleet_does_not_delay_requests(
+async def test_large_snapshot_does_not_delay_requests(
     redis_server: RedisServer,
 ) -> None:
     replicas = thousand()

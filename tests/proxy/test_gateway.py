@@ -120,7 +120,7 @@ async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
 
 @pytest.mark.parametrize("model", ["alias", "other"])
 @pytest.mark.parametrize("filler", [LARGE_BODY, 2 * LARGE_BODY])
-async def test_duplex_large_body_is_read_until_its_model(
+async def test_duplex_large_body_waits_for_model(
     services: Services, model: str, filler: int
 ) -> None:
     """openai-python writes the messages before the model."""
@@ -140,9 +140,7 @@ async def test_duplex_large_body_is_read_until_its_model(
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_duplex_endless_body_without_a_model_is_refused(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_duplex_body_without_model_is_refused(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
     async with envoy.stream() as stream:
         await stream.write_headers(**DUPLEX)
@@ -171,9 +169,7 @@ async def test_duplex_chunks_after_the_end_are_dropped(envoy: EnvoySide, path: s
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])
-async def test_duplex_other_endpoints_get_a_replica(
-    envoy: EnvoySide, method: str, path: str
-) -> None:
+async def test_duplex_other_endpoints_get_replica(envoy: EnvoySide, method: str, path: str) -> None:
     async with envoy.stream() as stream:
         ends = method == "GET"
         reply = await stream.request_headers(path, method, end_of_stream=ends, **DUPLEX)
@@ -205,9 +201,7 @@ async def test_subset_limits_candidates(envoy: EnvoySide) -> None:
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
 @pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
-async def test_subset_without_known_replica_answers_503(
-    envoy: EnvoySide, subset: list[str], mode: BodyMode
-) -> None:
+async def test_unknown_subset_gets_503(envoy: EnvoySide, subset: list[str], mode: BodyMode) -> None:
     async with envoy.stream() as stream:
         await stream.write_headers(body_mode=mode, subset=subset)
         if mode == BodyMode.BUFFERED:
@@ -219,9 +213,7 @@ async def test_subset_without_known_replica_answers_503(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_duplex_without_ready_replica_answers_503(
-    envoy: EnvoySide, services: Services, method: str
-) -> None:
+async def test_duplex_unready_gets_503(envoy: EnvoySide, services: Services, method: str) -> None:
     put_replicas(services, healthy=False)
     async with envoy.stream() as stream:
         if method == "GET":
@@ -258,9 +250,7 @@ class TestSaturated:
     def config(self) -> Config:
         return Config.model_validate({"route": {"max_ttft_s": 0.5}})
 
-    async def test_request_beyond_max_ttft_answers_429(
-        self, envoy: EnvoySide, services: Services
-    ) -> None:
+    async def test_max_ttft_answers_429(self, envoy: EnvoySide, services: Services) -> None:
         long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
         reply = await envoy.ask(long, "/v1/completions")
         assert status_of(reply) == 429

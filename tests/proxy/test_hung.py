@@ -51,7 +51,7 @@ def hangs(services: Services, on: str, seconds: float = 20.5) -> None:
 
 
 @pytest.mark.parametrize("mark", [{}, MARK])
-async def test_hung_replica_ends_only_its_requests(
+async def test_hung_replica_ends_its_own(
     envoy: EnvoySide, services: Services, mark: dict[str, str]
 ) -> None:
     async with envoy.stream() as lost, envoy.stream() as kept:
@@ -69,9 +69,7 @@ async def test_hung_replica_ends_only_its_requests(
     assert samples(services.metrics.requests)["lost",] == 1.0
 
 
-async def test_answering_request_on_hung_replica_goes_on(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_answering_request_on_hung_goes_on(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as first, envoy.stream() as second:
         on = await sent_to(first)
         assert await sent_to(second) != on
@@ -205,9 +203,7 @@ class TestASampledOne:
     def services(self, services: Services, spans: Spans) -> Services:
         return traced(services, spans)
 
-    async def test_ended_request_has_span(
-        self, envoy: EnvoySide, services: Services, spans: Spans
-    ) -> None:
+    async def test_ended_has_span(self, envoy: EnvoySide, services: Services, spans: Spans) -> None:
         async with envoy.stream(traceparent=SAMPLED) as stream:
             on = chosen(await stream.body_first(CHAT))[0]
             hangs(services, on)

@@ -38,9 +38,7 @@ class TestStreams:
     def config(self) -> Config:
         return Config.model_validate({"serve": {"max_streams": 2}})
 
-    async def test_max_streams_refuses_further_streams(
-        self, services: Services, logged: Logged
-    ) -> None:
+    async def test_max_streams_refuses_further(self, services: Services, logged: Logged) -> None:
         """Beyond that of a connection, Envoy opens another one."""
         server = GrpcServer(services)
         port = await server.start("127.0.0.1:0")
@@ -71,7 +69,7 @@ class TestBodies:
     def services(self, services: Services) -> Services:
         return replace(services, body_memory=BodyMemory(ROOM))
 
-    async def test_stalled_bodies_take_memory_from_nobody(
+    async def test_stalled_bodies_take_no_memory(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         async with envoy.stream() as stalled, envoy.stream() as slow, envoy.stream() as other:
@@ -90,7 +88,7 @@ class TestBodies:
                 assert services.log.last(1)[0].decision.profile.prompt_bytes > 4000
         await until(lambda: services.body_memory.free == ROOM)
 
-    async def test_body_goes_on_as_it_came_while_memory_is_full(
+    async def test_full_memory_leaves_body_as_is(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         services.body_memory.free = 100
@@ -106,9 +104,7 @@ class TestBodies:
             assert error_of(await nameless.read())["code"] == "no_memory"
         await until(lambda: services.body_memory.free == 100)
 
-    async def test_body_memory_is_freed_with_the_body(
-        self, envoy: EnvoySide, services: Services
-    ) -> None:
+    async def test_body_memory_is_freed(self, envoy: EnvoySide, services: Services) -> None:
         for _ in range(5):
             async with envoy.stream() as stream:
                 await stream.write_headers(**DUPLEX)
@@ -154,9 +150,7 @@ async def test_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> Non
         assert held < 2**20
 
 
-async def test_kept_decision_holds_no_in_flight_arrays(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_kept_decision_holds_no_flight_arrays(envoy: EnvoySide, services: Services) -> None:
     """Nobody needs it once the request is sent, and there may be thousands."""
     kept, in_flight = 10, 5_000
     put_replicas(services, 3, healthy=False)
@@ -225,9 +219,7 @@ async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> 
     await server.stop(0)
 
 
-async def test_pages_and_logs_show_no_prompt(
-    envoy: EnvoySide, services: Services, logged: Logged
-) -> None:
+async def test_pages_show_no_prompt(envoy: EnvoySide, services: Services, logged: Logged) -> None:
     secret = "correct horse battery staple"
     chat = CHAT | {"messages": [{"role": "user", "content": secret}], "user": secret}
     await envoy.converse(

@@ -62,7 +62,7 @@ async def test_large_body_is_read_to_rewrite_model(envoy: EnvoySide) -> None:
 
 
 @pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_truncated_body_gets_model_name(
+async def test_cut_body_gets_name(
     envoy: EnvoySide, told: dict[str, str], length: str | None
 ) -> None:
     begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
@@ -94,9 +94,7 @@ async def test_unaliased_model_leaves_body_unchanged(envoy: EnvoySide) -> None:
 
 
 @pytest.mark.parametrize("model", ["chat", "any"])
-async def test_alias_without_healthy_replica_answers_503(
-    envoy: EnvoySide, services: Services, model: str
-) -> None:
+async def test_unhealthy_alias_gets_503(envoy: EnvoySide, services: Services, model: str) -> None:
     """Envoy's fallback would send it as it is, and a replica that is just back answer 404."""
     clock = ManualClock(services.wall())
     for number in (1, 2):

@@ -67,9 +67,7 @@ async def test_objective_follows_header_then_tenant_then_model(
     assert (await aim(envoy, services, headers, body)).name == name
 
 
-async def test_inference_headers_are_ignored_by_default(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_inference_headers_do_not_count(envoy: EnvoySide, services: Services) -> None:
     headers = {"x-llm-d-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}
     assert await aim(envoy, services, headers) is NO_OBJECTIVE
 

@@ -35,9 +35,7 @@ def count(metric: Collector) -> float:
     return next(one.value for one in family.samples if one.name.endswith("_count"))
 
 
-async def test_tunnel_address_means_chosen_replica_served(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_tunnel_means_chosen_replica_served(envoy: EnvoySide, services: Services) -> None:
     for number in range(3):
         async with envoy.stream() as stream:
             first = destination(await stream.ask(CHAT, headers={"x-request-id": str(number)}))[0]
@@ -50,9 +48,7 @@ async def test_tunnel_address_means_chosen_replica_served(
     assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
 
 
-async def test_tunnel_failure_counts_for_chosen_replica(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_tunnel_failure_counts_for_chosen(envoy: EnvoySide, services: Services) -> None:
     for _ in range(5):  # three of one of the two
         await envoy.converse(status=500, upstream=TUNNEL)
     (excluded,) = services.fleet.view("llama").excluded
@@ -100,7 +96,7 @@ async def test_unread_stream_teaches_output_length(
 
 
 @read_all
-async def test_hang_up_teaches_no_output_length(
+async def test_hang_up_teaches_nothing(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     for number in (1, 2):
@@ -171,9 +167,7 @@ async def test_accuracy_keeps_outcomes_of_chosen_replica(
     assert [*services.accuracy.since(clock() + 1.0)] == []
 
 
-async def test_several_sequences_report_no_cached_tokens(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_sequences_report_no_cached_tokens(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         first, _ = destination(await stream.ask(CHAT | {"n": 2}))
         await stream.response_headers(upstream=first)

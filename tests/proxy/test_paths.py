@@ -83,9 +83,7 @@ async def profile_of(
     return decision.profile, decision.prediction.output_tokens
 
 
-async def test_ignored_end_without_a_bound_fills_the_context(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_unbounded_ignored_end_fills_context(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, max_model_len=8_192)
     body = CHAT | {"ignore_eos": True}
     profile, output = await profile_of(envoy, services, "/v1/chat/completions", body)
@@ -113,9 +111,7 @@ async def test_echo_alone_generates_nothing(envoy: EnvoySide, services: Services
 
 
 @pytest.mark.parametrize("field", ["prompt_embeds", "data"])
-async def test_data_in_base64_counts_by_its_length(
-    envoy: EnvoySide, services: Services, field: str
-) -> None:
+async def test_base64_counts_by_length(envoy: EnvoySide, services: Services, field: str) -> None:
     path = "/v1/completions" if field == "prompt_embeds" else "/pooling"
     few, many = [
         (await profile_of(envoy, services, path, {field: "AAAA" * 2**18 * size}))[0].prompt_tokens

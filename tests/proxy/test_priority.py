@@ -109,9 +109,7 @@ async def test_priority_needs_support_of_all_replicas(envoy: EnvoySide, services
     assert common(await sent(envoy, CHAT, "urgent")).body_mutation is not None
 
 
-async def test_loading_replica_does_not_block_priority(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_loading_replica_leaves_priority(envoy: EnvoySide, services: Services) -> None:
     loading = state(3, "llama-8b-a10", ManualClock(services.wall()), models=(), healthy=False)
     services.fleet.put(loading)
     assert json.loads(body_of(await sent(envoy, CHAT, "urgent")) or b"")["priority"] == -10

@@ -78,9 +78,7 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[i
         assert "redis" not in log.read_text()
 
 
-async def test_memory_state_refuses_no_model_before_all_are_polled(
-    tmp_path: Path, ports: tuple[int, int]
-) -> None:
+async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
     async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
         told = asyncio.Event()

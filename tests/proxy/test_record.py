@@ -182,7 +182,7 @@ async def test_hanging_disk_bounds_record_memory(
     assert len(requests) + sum(lost) == 100
 
 
-async def test_record_names_replicas_despite_clock_jumps(
+async def test_record_survives_clock_jumps(
     services: Services, config: Config, folder: Path
 ) -> None:
     clock, wall = ManualClock(100.0), ManualClock(1e9)
@@ -196,9 +196,7 @@ async def test_record_names_replicas_despite_clock_jumps(
     assert len(told) == 2 * 3
 
 
-async def test_record_keeps_figures_and_no_words(
-    services: Services, envoy: EnvoySide, folder: Path
-) -> None:
+async def test_record_keeps_no_words(services: Services, envoy: EnvoySide, folder: Path) -> None:
     body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
     await ask(envoy, body | {"max_tokens": 40})
     await ask(envoy, body, status=503)
@@ -241,9 +239,7 @@ async def test_restart_continues_record(
     assert record.left_out == {"whose line cannot be read": 1}
 
 
-async def test_record_files_are_bounded_and_readable_alone(
-    services: Services, folder: Path
-) -> None:
+async def test_record_files_are_bounded_and_readable(services: Services, folder: Path) -> None:
     assert services.recorder is not None
     for _ in range(20):
         for number in range(500):
@@ -274,9 +270,7 @@ def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
         build(config, CollectorRegistry())
 
 
-async def test_record_keeps_half_of_each_prefix_key(
-    services: Services, envoy: EnvoySide, folder: Path
-) -> None:
+async def test_record_keeps_half_keys(services: Services, envoy: EnvoySide, folder: Path) -> None:
     """From whole ones the sum of a unit's words can be computed."""
     content = "".join(map(str, range(1000)))
     await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})

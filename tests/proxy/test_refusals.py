@@ -72,9 +72,7 @@ async def test_missing_model_among_several_is_routed(envoy: EnvoySide, services:
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-async def test_unlisted_model_answers_404(
-    envoy: EnvoySide, services: Services, healthy: bool
-) -> None:
+async def test_unlisted_model_is_404(envoy: EnvoySide, services: Services, healthy: bool) -> None:
     for number in range(3, 100):
         put_replicas(services, number, models=(f"model-{number:02}",), healthy=healthy)
     reply = await envoy.ask(CHAT | {"model": "none"})
@@ -110,9 +108,7 @@ async def test_replica_without_model_list_may_serve_any(
     assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) <= MEMBERS
 
 
-async def test_no_model_is_unknown_before_all_replicas_are(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_no_model_is_unknown_before_replicas(envoy: EnvoySide, services: Services) -> None:
     services.fleet.known.clear()
     assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) <= MEMBERS
 

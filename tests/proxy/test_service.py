@@ -72,7 +72,7 @@ async def test_streamed_response_shows_first_token(envoy: EnvoySide, services: S
         ("GET", "/v1/chat/completions"),
     ],
 )
-async def test_other_endpoint_passes_untouched(
+async def test_other_path_passes(
     envoy: EnvoySide, services: Services, method: str, path: str
 ) -> None:
     async with envoy.stream() as stream:
@@ -88,9 +88,7 @@ async def test_other_endpoint_passes_untouched(
 
 
 @pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
-async def test_absurd_max_tokens_is_routed(
-    envoy: EnvoySide, services: Services, bound: Any
-) -> None:
+async def test_absurd_bound_is_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
     reply = await envoy.ask(CHAT | {"max_tokens": bound})
     assert set(destination(reply)) == MEMBERS
     assert services.fleet.in_flight == 0
@@ -120,7 +118,7 @@ async def test_header_selects_policy(envoy: EnvoySide, services: Services) -> No
 
 
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
-async def test_headers_alone_route_by_content_length(
+async def test_headers_route_by_length(
     envoy: EnvoySide, services: Services, mode: BodyMode
 ) -> None:
     async with envoy.stream() as stream:

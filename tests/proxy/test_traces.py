@@ -46,9 +46,7 @@ async def sent(services: Services, spans: Spans) -> dict[str, Span]:
     return {one.name: one for _, one in spans.all}
 
 
-async def test_request_has_route_and_request_spans(
-    envoy: EnvoySide, services: Services, spans: Spans
-) -> None:
+async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans: Spans) -> None:
     async with envoy.stream(traceparent=SAMPLED) as stream:
         reply = await stream.body_first(CHAT | {"max_tokens": 50}, headers={"x-request-id": "one"})
         (first, second) = chosen(reply)
@@ -86,9 +84,7 @@ async def test_unsampled_and_other_requests_have_no_span(
     assert await sent(services, spans) == {}
 
 
-async def test_span_shows_request_given_up_in_queue(
-    envoy: EnvoySide, services: Services, spans: Spans
-) -> None:
+async def test_span_shows_left_request(envoy: EnvoySide, services: Services, spans: Spans) -> None:
     clock = ManualClock(services.wall())
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)

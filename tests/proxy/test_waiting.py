@@ -121,9 +121,7 @@ async def test_queued_request_is_sent_to_freed_replica(
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_queued_request_holds_one_copy_of_its_body(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_queued_body_is_held_once(envoy: EnvoySide, services: Services, full: Full) -> None:
     size = 8 * 2**20
     body = json.dumps(long("third") | {"model": "chat", "filler": "x" * size}).encode()
     async with envoy.stream() as stream:
@@ -140,16 +138,12 @@ async def test_queued_request_holds_one_copy_of_its_body(
         await until(lambda: services.body_memory.free == MOST_HELD)
 
 
-async def test_full_body_memory_prevents_waiting(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_full_memory_stops_waiting(envoy: EnvoySide, services: Services, full: Full) -> None:
     services.body_memory.free = 1000
     assert chosen(await envoy.ask_body_first(long("third")))
 
 
-async def test_duplex_request_waits_for_room(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_duplex_waits_for_room(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as stream:
         await wait_in_full_duplex(stream, services)
         await full[0].end()
@@ -168,9 +162,7 @@ async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Fu
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_reset_after_more_body_leaves_queue(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_reset_after_body_ends_wait(envoy: EnvoySide, services: Services, full: Full) -> None:
     unforeseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
     async with envoy.stream() as stream:
@@ -216,9 +208,7 @@ async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full
     assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
 
 
-async def test_late_request_is_refused_at_once(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_late_request_is_refused(envoy: EnvoySide, services: Services, full: Full) -> None:
     """By what waits before it: on its replica the first token would come in time."""
     soon = {"x-objective": "soon"}
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
@@ -246,9 +236,7 @@ async def test_queued_request_is_refused_when_late(
     assert samples(services.metrics.refused) == {("too_late",): 1}
 
 
-async def test_tpot_target_does_not_shed_queued(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
+async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as one, envoy.stream() as other:
         await queued(one, "third")
         steady = {"x-objective": "steady"}

@@ -46,7 +46,7 @@ async def ask(
     return not unseen, replica
 
 
-async def test_response_headers_follow_rate_limit(
+async def test_headers_follow_limit(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     seen = [(await ask(envoy))[0] for _ in range(PER_S + 10)]
@@ -152,9 +152,7 @@ class TestSkippedResponses:
             await told.answer(upstream=replica(1))
             assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
-    async def test_stored_response_is_never_skipped(
-        self, envoy: EnvoySide, services: Services
-    ) -> None:
+    async def test_stored_response_is_watched(self, envoy: EnvoySide, services: Services) -> None:
         stored = {"model": "llama", "input": "hello", "store": True}
         async with envoy.stream() as stream:
             assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))

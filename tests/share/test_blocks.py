@@ -101,9 +101,7 @@ async def heard(redis_server: RedisServer, tell: Tell) -> AsyncIterator[Router]:
         yield one
 
 
-async def test_blocks_reach_present_and_later_routers(
-    limited_url: str, redis_client: Redis
-) -> None:
+async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_client: Redis) -> None:
     async with poller(limited_url) as tell, router(limited_url) as first:
         assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
         assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
@@ -124,9 +122,7 @@ async def test_blocks_reach_present_and_later_routers(
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
 
 
-async def test_news_of_poller_before_are_skipped(
-    redis_server: RedisServer, tell: Tell, heard: Router
-) -> None:
+async def test_old_poller_is_skipped(redis_server: RedisServer, tell: Tell, heard: Router) -> None:
     before = structs.replace(news(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
     await tell(before)
     await tell(news(2, {2}))
@@ -135,7 +131,7 @@ async def test_news_of_poller_before_are_skipped(
         await later.holds({1, 2})
 
 
-async def test_blocks_of_replica_that_another_poller_has_are_not_told(
+async def test_blocks_of_another_pollers_replica_are_not_told(
     redis_server: RedisServer,
 ) -> None:
     async with router(redis_server.url) as one, publishing(redis_server.url) as into:
@@ -173,7 +169,7 @@ async def test_removed_replica_leaves_no_blocks(
     assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 
 
-async def test_whole_block_list_is_sent_once(
+async def test_whole_list_is_sent(
     redis_server: RedisServer, redis_client: Redis, tell: Tell
 ) -> None:
     async with router(redis_server.url) as one:
@@ -216,9 +212,7 @@ async def test_router_that_lost_blocks_reads_them_again(
     await heard.holds({1, 2})
 
 
-async def test_block_gap_asks_for_whole_list(
-    tell: Tell, heard: Router, redis_client: Redis
-) -> None:
+async def test_block_gap_asks_for_all(tell: Tell, heard: Router, redis_client: Redis) -> None:
     """As when Redis came back empty."""
     await redis_client.delete(Keys("test").blocks + replica(1))
     assert await tell(news(2, {2})) == {replica(1)}

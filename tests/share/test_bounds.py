@@ -46,7 +46,7 @@ async def test_full_redis_is_logged_once_and_passes_states_on(
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
-async def test_replica_leaves_full_redis(
+async def test_full_redis_forgets(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     url = redis_server.url

@@ -111,9 +111,7 @@ async def test_garbage_digest_is_skipped_with_one_line(
     assert [one["source"] for one in logged.lines()] == [keys.router + "garbage", keys.digests]
 
 
-async def test_full_redis_passes_digests_on(
-    redis_client: Redis, following: Next, peer: Peer
-) -> None:
+async def test_full_redis_sends_digests(redis_client: Redis, following: Next, peer: Peer) -> None:
     await redis_client.config_set("maxmemory", 1)
     sent = await peer.send()
     assert (await heard(following)).encode() == sent
@@ -132,9 +130,7 @@ async def test_digest_reader_works_without_pttl_permission(
         assert (await heard(following)).encode() == sent
 
 
-async def test_digest_reader_follows_restarted_redis(
-    redis_server: RedisServer, following: Next, peer: Peer
-) -> None:
+async def test_reader_follows_redis(redis_server: RedisServer, following: Next, peer: Peer) -> None:
     await redis_server.kill()
     assert await following() == CutOff()
     await redis_server.start()
@@ -162,9 +158,7 @@ async def test_routers_count_requests_of_live_peers(
         await _sees(two, 0)
 
 
-async def test_later_versions_are_counted_in_metrics(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_later_versions_count(redis_server: RedisServer, redis_client: Redis) -> None:
     registry = CollectorRegistry()
     future = msgpack.encode(["new", VERSION + 1, []])
     await redis_client.set(Keys("test").router + "later", future)
@@ -175,9 +169,7 @@ async def test_later_versions_are_counted_in_metrics(
         await until(lambda: registry.get_sample_value(name, labels) == 3)
 
 
-async def test_stopping_router_sends_farewell(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_farewell_is_sent_at_stop(redis_server: RedisServer, redis_client: Redis) -> None:
     flags = ("--serve.listen=127.0.0.1:0", "--serve.admin=127.0.0.1:0", "--pool=test")
     patient = {
         f"extproc.share.{module}.TIMEOUT_S": PATIENCE_S for module in ("connection", "reader")

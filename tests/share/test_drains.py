@@ -78,9 +78,7 @@ async def test_new_poller_knows_drains_at_once(redis_server: RedisServer, run: R
             assert all(state.draining for state in seen.history if state.id == one.id)
 
 
-async def test_unreadable_drains_are_logged_once(
-    redis_server: RedisServer, run: Run, logged: Logged
-) -> None:
+async def test_unreadable_drains_log(redis_server: RedisServer, run: Run, logged: Logged) -> None:
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.until(lambda states: set(states) == {one.id})
         async with connect(redis_server.url, "default") as redis:
@@ -150,9 +148,7 @@ async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: 
     assert f"{one.id} is not polled, so that nobody knows what it has" in error
 
 
-async def test_restarted_redis_gets_drains_again(
-    redis_server: RedisServer, run: Run, logged: Logged
-) -> None:
+async def test_new_redis_gets_drains(redis_server: RedisServer, run: Run, logged: Logged) -> None:
     async with serving() as one, serving() as two:
         settings = config(redis_server, one, two)
         async with watching(settings) as seen, polling(config(redis_server, one, two)):
@@ -238,9 +234,7 @@ async def test_garbage_drains_are_skipped(
     assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {HERE, GONE}
 
 
-async def test_drain_suggests_nearest_replica_name(
-    redis_server: RedisServer, run: Run, tmp_path: Path
-) -> None:
+async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_path: Path) -> None:
     one, two = Replica(), Replica()
     file = tmp_path / "replicas.yaml"
     file.write_text(f"[{{url: '{one.id}', name: gpu-1}}, {{url: '{two.id}', name: gpu-1}}]")
@@ -280,9 +274,7 @@ async def test_replicas_command_fails_with_one_line(
     assert problem in line
 
 
-async def test_replicas_command_without_redis_fails_with_one_line(
-    stopped_redis: RedisServer, run: Run
-) -> None:
+async def test_replicas_without_redis_fails_in_a_line(stopped_redis: RedisServer, run: Run) -> None:
     (line,) = (await run("list", status=1)).splitlines()
     assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
 

@@ -82,9 +82,7 @@ async def test_state_passes_tls(
     assert "certificate verify failed" in str(line["error"])
 
 
-async def test_state_passes_tls_with_client_certificate(
-    redis_server: RedisServer, certificate: Path
-) -> None:
+async def test_state_passes_mutual_tls(redis_server: RedisServer, certificate: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     context.load_verify_locations(certificate)
@@ -97,9 +95,7 @@ async def test_state_passes_tls_with_client_certificate(
                 await redis.ping()
 
 
-async def test_hanging_sentinels_are_passed_over(
-    servers: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_sentinels_are_passed(servers: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_redis(monkeypatch, 1.0)
     with socket.create_server((HOST, 0)) as hung:  # connections are accepted, and no more
         port = hung.getsockname()[1]

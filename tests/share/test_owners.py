@@ -67,7 +67,7 @@ async def test_single_poller_has_all_replicas(redis_client: Redis) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
-async def test_poller_that_comes_or_goes_moves_no_replica_but_its_own(
+async def test_poller_that_comes_or_goes_moves_its_own_alone(
     redis_client: Redis, count: int
 ) -> None:
     pollers = [Poller(redis_client, str(number)) for number in range(count)]
@@ -114,7 +114,7 @@ async def test_newcomer_leaves_what_others_have_for_one_heartbeat(redis_client: 
     assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - kept
 
 
-async def test_replicas_of_dead_poller_are_taken(
+async def test_dead_poller_is_replaced(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
@@ -176,7 +176,7 @@ async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
     assert calls == {"pexpire": 2, "set": 1, "sadd": 1, "smembers": 1, "mget": 1}
 
 
-async def test_pollers_keep_their_parts_when_redis_comes_back_empty(
+async def test_pollers_keep_parts_when_redis_is_empty(
     redis_server: RedisServer, logged: Logged
 ) -> None:
     clock = ManualClock()

@@ -24,9 +24,7 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.process
 
 
-async def test_state_reader_gets_present_and_later_states(
-    redis_server: RedisServer, writer: StateWriter
-) -> None:
+async def test_reader_gets_all_states(redis_server: RedisServer, writer: StateWriter) -> None:
     await writer.put([A])
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((A,))
@@ -50,9 +48,7 @@ async def test_unrefreshed_state_expires(
         assert await following() == Snapshot(())
 
 
-async def test_state_age_comes_from_redis_ttl(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_state_age_is_from_redis_ttl(redis_server: RedisServer, redis_client: Redis) -> None:
     states = [ReplicaState(id=f"10.0.0.1:{port}", life_s=60) for port in range(200)]
     writer, began = StateWriter(redis_client, "test", ttl_s=60), monotonic()
     await writer.put([*states, A])
@@ -76,9 +72,7 @@ async def test_pools_are_separate(redis_server: RedisServer, redis_client: Redis
         assert await two() == Put(B)
 
 
-async def test_starting_reader_misses_no_state(
-    redis_server: RedisServer, writer: StateWriter
-) -> None:
+async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: StateWriter) -> None:
 
     async def write(replica: int) -> None:
         for running in range(20):
@@ -130,7 +124,7 @@ async def test_reader_waits_for_redis(stopped_redis: RedisServer, logged: Logged
     assert len(logged.lines(BACK)) == 1
 
 
-async def test_reader_follows_restarted_redis(
+async def test_reader_follows_redis(
     redis_server: RedisServer, writer: StateWriter, logged: Logged
 ) -> None:
     await writer.put([A])
@@ -237,9 +231,7 @@ async def test_states_arrive_in_order(following: Next, writer: StateWriter) -> N
     assert [await following() for _ in states] == [Put(state) for state in states]
 
 
-async def test_reader_and_writer_end_when_cancelled(
-    redis_server: RedisServer, writer: StateWriter
-) -> None:
+async def test_reader_and_writer_cancel(redis_server: RedisServer, writer: StateWriter) -> None:
 
     async def write() -> None:
         while True:

@@ -37,9 +37,7 @@ async def knows(fleet: Fleet, *names: str) -> None:
     await until(lambda: all(fleet.holder(name) == replica(2) for name in names))
 
 
-async def test_owners_reach_present_and_later_routers(
-    protocol_url: str, redis_client: Redis
-) -> None:
+async def test_owners_reach_present_and_new_routers(protocol_url: str, redis_client: Redis) -> None:
     names = [f"resp_{number}" for number in range(250)]
     async with router(protocol_url) as first:
         async with router(protocol_url) as second:
@@ -66,9 +64,7 @@ async def test_redis_bounds_response_owners(
     assert 200 <= kept <= 400  # whole nodes of a hundred go
 
 
-async def test_owners_seen_during_outage_are_told_later(
-    redis_server: RedisServer, routers: Pair
-) -> None:
+async def test_owners_are_told_after_outage(redis_server: RedisServer, routers: Pair) -> None:
     first, second = routers
     first.responses.saw("resp_before", replica(2))
     await knows(second, "resp_before")
@@ -181,9 +177,7 @@ async def test_prompts_reach_present_and_later_routers(protocol_url: str) -> Non
                 await holds(third, number, prefix)
 
 
-async def test_prompts_sent_during_outage_are_told_later(
-    redis_server: RedisServer, routers: Pair
-) -> None:
+async def test_prompts_are_told_after_outage(redis_server: RedisServer, routers: Pair) -> None:
     first, second = routers
     send(first, 1, prompt("a", 3))
     await holds(second, 1, prompt("a", 3))

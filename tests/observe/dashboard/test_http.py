@@ -109,7 +109,7 @@ async def test_events_end_when_the_token_changes(services: Services, tmp_path: P
             await response.read()
 
 
-async def test_stuck_viewer_is_given_up_and_leaves_its_place(
+async def test_stuck_viewer_is_given_up(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
@@ -132,7 +132,7 @@ async def test_stuck_viewer_is_given_up_and_leaves_its_place(
             await until(alone)
 
 
-async def test_large_fleet_is_shown_without_delaying_requests(
+async def test_large_fleet_does_not_delay_requests(
     client: ClientSession, services: Services
 ) -> None:
     await apply(Snapshot(thousand()), services.fleet)
@@ -147,9 +147,7 @@ async def test_large_fleet_is_shown_without_delaying_requests(
     await hold_nobody_up(look)
 
 
-async def test_decision_is_compared_in_the_words_of_explain(
-    client: ClientSession, services: Services
-) -> None:
+async def test_decision_reads_as_in_explain(client: ClientSession, services: Services) -> None:
     record = decide(services, chat(1234, 50), "the-id")
     async with client.get("/dashboard/decision", params={"number": "1"}) as response:
         shown = await response.json()

@@ -181,7 +181,7 @@ async def test_paused_page_stands_still(shown: Page, services: Services) -> None
     await shown.until(DOWN)
 
 
-async def test_page_asks_for_the_token_and_keeps_it_out_of_addresses(
+async def test_page_keeps_token_out_of_addresses(
     page: Page, services: Services, tmp_path: Path
 ) -> None:
     file = tmp_path / "token"
@@ -205,9 +205,7 @@ async def test_page_asks_for_the_token_and_keeps_it_out_of_addresses(
         page.problems.clear()  # each 401
 
 
-async def test_page_says_when_the_router_is_gone_and_goes_on_later(
-    page: Page, services: Services
-) -> None:
+async def test_page_says_router_is_gone_and_goes_on(page: Page, services: Services) -> None:
     async with serving(services, address=f"127.0.0.1:{free_port()}") as address:
         await page.open(f"http://{address}/")
         await page.until(f"{STATE} == 'live'")

@@ -135,9 +135,7 @@ def test_decision_served_by_another_replica_names_it(services: Services) -> None
     assert row["model: why"].endswith(f" [served by r{other}]")
 
 
-def test_decision_rate_covers_only_the_decisions_kept(
-    services: Services, clock: ManualClock
-) -> None:
+def test_decision_rate_covers_kept_decisions(services: Services, clock: ManualClock) -> None:
     few = replace(services, log=DecisionLog(4))
     for number in range(8):
         clock.advance(2.0)
@@ -150,9 +148,7 @@ def test_decision_rate_covers_only_the_decisions_kept(
     assert {share * 4 % 1 for share in shares} == {0.0}
 
 
-def test_waiting_requests_are_grouped_by_priority_and_tenant(
-    services: Services, clock: ManualClock
-) -> None:
+def test_queue_is_grouped_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
     empty = shown(services)["waiting"]
     assert (empty["keys"], empty["note"][:13]) == ([], "Nothing waits")
     fill(services, clock)
@@ -187,9 +183,7 @@ def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -
     assert sorted(actual for _, actual in found["points"]) == [0.5, 1.0, 2.0]
 
 
-def test_many_predictions_are_all_counted_and_some_drawn(
-    services: Services, clock: ManualClock
-) -> None:
+def test_predictions_are_counted_and_some_drawn(services: Services, clock: ManualClock) -> None:
     for _ in range(4000):
         clock.advance(0.01)
         ended(services)
