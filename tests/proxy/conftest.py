@@ -13,7 +13,7 @@ from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 from tests.fakes import ManualClock, state
-from tests.proxy.envoy_side import EnvoySide, connected
+from tests.proxy.envoy_side import EnvoySide, Stream, connected
 
 
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
@@ -62,6 +62,12 @@ def services(config: Config) -> Services:
 async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
     async with connected(services) as side:
         yield side
+
+
+@pytest.fixture
+async def stream(envoy: EnvoySide) -> AsyncIterator[Stream]:
+    async with envoy.stream() as stream:
+        yield stream
 
 
 @pytest.fixture

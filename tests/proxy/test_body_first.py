@@ -9,7 +9,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import samples
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, BodyMode, body_of, chosen, mode_of, status_of
 
 
@@ -30,18 +30,17 @@ def config() -> Config:
     )
 
 
-async def test_body_first_request_is_routed(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT, headers={"x-request-id": "abc"})
-        assert reply.request_body is not None
-        first, second = chosen(reply)
-        assert {first, second} == MEMBERS
-        assert services.fleet.in_flight_on(first) == 1
-        reply = await stream.response_headers(upstream=second)
-        assert mode_of(reply).response_body_mode == BodyMode.STREAMED
-        assert services.fleet.in_flight_on(second) == 1
-        await stream.response_body({"usage": {"prompt_tokens": 75, "completion_tokens": 33}})
-        await stream.end()
+async def test_body_first_request_is_routed(stream: Stream, services: Services) -> None:
+    reply = await stream.body_first(CHAT, headers={"x-request-id": "abc"})
+    assert reply.request_body is not None
+    first, second = chosen(reply)
+    assert {first, second} == MEMBERS
+    assert services.fleet.in_flight_on(first) == 1
+    reply = await stream.response_headers(upstream=second)
+    assert mode_of(reply).response_body_mode == BodyMode.STREAMED
+    assert services.fleet.in_flight_on(second) == 1
+    await stream.response_body({"usage": {"prompt_tokens": 75, "completion_tokens": 33}})
+    await stream.end()
     assert services.fleet.in_flight == 0
     (record,) = services.log.of_request("abc")
     assert record.outcome.output_tokens == 33
@@ -76,12 +75,11 @@ async def test_body_first_routes_truncated_body(envoy: EnvoySide) -> None:
     assert set(chosen(reply)) == MEMBERS
 
 
-async def test_body_first_before_trailers_is_whole(envoy: EnvoySide) -> None:
+async def test_body_first_before_trailers_is_whole(envoy: EnvoySide, stream: Stream) -> None:
     assert status_of(await envoy.ask_body_first(b"{", end_of_stream=False)) == 400
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
-        assert json.loads(body_of(reply) or b"") == CHAT
-        assert (await stream.request_trailers()).request_trailers is not None
+    reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
+    assert json.loads(body_of(reply) or b"") == CHAT
+    assert (await stream.request_trailers()).request_trailers is not None
 
 
 async def test_body_first_rewrites_model_name(envoy: EnvoySide) -> None:
@@ -97,15 +95,12 @@ async def test_body_first_refuses_invalid_requests(envoy: EnvoySide, services: S
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/responses/resp_1/cancel"])
-async def test_body_first_other_is_unrouted(
-    envoy: EnvoySide, services: Services, path: str
-) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT, path)
-        assert reply.request_body is not None
-        assert chosen(reply) == []
-        assert (await stream.response_headers()).response_headers is not None
-        await stream.end()
+async def test_body_first_other_is_unrouted(stream: Stream, services: Services, path: str) -> None:
+    reply = await stream.body_first(CHAT, path)
+    assert reply.request_body is not None
+    assert chosen(reply) == []
+    assert (await stream.response_headers()).response_headers is not None
+    await stream.end()
     assert services.fleet.in_flight == 0
 
 

@@ -42,23 +42,22 @@ def config(config: Config) -> Config:
     return config.model_copy(update={"serve": serve})
 
 
-async def test_duplex_headers_wait_for_unchanged_body(envoy: EnvoySide, services: Services) -> None:
+async def test_duplex_headers_wait_for_unchanged_body(stream: Stream, services: Services) -> None:
     pieces = [BODY[:7], BODY[7:100], b"", BODY[100:]]
-    async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        for number, piece in enumerate(pieces):
-            await stream.write_body(piece, number == len(pieces) - 1)
-        reply = await stream.read()
-        assert set(destination(reply)) == MEMBERS
-        assert chosen(reply) == destination(reply)
-        assert chunk_of(await stream.read()) == (BODY, True)
-        assert services.log.after(0)[-1].decision.profile.model == "llama"
+    await stream.write_headers(**DUPLEX)
+    for number, piece in enumerate(pieces):
+        await stream.write_body(piece, number == len(pieces) - 1)
+    reply = await stream.read()
+    assert set(destination(reply)) == MEMBERS
+    assert chosen(reply) == destination(reply)
+    assert chunk_of(await stream.read()) == (BODY, True)
+    assert services.log.after(0)[-1].decision.profile.model == "llama"
 
-        await stream.response_headers(content_type="text/event-stream")
-        for piece, last in ((b"\x00data: ", False), (b"[DONE]", True)):
-            assert chunk_of(await stream.response_body(piece, last)) == (piece, last)
-        assert (await stream.response_trailers()).response_trailers is not None
-        await stream.end()
+    await stream.response_headers(content_type="text/event-stream")
+    for piece, last in ((b"\x00data: ", False), (b"[DONE]", True)):
+        assert chunk_of(await stream.response_body(piece, last)) == (piece, last)
+    assert (await stream.response_trailers()).response_trailers is not None
+    await stream.end()
     assert services.fleet.in_flight == 0
 
 
@@ -81,33 +80,31 @@ class TestDefault:
         assert len(destination(await envoy.ask())) == 2
 
 
-async def test_duplex_body_before_trailers_returns_with_headers(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(BODY, end_of_stream=False)
-        await stream.write(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
-        reply = await stream.read()
-        assert set(destination(reply)) == MEMBERS
-        assert body_of(reply) == BODY
-        assert common(reply).status == Status.CONTINUE_AND_REPLACE
-        assert (await stream.response_headers()).response_headers is not None
+async def test_duplex_body_before_trailers_returns_with_headers(stream: Stream) -> None:
+    await stream.write_headers(**DUPLEX)
+    await stream.write_body(BODY, end_of_stream=False)
+    await stream.write(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
+    reply = await stream.read()
+    assert set(destination(reply)) == MEMBERS
+    assert body_of(reply) == BODY
+    assert common(reply).status == Status.CONTINUE_AND_REPLACE
+    assert (await stream.response_headers()).response_headers is not None
 
 
-async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: Services) -> None:
+async def test_duplex_buffers_no_more_than_it_reads(stream: Stream, services: Services) -> None:
     piece = b" " * (LARGE_BODY // 4)
-    async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX, headers={"content-length": str(40 * 2**20)})
-        await stream.write_body(BODY[:-1] + piece, end_of_stream=False)
-        for _ in range(3):
-            await stream.write_body(piece, end_of_stream=False)
-        assert set(destination(await stream.read())) == MEMBERS
-        held = len(BODY) - 1 + 4 * len(piece)
-        while held:
-            held -= len(chunk_of(await stream.read())[0])
+    await stream.write_headers(**DUPLEX, headers={"content-length": str(40 * 2**20)})
+    await stream.write_body(BODY[:-1] + piece, end_of_stream=False)
+    for _ in range(3):
         await stream.write_body(piece, end_of_stream=False)
-        assert chunk_of(await stream.read()) == (piece, False)
-        await stream.write_body(b"}")
-        assert chunk_of(await stream.read()) == (b"}", True)
+    assert set(destination(await stream.read())) == MEMBERS
+    held = len(BODY) - 1 + 4 * len(piece)
+    while held:
+        held -= len(chunk_of(await stream.read())[0])
+    await stream.write_body(piece, end_of_stream=False)
+    assert chunk_of(await stream.read()) == (piece, False)
+    await stream.write_body(b"}")
+    assert chunk_of(await stream.read()) == (b"}", True)
 
 
 async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
@@ -140,46 +137,43 @@ async def test_duplex_large_body_waits_for_model(
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_duplex_body_without_model_is_refused(envoy: EnvoySide, services: Services) -> None:
+async def test_duplex_body_without_model_is_refused(stream: Stream, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
-    async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(b'{"filler": "', end_of_stream=False)
-        for _ in range(MOST_EACH // LARGE_BODY):
-            await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)
-        reply = await stream.read()
-        assert (status_of(reply), error_of(reply)["param"]) == (413, "model")
+    await stream.write_headers(**DUPLEX)
+    await stream.write_body(b'{"filler": "', end_of_stream=False)
+    for _ in range(MOST_EACH // LARGE_BODY):
+        await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)
+    reply = await stream.read()
+    assert (status_of(reply), error_of(reply)["param"]) == (413, "model")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_duplex_chunks_after_the_end_are_dropped(envoy: EnvoySide, path: str) -> None:
+async def test_duplex_chunks_after_the_end_are_dropped(stream: Stream, path: str) -> None:
     """Envoy 1.35 to 1.37 sends the last chunk of a large body twice."""
-    async with envoy.stream() as stream:
-        await stream.write_headers(path, **DUPLEX)
-        for chunk, ended in ((BODY[:9], False), (BODY[9:], True), (BODY[9:], True)):
-            await stream.write_body(chunk, ended)
-        assert set(destination(await stream.read())) == MEMBERS
-        body, ended = b"", False
-        while not ended:
-            chunk, ended = chunk_of(await stream.read())
-            body += chunk
-        assert body == BODY
-        assert (await stream.response_headers()).response_headers is not None
-        await stream.end()
+    await stream.write_headers(path, **DUPLEX)
+    for chunk, ended in ((BODY[:9], False), (BODY[9:], True), (BODY[9:], True)):
+        await stream.write_body(chunk, ended)
+    assert set(destination(await stream.read())) == MEMBERS
+    body, ended = b"", False
+    while not ended:
+        chunk, ended = chunk_of(await stream.read())
+        body += chunk
+    assert body == BODY
+    assert (await stream.response_headers()).response_headers is not None
+    await stream.end()
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])
-async def test_duplex_other_endpoints_get_replica(envoy: EnvoySide, method: str, path: str) -> None:
-    async with envoy.stream() as stream:
-        ends = method == "GET"
-        reply = await stream.request_headers(path, method, end_of_stream=ends, **DUPLEX)
-        assert set(destination(reply)) == MEMBERS
-        if not ends:
-            await stream.write_body(b"text")
-            assert chunk_of(await stream.read()) == (b"text", True)
-        await stream.response_headers()
-        assert chunk_of(await stream.response_body(b"{}")) == (b"{}", True)
-        await stream.end()
+async def test_duplex_other_endpoints_get_replica(stream: Stream, method: str, path: str) -> None:
+    ends = method == "GET"
+    reply = await stream.request_headers(path, method, end_of_stream=ends, **DUPLEX)
+    assert set(destination(reply)) == MEMBERS
+    if not ends:
+        await stream.write_body(b"text")
+        assert chunk_of(await stream.read()) == (b"text", True)
+    await stream.response_headers()
+    assert chunk_of(await stream.response_body(b"{}")) == (b"{}", True)
+    await stream.end()
 
 
 async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:
@@ -201,48 +195,46 @@ async def test_subset_limits_candidates(envoy: EnvoySide) -> None:
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
 @pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
-async def test_unknown_subset_gets_503(envoy: EnvoySide, subset: list[str], mode: BodyMode) -> None:
-    async with envoy.stream() as stream:
-        await stream.write_headers(body_mode=mode, subset=subset)
-        if mode == BodyMode.BUFFERED:
-            await stream.read()
-        await stream.write_body(BODY)
-        reply = await stream.read()
-        assert status_of(reply) == 503
-        assert error_of(reply)["message"]
+async def test_unknown_subset_gets_503(stream: Stream, subset: list[str], mode: BodyMode) -> None:
+    await stream.write_headers(body_mode=mode, subset=subset)
+    if mode == BodyMode.BUFFERED:
+        await stream.read()
+    await stream.write_body(BODY)
+    reply = await stream.read()
+    assert status_of(reply) == 503
+    assert error_of(reply)["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_duplex_unready_gets_503(envoy: EnvoySide, services: Services, method: str) -> None:
+async def test_duplex_unready_gets_503(stream: Stream, services: Services, method: str) -> None:
     put_replicas(services, healthy=False)
-    async with envoy.stream() as stream:
-        if method == "GET":
-            reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True, **DUPLEX)
-        else:
-            reply = await stream.ask_in_full_duplex()
-        assert status_of(reply) == 503
-        await stream.end()
+    if method == "GET":
+        reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True, **DUPLEX)
+    else:
+        reply = await stream.ask_in_full_duplex()
+    assert status_of(reply) == 503
+    await stream.end()
     assert services.fleet.in_flight == 0
 
 
-async def test_duplex_invalid_body_answers_400(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        assert status_of(await stream.ask_in_full_duplex(b"not json")) == 400
-        await stream.end()
+async def test_duplex_invalid_body_answers_400(stream: Stream) -> None:
+    assert status_of(await stream.ask_in_full_duplex(b"not json")) == 400
+    await stream.end()
 
 
-async def test_duplex_metadata_names_serving_replica(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask_in_full_duplex())
-        await stream.read()
-        name = "x-gateway-destination-endpoint-served"
-        served = Struct(fields={name: Value(string_value=second)})
-        await stream.send(
-            response_headers=headers_message({":status": "200"}, end_of_stream=False),
-            metadata_context=Metadata(filter_metadata={"envoy.lb": served}),
-        )
-        assert services.fleet.in_flight_on(second) == 1
-        assert services.fleet.in_flight_on(first) == 0
+async def test_duplex_metadata_names_serving_replica(
+    envoy: EnvoySide, services: Services, stream: Stream
+) -> None:
+    first, second = destination(await stream.ask_in_full_duplex())
+    await stream.read()
+    name = "x-gateway-destination-endpoint-served"
+    served = Struct(fields={name: Value(string_value=second)})
+    await stream.send(
+        response_headers=headers_message({":status": "200"}, end_of_stream=False),
+        metadata_context=Metadata(filter_metadata={"envoy.lb": served}),
+    )
+    assert services.fleet.in_flight_on(second) == 1
+    assert services.fleet.in_flight_on(first) == 0
 
 
 class TestSaturated:

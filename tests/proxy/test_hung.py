@@ -112,14 +112,13 @@ class TestNever:
         return Config.model_validate({"serve": {"hung_s": 0.0}})
 
     async def test_hung_s_zero_ends_nothing(
-        self, envoy: EnvoySide, server: GrpcServer, services: Services
+        self, stream: Stream, server: GrpcServer, services: Services
     ) -> None:
-        async with envoy.stream() as stream:
-            on = await sent_to(stream)
-            hangs(services, on, 1000.0)
-            await server._processor.end_lost()
-            assert services.fleet.in_flight_on(on) == 1
-            await stream.end()
+        on = await sent_to(stream)
+        hangs(services, on, 1000.0)
+        await server._processor.end_lost()
+        assert services.fleet.in_flight_on(on) == 1
+        await stream.end()
 
 
 class TestRecorded:
@@ -160,22 +159,21 @@ class TestAnAnswerThatIsNotRead:
         return on_fleet(services, fleet, clock=clock)
 
     async def test_ended_response_teaches_no_length(
-        self, envoy: EnvoySide, services: Services, clock: ManualClock
+        self, stream: Stream, services: Services, clock: ManualClock
     ) -> None:
         for number in (1, 2):  # none is alone
             services.fleet.dispatch(replica(number), chat(100, 10_000))
         before = services.fleet.lengths.expected(0, 10_000.0)
-        async with envoy.stream() as stream:
-            on = chosen(await stream.body_first(CHAT | {"stream": True}))[0]
-            await stream.response_headers(upstream=on, content_type="text/event-stream")
-            for second in range(1, 61):
-                clock.advance(1.0)
-                for number in (1, 2):
-                    told = state(number, "llama-8b-a10", clock, running=2, steps=second * 30.0)
-                    services.fleet.put(told)
-            hangs(services, on)
-            assert (await stream.read()).immediate_response
-            await stream.end()
+        on = chosen(await stream.body_first(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=on, content_type="text/event-stream")
+        for second in range(1, 61):
+            clock.advance(1.0)
+            for number in (1, 2):
+                told = state(number, "llama-8b-a10", clock, running=2, steps=second * 30.0)
+                services.fleet.put(told)
+        hangs(services, on)
+        assert (await stream.read()).immediate_response
+        await stream.end()
         assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
@@ -186,16 +184,15 @@ class TestAReplyThatIsOnItsWay:
     def config(self) -> Config:
         return Config.model_validate({"route": {"models": {"chat": "llama"}}})
 
-    async def test_large_reply_precedes_refusal(self, envoy: EnvoySide, services: Services) -> None:
+    async def test_large_reply_precedes_refusal(self, stream: Stream, services: Services) -> None:
         large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
-        async with envoy.stream() as stream:
-            await stream.write(stream.body_message(large))
-            await until(lambda: services.fleet.in_flight)
-            hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
-            await until(lambda: not services.fleet.in_flight)
-            assert chosen(await stream.read())
-            assert (await stream.read()).immediate_response
-            await stream.end()
+        await stream.write(stream.body_message(large))
+        await until(lambda: services.fleet.in_flight)
+        hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
+        await until(lambda: not services.fleet.in_flight)
+        assert chosen(await stream.read())
+        assert (await stream.read()).immediate_response
+        await stream.end()
 
 
 class TestASampledOne:

@@ -11,7 +11,7 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.proxy.services import Services
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, fleet_of
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 
 BY = {"model": MODEL, "objective": "chat"}
@@ -51,18 +51,17 @@ def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) ->
 
 
 async def test_streamed_response_fills_time_and_prediction_metrics(
-    envoy: EnvoySide, services: Services, clock: ManualClock, registry: CollectorRegistry
+    stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
-    async with envoy.stream() as stream:
-        first = destination(
-            await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "one"})
-        )[0]
-        await stream.response_headers(upstream=first, content_type="text/event-stream")
-        clock.advance(0.5)
-        await stream.response_body(TOKEN, False)
-        clock.advance(2.0)
-        await stream.response_body(USAGE)
-        await stream.end()
+    first = destination(await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "one"}))[
+        0
+    ]
+    await stream.response_headers(upstream=first, content_type="text/event-stream")
+    clock.advance(0.5)
+    await stream.response_body(TOKEN, False)
+    clock.advance(2.0)
+    await stream.response_body(USAGE)
+    await stream.end()
     (record,) = services.log.of_request("one")
     decision = record.decision
     # Nothing was learned yet that would stretch it.
@@ -82,14 +81,13 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
 
 
 async def test_retry_on_other_replica_measures_no_prediction(
-    envoy: EnvoySide, clock: ManualClock, registry: CollectorRegistry
+    stream: Stream, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask())
-        await stream.response_headers(upstream=second)
-        clock.advance(1.5)
-        await stream.response_body({"usage": {"prompt_tokens": 100, "completion_tokens": 50}})
-        await stream.end()
+    first, second = destination(await stream.ask())
+    await stream.response_headers(upstream=second)
+    clock.advance(1.5)
+    await stream.response_body({"usage": {"prompt_tokens": 100, "completion_tokens": 50}})
+    await stream.end()
     assert value(registry, "completion_seconds_sum") == 1.5
     assert value(registry, "completion_predicted_ratio_count") is None
     assert value(registry, "ttft_seconds_count") is None

@@ -10,7 +10,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import put_replicas
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import (
     BodyMode,
     body_of,
@@ -43,22 +43,20 @@ def config() -> Config:
     )
 
 
-async def test_whole_body_gets_model_name_and_length(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers(headers={"content-length": str(len(BODY))})
-        reply = await stream.request_body(BODY)
-        await stream.end()
+async def test_whole_body_gets_model_name_and_length(stream: Stream, services: Services) -> None:
+    await stream.request_headers(headers={"content-length": str(len(BODY))})
+    reply = await stream.request_body(BODY)
+    await stream.end()
     assert set(destination(reply)) == {replica(1), replica(2)}
     assert (body_of(reply), header_of(reply, "content-length")) == (NAMED, str(len(NAMED)))
     record = to_builtins(services.log.after(0)[-1].record())
     assert (record["model"], record["served_as"]) == ("chat", "llama")
 
 
-async def test_large_body_is_read_to_rewrite_model(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
-        assert destination(reply) == []
-        assert body_of(await stream.request_body(BODY)) == NAMED
+async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert destination(reply) == []
+    assert body_of(await stream.request_body(BODY)) == NAMED
 
 
 @pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
@@ -73,24 +71,22 @@ async def test_cut_body_gets_name(
     assert header_of(reply, "content-length") == length
 
 
-async def test_duplex_chunks_have_model_name(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(BODY[:-9], end_of_stream=False)
-        await stream.write_body(BODY[-9:])
-        assert destination(await stream.read())
-        assert chunk_of(await stream.read()) == (NAMED, True)
-        await stream.response_headers()
-        answer = b'{"model":"llama"}'
-        assert chunk_of(await stream.response_body(answer)) == (answer, True)
+async def test_duplex_chunks_have_model_name(stream: Stream) -> None:
+    await stream.write_headers(**DUPLEX)
+    await stream.write_body(BODY[:-9], end_of_stream=False)
+    await stream.write_body(BODY[-9:])
+    assert destination(await stream.read())
+    assert chunk_of(await stream.read()) == (NAMED, True)
+    await stream.response_headers()
+    answer = b'{"model":"llama"}'
+    assert chunk_of(await stream.response_body(answer)) == (answer, True)
 
 
-async def test_unaliased_model_leaves_body_unchanged(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.ask()
-        assert common(reply).body_mutation is None
-        await stream.response_headers()
-        assert (await stream.response_body(b'{"model":"llama"}')).response_body is not None
+async def test_unaliased_model_leaves_body_unchanged(stream: Stream) -> None:
+    reply = await stream.ask()
+    assert common(reply).body_mutation is None
+    await stream.response_headers()
+    assert (await stream.response_body(b'{"model":"llama"}')).response_body is not None
 
 
 @pytest.mark.parametrize("model", ["chat", "any"])

@@ -9,7 +9,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from tests.proxy.conftest import samples
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import chosen, error_of
 
 CODER = {**CHAT, "model": "coder"}
@@ -111,11 +111,10 @@ async def test_fairness_id_header_names_tenant(envoy: EnvoySide, services: Servi
 
 
 @allowed()
-async def test_duplex_inference_header_sets_objective(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.ask_in_full_duplex(headers={"x-slo-ttft-ms": "1500"})
-        (record,) = services.log.last(1)
-        assert record.decision.profile.objective == Objective(ttft_s=1.5)
+async def test_duplex_inference_header_sets_objective(stream: Stream, services: Services) -> None:
+    await stream.ask_in_full_duplex(headers={"x-slo-ttft-ms": "1500"})
+    (record,) = services.log.last(1)
+    assert record.decision.profile.objective == Objective(ttft_s=1.5)
 
 
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)
@@ -124,18 +123,17 @@ async def test_duplex_inference_header_sets_objective(envoy: EnvoySide, services
     [{"x-objective": "whole"}, {"x-objective": "soon", "x-llm-d-slo-ttft-ms": "0.1"}],
 )
 async def test_sheddable_request_beyond_target_is_refused(
-    envoy: EnvoySide, services: Services, config: Config, headers: dict[str, str]
+    stream: Stream, services: Services, config: Config, headers: dict[str, str]
 ) -> None:
     """On idle replicas, too."""
     told = len(headers) == 1 or config.hold.allow_inference_headers
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT, headers=headers)
-        assert (reply.immediate_response is not None) is told
-        if reply.immediate_response is not None:
-            error = error_of(reply)
-            assert error["code"] == "too_late"
-            assert "would miss its target, by " in error["message"]
-            assert samples(services.metrics.refused) == {("too_late",): 1}
+    reply = await stream.body_first(CHAT, headers=headers)
+    assert (reply.immediate_response is not None) is told
+    if reply.immediate_response is not None:
+        error = error_of(reply)
+        assert error["code"] == "too_late"
+        assert "would miss its target, by " in error["message"]
+        assert samples(services.metrics.refused) == {("too_late",): 1}
 
 
 @pytest.mark.parametrize(

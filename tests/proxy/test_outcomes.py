@@ -7,7 +7,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 
 TUNNEL = "127.0.0.1:15001"
@@ -97,19 +97,18 @@ async def test_unread_stream_teaches_output_length(
 
 @read_all
 async def test_hang_up_teaches_nothing(
-    envoy: EnvoySide, services: Services, clock: ManualClock
+    stream: Stream, services: Services, clock: ManualClock
 ) -> None:
     for number in (1, 2):
         services.fleet.dispatch(replica(number), chat(100, 10_000))
     before = services.fleet.lengths.expected(0, 10_000.0)
-    async with envoy.stream() as stream:
-        first = destination(await stream.ask(CHAT | {"stream": True}))[0]
-        await stream.response_headers(upstream=first, content_type="text/event-stream")
-        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
-        clock.advance(1.0)
-        for number in (1, 2):
-            services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
-        await stream.end()
+    first = destination(await stream.ask(CHAT | {"stream": True}))[0]
+    await stream.response_headers(upstream=first, content_type="text/event-stream")
+    await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+    clock.advance(1.0)
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
+    await stream.end()
     assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
@@ -129,13 +128,12 @@ async def test_stream_without_usage_teaches_completion_error(
     assert services.router.margins.completion.ratio > 1.1
 
 
-async def test_unread_stream_has_no_completion_time(envoy: EnvoySide, services: Services) -> None:
+async def test_unread_stream_has_no_completion_time(stream: Stream, services: Services) -> None:
     """Envoy closes its stream alike when a response has ended and when a client hung up."""
-    async with envoy.stream() as stream:
-        await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
-        reply = await stream.response_headers(content_type="text/event-stream")
-        assert reply.mode_override is None
-        await stream.end()
+    await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
+    reply = await stream.response_headers(content_type="text/event-stream")
+    assert reply.mode_override is None
+    await stream.end()
     (record,) = services.log.of_request("s")
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
@@ -145,16 +143,15 @@ async def test_unread_stream_has_no_completion_time(envoy: EnvoySide, services: 
 
 @pytest.mark.parametrize("retried", [False, True])
 async def test_accuracy_keeps_outcomes_of_chosen_replica(
-    envoy: EnvoySide, services: Services, clock: ManualClock, retried: bool
+    stream: Stream, services: Services, clock: ManualClock, retried: bool
 ) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 32}}
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask(CHAT, headers={"x-request-id": "one"}))
-        await stream.response_headers(upstream=second if retried else first)
-        clock.advance(1.5)
-        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
-        await stream.response_body({"usage": usage})
-        await stream.end()
+    first, second = destination(await stream.ask(CHAT, headers={"x-request-id": "one"}))
+    await stream.response_headers(upstream=second if retried else first)
+    clock.advance(1.5)
+    usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+    await stream.response_body({"usage": usage})
+    await stream.end()
     kept = [*services.accuracy.since(0.0)]
     if retried:
         assert kept == []
@@ -167,12 +164,11 @@ async def test_accuracy_keeps_outcomes_of_chosen_replica(
     assert [*services.accuracy.since(clock() + 1.0)] == []
 
 
-async def test_sequences_report_no_cached_tokens(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        first, _ = destination(await stream.ask(CHAT | {"n": 2}))
-        await stream.response_headers(upstream=first)
-        details = {"prompt_tokens_details": {"cached_tokens": 0}}
-        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
-        await stream.response_body({"usage": usage})
-        await stream.end()
+async def test_sequences_report_no_cached_tokens(stream: Stream, services: Services) -> None:
+    first, _ = destination(await stream.ask(CHAT | {"n": 2}))
+    await stream.response_headers(upstream=first)
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+    await stream.response_body({"usage": usage})
+    await stream.end()
     assert [one.cached for one in services.accuracy.since(0.0)] == [None]

@@ -10,7 +10,7 @@ from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
 from tests.proxy.conftest import put_replicas
-from tests.proxy.envoy_side import EnvoySide
+from tests.proxy.envoy_side import EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, body_of, chosen
 
 TEXT = "of the sea " * 40
@@ -57,17 +57,16 @@ REQUESTS: list[tuple[str, dict[str, Any], Endpoint, float]] = [
 
 @pytest.mark.parametrize(("path", "body", "endpoint", "tokens"), REQUESTS)
 async def test_request_is_booked_renamed_and_ordered(
-    envoy: EnvoySide,
+    stream: Stream,
     services: Services,
     path: str,
     body: dict[str, Any],
     endpoint: Endpoint,
     tokens: float,
 ) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(body | {"model": "alias", "priority": -999}, path)
-        assert services.fleet.in_flight == 1
-        await stream.end()
+    reply = await stream.body_first(body | {"model": "alias", "priority": -999}, path)
+    assert services.fleet.in_flight == 1
+    await stream.end()
     assert set(chosen(reply)) == MEMBERS
     assert json.loads(body_of(reply) or b"") == body | {"model": "llama", "priority": 0}
     profile = services.log.last(1)[0].decision.profile

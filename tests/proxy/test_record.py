@@ -22,7 +22,7 @@ from extproc.observe.record import keys_of
 from extproc.proxy.app import build
 from extproc.proxy.services import Services, recorder_of
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 from tests.waiting import until
 
@@ -281,14 +281,15 @@ async def test_record_keeps_half_keys(services: Services, envoy: EnvoySide, fold
     assert 0 < asked.whole < 2**32
 
 
-async def test_record_marks_cut_answers(services: Services, envoy: EnvoySide, folder: Path) -> None:
+async def test_record_marks_cut_answers(
+    services: Services, envoy: EnvoySide, folder: Path, stream: Stream
+) -> None:
     await ask(envoy, CHAT)
     await envoy.ask_body_first()
-    async with envoy.stream() as stream:
-        to = destination(await stream.body_first(CHAT | {"stream": True}))[0]
-        await stream.response_headers(upstream=to, content_type="text/event-stream")
-        await stream.response_body(b"data: {}\n\n", end_of_stream=False)
-        await stream.end()
+    to = destination(await stream.body_first(CHAT | {"stream": True}))[0]
+    await stream.response_headers(upstream=to, content_type="text/event-stream")
+    await stream.response_body(b"data: {}\n\n", end_of_stream=False)
+    await stream.end()
     record = await recorded(services, folder, envoy)
     assert record.left_out == {"failed": 1}
     assert sorted(one.cut for one in record.requests) == [False, True]

@@ -10,7 +10,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.proxy.conftest import put_replicas, router_of, samples
-from tests.proxy.envoy_side import CHAT, EnvoySide, connected
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, connected
 from tests.proxy.replies import MEMBERS, destination, error_of, status_of
 
 
@@ -54,10 +54,9 @@ async def test_messages_endpoint_refuses_in_anthropics_form(
     }
 
 
-async def test_post_without_body_is_refused(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(end_of_stream=True)
-        assert reply.immediate_response is not None
+async def test_post_without_body_is_refused(stream: Stream) -> None:
+    reply = await stream.request_headers(end_of_stream=True)
+    assert reply.immediate_response is not None
 
 
 async def test_missing_model_means_the_only_one(envoy: EnvoySide, services: Services) -> None:

@@ -13,27 +13,26 @@ from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
 from tests.proxy.conftest import put_replicas, router_of
-from tests.proxy.envoy_side import CHAT, EnvoySide, connected
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, connected
 from tests.proxy.replies import MEMBERS, BodyMode, HeaderMode, destination, mode_of
 
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
 
-async def test_request_is_routed_and_outcome_logged(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(headers={"x-request-id": "abc"})
-        assert reply.request_headers is not None
-        assert destination(reply) == []
+async def test_request_is_routed_and_outcome_logged(stream: Stream, services: Services) -> None:
+    reply = await stream.request_headers(headers={"x-request-id": "abc"})
+    assert reply.request_headers is not None
+    assert destination(reply) == []
 
-        reply = await stream.request_body(CHAT)
-        assert set(destination(reply)) == MEMBERS
-        assert services.fleet.in_flight == 1
-        first = destination(reply)[0]
+    reply = await stream.request_body(CHAT)
+    assert set(destination(reply)) == MEMBERS
+    assert services.fleet.in_flight == 1
+    first = destination(reply)[0]
 
-        reply = await stream.response_headers(upstream=first)
-        assert mode_of(reply).response_body_mode == BodyMode.STREAMED
-        assert (await stream.response_body(ANSWER)).response_body is not None
-        await stream.end()
+    reply = await stream.response_headers(upstream=first)
+    assert mode_of(reply).response_body_mode == BodyMode.STREAMED
+    assert (await stream.response_body(ANSWER)).response_body is not None
+    await stream.end()
 
     assert services.fleet.in_flight == 0
     (record,) = services.log.of_request("abc")
@@ -73,17 +72,16 @@ async def test_streamed_response_shows_first_token(envoy: EnvoySide, services: S
     ],
 )
 async def test_other_path_passes(
-    envoy: EnvoySide, services: Services, method: str, path: str
+    stream: Stream, services: Services, method: str, path: str
 ) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(path, method)
-        assert destination(reply) == []
-        assert mode_of(reply).request_body_mode == BodyMode.NONE
-        assert mode_of(reply).response_header_mode == HeaderMode.SKIP
-        # An Envoy that allows no mode override sends the rest all the same.
-        assert destination(await stream.request_body(b"anything")) == []
-        assert (await stream.response_headers()).mode_override is None
-        await stream.end()
+    reply = await stream.request_headers(path, method)
+    assert destination(reply) == []
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
+    assert mode_of(reply).response_header_mode == HeaderMode.SKIP
+    # An Envoy that allows no mode override sends the rest all the same.
+    assert destination(await stream.request_body(b"anything")) == []
+    assert (await stream.response_headers()).mode_override is None
+    await stream.end()
     assert services.log.after(0) == []
 
 
@@ -94,14 +92,13 @@ async def test_absurd_bound_is_routed(envoy: EnvoySide, services: Services, boun
     assert services.fleet.in_flight == 0
 
 
-async def test_retry_moves_request_to_serving_replica(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask())
-        assert services.fleet.in_flight_on(first) == 1
-        await stream.response_headers(upstream=second)
-        assert services.fleet.in_flight_on(second) == 1
-        assert services.fleet.in_flight_on(first) == 0
-        await stream.end()
+async def test_retry_moves_request_to_serving_replica(stream: Stream, services: Services) -> None:
+    first, second = destination(await stream.ask())
+    assert services.fleet.in_flight_on(first) == 1
+    await stream.response_headers(upstream=second)
+    assert services.fleet.in_flight_on(second) == 1
+    assert services.fleet.in_flight_on(first) == 0
+    await stream.end()
 
 
 async def test_failing_replica_is_ejected(envoy: EnvoySide, services: Services) -> None:
@@ -118,33 +115,28 @@ async def test_header_selects_policy(envoy: EnvoySide, services: Services) -> No
 
 
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
-async def test_headers_route_by_length(
-    envoy: EnvoySide, services: Services, mode: BodyMode
-) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
-        assert set(destination(reply)) == MEMBERS
-        assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
-        assert (await stream.request_body(b"{}")).request_body is not None
+async def test_headers_route_by_length(stream: Stream, services: Services, mode: BodyMode) -> None:
+    reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
+    assert set(destination(reply)) == MEMBERS
+    assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
+    assert (await stream.request_body(b"{}")).request_body is not None
 
 
-async def test_compressed_body_is_routed_by_length(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(
-            headers={"content-encoding": "gzip", "content-length": "400"}
-        )
-        assert set(destination(reply)) == MEMBERS
-        assert destination(await stream.request_body(b"\x1f\x8b")) == []
+async def test_compressed_body_is_routed_by_length(stream: Stream, services: Services) -> None:
+    reply = await stream.request_headers(
+        headers={"content-encoding": "gzip", "content-length": "400"}
+    )
+    assert set(destination(reply)) == MEMBERS
+    assert destination(await stream.request_body(b"\x1f\x8b")) == []
 
 
-async def test_truncated_body_counts_full_length(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers(
-            body_mode=BodyMode.BUFFERED_PARTIAL, headers={"content-length": "40000"}
-        )
-        start = json.dumps(CHAT).encode()[:-20]
-        assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
-        assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
+async def test_truncated_body_counts_full_length(stream: Stream, services: Services) -> None:
+    await stream.request_headers(
+        body_mode=BodyMode.BUFFERED_PARTIAL, headers={"content-length": "40000"}
+    )
+    start = json.dumps(CHAT).encode()[:-20]
+    assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
+    assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
 
 
 async def test_without_healthy_replica_envoy_chooses(envoy: EnvoySide, services: Services) -> None:
@@ -159,12 +151,11 @@ async def test_reply_keeps_route_cache(envoy: EnvoySide) -> None:
     assert not reply.request_body.response.clear_route_cache
 
 
-async def test_broken_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.ask(CHAT, headers={"x-request-id": "broken"})
-        await stream.response_headers()
-        await stream.response_body(b'{"choices": [', end_of_stream=False)
-        await stream.end()
+async def test_broken_response_has_no_completion(stream: Stream, services: Services) -> None:
+    await stream.ask(CHAT, headers={"x-request-id": "broken"})
+    await stream.response_headers()
+    await stream.response_body(b'{"choices": [', end_of_stream=False)
+    await stream.end()
     (record,) = services.log.of_request("broken")
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
@@ -200,27 +191,25 @@ def _predictions() -> int:
     return sum(isinstance(one, Prediction) for one in gc.get_objects())
 
 
-async def test_large_body_stays_with_envoy(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
-        assert set(destination(reply)) == MEMBERS
-        assert mode_of(reply).request_body_mode == BodyMode.NONE
-        assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
-        (record,) = services.log.after(0)
-        assert record.decision.profile.model == "llama"
-        assert record.decision.profile.prompt_tokens == 40 * 576
-        # An Envoy that allows no mode override sends it all the same.
-        assert destination(await stream.request_body(b"{")) == []
-        await stream.answer()
+async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -> None:
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert set(destination(reply)) == MEMBERS
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
+    assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
+    (record,) = services.log.after(0)
+    assert record.decision.profile.model == "llama"
+    assert record.decision.profile.prompt_tokens == 40 * 576
+    # An Envoy that allows no mode override sends it all the same.
+    assert destination(await stream.request_body(b"{")) == []
+    await stream.answer()
 
 
-async def test_large_body_is_read_to_choose_model(envoy: EnvoySide, services: Services) -> None:
+async def test_large_body_is_read_to_choose_model(stream: Stream, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
-        assert destination(reply) == []
-        reply = await stream.request_body(CHAT | {"model": "other"})
-        assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert destination(reply) == []
+    reply = await stream.request_body(CHAT | {"model": "other"})
+    assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
 
 
 async def test_stream_metadata_selects_pool(services: Services, logged: Logged) -> None:

@@ -9,7 +9,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import router_of
-from tests.proxy.envoy_side import EnvoySide, connected
+from tests.proxy.envoy_side import EnvoySide, Stream, connected
 from tests.proxy.replies import BodyMode, destination, mode_of
 
 RESPONSES = "/v1/responses"
@@ -61,9 +61,8 @@ async def test_stored_response_continues_on_its_owner(
     assert services.fleet.in_flight == 0
 
 
-async def test_unknown_stored_response_goes_anywhere(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
+async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
+    assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
 
 
 async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:

@@ -97,45 +97,43 @@ async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> Asyn
 
 
 async def test_queued_request_is_sent_to_freed_replica(
-    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
+    stream: Stream, services: Services, full: Full, clock: ManualClock
 ) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(
-            long("third") | {"model": "chat"}, headers={"x-request-id": "abc"}
-        )
-        assert told_to_wait(reply)
-        assert len(services.queue) == 1
-        one, other = (record.decision.replica for record in services.log.last(2))
-        clock.advance(0.5)
-        await full[1].end()
-        reply = await stream.read()
-        assert chosen(reply) == [other, one]
-        assert json.loads(body_of(reply) or b"") == long("third")
-        assert len(services.queue) == 0
-        (record,) = services.log.of_request("abc")
-        assert record.outcome.waited_s == 0.5
-        assert re.match(r"r\d is expected to have room ", record.outcome.waited_for)
-        await stream.end()
+    reply = await stream.body_first(
+        long("third") | {"model": "chat"}, headers={"x-request-id": "abc"}
+    )
+    assert told_to_wait(reply)
+    assert len(services.queue) == 1
+    one, other = (record.decision.replica for record in services.log.last(2))
+    clock.advance(0.5)
+    await full[1].end()
+    reply = await stream.read()
+    assert chosen(reply) == [other, one]
+    assert json.loads(body_of(reply) or b"") == long("third")
+    assert len(services.queue) == 0
+    (record,) = services.log.of_request("abc")
+    assert record.outcome.waited_s == 0.5
+    assert re.match(r"r\d is expected to have room ", record.outcome.waited_for)
+    await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_queued_body_is_held_once(envoy: EnvoySide, services: Services, full: Full) -> None:
+async def test_queued_body_is_held_once(stream: Stream, services: Services, full: Full) -> None:
     size = 8 * 2**20
     body = json.dumps(long("third") | {"model": "chat", "filler": "x" * size}).encode()
-    async with envoy.stream() as stream:
-        message = bytes(stream.body_message(body))
-        tracemalloc.start()
-        try:
-            assert told_to_wait(await stream.send_bytes(message))
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert size < held < 1.2 * size
-        assert services.body_memory.free == MOST_HELD - len(body)
-        stream.reset()
-        await until(lambda: services.body_memory.free == MOST_HELD)
+    message = bytes(stream.body_message(body))
+    tracemalloc.start()
+    try:
+        assert told_to_wait(await stream.send_bytes(message))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < held < 1.2 * size
+    assert services.body_memory.free == MOST_HELD - len(body)
+    stream.reset()
+    await until(lambda: services.body_memory.free == MOST_HELD)
 
 
 async def test_full_memory_stops_waiting(envoy: EnvoySide, services: Services, full: Full) -> None:
@@ -143,14 +141,13 @@ async def test_full_memory_stops_waiting(envoy: EnvoySide, services: Services, f
     assert chosen(await envoy.ask_body_first(long("third")))
 
 
-async def test_duplex_waits_for_room(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as stream:
-        await wait_in_full_duplex(stream, services)
-        await full[0].end()
-        assert destination(await stream.read())[0] in MEMBERS
-        body, ended = chunk_of(await stream.read())
-        assert body
-        assert not ended
+async def test_duplex_waits_for_room(stream: Stream, services: Services, full: Full) -> None:
+    await wait_in_full_duplex(stream, services)
+    await full[0].end()
+    assert destination(await stream.read())[0] in MEMBERS
+    body, ended = chunk_of(await stream.read())
+    assert body
+    assert not ended
 
 
 async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
@@ -179,11 +176,10 @@ async def test_reset_after_body_ends_wait(envoy: EnvoySide, services: Services, 
     assert not unforeseen
 
 
-async def test_closed_stream_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as stream:
-        await queued(stream, "third")
-        await stream.end()
-        assert len(services.queue) == 0
+async def test_closed_stream_leaves_queue(stream: Stream, services: Services, full: Full) -> None:
+    await queued(stream, "third")
+    await stream.end()
+    assert len(services.queue) == 0
 
 
 async def test_queue_goes_by_priority(envoy: EnvoySide, services: Services, full: Full) -> None:
@@ -244,10 +240,9 @@ async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, 
 
 
 async def test_queued_request_without_replica_gets_503(
-    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
+    stream: Stream, services: Services, full: Full, clock: ManualClock
 ) -> None:
-    async with envoy.stream() as stream:
-        await wait_in_full_duplex(stream, services)
-        put_replicas(services, healthy=False)
-        clock.advance(0.5)
-        assert status_of(await stream.read()) == 503
+    await wait_in_full_duplex(stream, services)
+    put_replicas(services, healthy=False)
+    clock.advance(0.5)
+    assert status_of(await stream.read()) == 503

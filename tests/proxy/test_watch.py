@@ -8,7 +8,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica
 from tests.proxy.conftest import on_fleet, samples
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
 MARK = {"x-extproc-unseen": "1"}
@@ -152,9 +152,8 @@ class TestSkippedResponses:
             await told.answer(upstream=replica(1))
             assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
-    async def test_stored_response_is_watched(self, envoy: EnvoySide, services: Services) -> None:
+    async def test_stored_response_is_watched(self, stream: Stream, services: Services) -> None:
         stored = {"model": "llama", "input": "hello", "store": True}
-        async with envoy.stream() as stream:
-            assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
-            await stream.end()  # the client hung up
+        assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
+        await stream.end()  # the client hung up
         assert samples(services.metrics.requests) == {("routed",): 1.0, ("unanswered",): 1.0}
