@@ -94,7 +94,6 @@ class _Client:
     async def get(
         self, path: str, kind: str, query: dict[str, str], total_s: float | None = _PATIENCE_S
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the answer, of content type ``kind``; translates errors within the block, too."""
         timeout = aiohttp.ClientTimeout(total_s, connect=_PATIENCE_S, sock_read=_PATIENCE_S)
         asked = self._session.get(f"{self.url}{path}", params=query, timeout=timeout)
         try:

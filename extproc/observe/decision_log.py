@@ -43,7 +43,6 @@ class KeptDecision:
 
     @property
     def compared(self) -> int:
-        """Number of replicas compared."""
         return len(self.decision.situation.view)
 
     def record(self, most: int | None = None) -> DecisionRecord:
@@ -159,7 +158,6 @@ class DecisionLog:
     def add(
         self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
     ) -> KeptDecision:
-        """Keep a decision; its outcome is filled in later."""
         record = KeptDecision(next(self._numbers), request_id, decided_at, decision, pool)
         self._candidates += record.compared
         while self._records and (
@@ -174,7 +172,6 @@ class DecisionLog:
         return list(islice((one for one in self._records if one.number > number), most))
 
     def last(self, most: int) -> list[KeptDecision]:
-        """Return the newest ``most`` records, oldest first."""
         return list(islice(reversed(self._records), most))[::-1]
 
     def since(self, at: float) -> list[KeptDecision]:
@@ -182,7 +179,6 @@ class DecisionLog:
         return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
 
     def of_request(self, request_id: str) -> list[KeptDecision]:
-        """Return decisions about one request, oldest first."""
         return [record for record in self._records if record.request_id == request_id]
 
 
@@ -210,7 +206,6 @@ class Accuracy:
         self.added += 1
 
     def since(self, at: float) -> Iterator[PredictionResult]:
-        """Yield requests that ended at ``at`` or later, newest first."""
         return takewhile(lambda one: one.at >= at, reversed(self._results))
 
 

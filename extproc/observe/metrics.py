@@ -176,7 +176,6 @@ class RouterMetrics:
         self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
 
     def skipped(self, reason: str, number: int) -> None:
-        """Count what could not be read in Redis."""
         self._skipped.add(reason, by=number)
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
@@ -185,7 +184,6 @@ class RouterMetrics:
             self.left_out.labels(replica, reason).set(1)
 
     def forget_all_but(self, replicas: Container[str]) -> None:
-        """Drop the counts of replicas that left the pool."""
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):
             counts.keep("replica", replicas)
 
@@ -222,7 +220,6 @@ class Demand:
         self._at = clock()
 
     def came(self, decision: Decision) -> None:
-        """Count a request by its first decision."""
         view, first = decision.situation.view, decision.choice.first
         self._fade()
         self._work += work(decision.profile, decision.prediction, view, first)

@@ -155,7 +155,6 @@ class Recorder:
         self._add(Refused(at=self._wall(), why=why))
 
     async def run(self) -> None:
-        """Write every second until cancelled, and then the last lines."""
         try:
             while True:
                 for _ in self._look():

@@ -147,7 +147,6 @@ class Trace:
         self._route.end()
 
     def answered(self, outcome: Outcome) -> None:
-        """End the second span: the response has ended, or was given up."""
         if (span := self._request) is None:
             return
         answer: Attributes = {

@@ -44,7 +44,6 @@ class Target:
     ready: bool = field(default=True, compare=False)  # False: Kubernetes says so
 
     def marked(self, state: ReplicaState) -> ReplicaState:
-        """Returns the state with what discovery knows: not ready, draining."""
         if not self.ready and state.healthy:
             update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
             state = structs.replace(state, **update)
@@ -54,7 +53,6 @@ class Target:
 
     @property
     def who(self) -> str:
-        """Name in the log."""
         return with_name(self.id, self.name)
 
 
@@ -110,17 +108,14 @@ class Discovery:
         )
 
     def unlisted(self) -> list[str]:
-        """Names the Services that were never listed."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
     def problems(self) -> list[str]:
-        """Says why names and Services are not resolved."""
         hosts, services = self._hosts.values(), self._services.values()
         found = [*(one.problem for one in hosts), *(one.problem for one in services)]
         return [problem for problem in found if problem]
 
     def stop(self) -> None:
-        """Ends all watches."""
         self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:

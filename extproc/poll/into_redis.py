@@ -85,8 +85,6 @@ class Health:
     def watch(
         self, pool: str, owners: Owners, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
     ) -> None:
-        """Watches a pool from its first poll on; ``unlisted`` names the Services that were never
-        listed."""
         self._starting.discard(pool)
         self._pools[pool] = owners, outage, unlisted
 
@@ -154,7 +152,6 @@ class IntoRedis(Destination):
         await self.drains.look(self._drain_store, monotonic())
 
     async def run(self) -> None:
-        """Writes, and follows which replicas commands drain, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write_all(self._some_states, self._write_states))
             tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))

@@ -97,7 +97,6 @@ class ServiceWatch:
                 await self._tried.wait()
 
     def stop(self) -> None:
-        """Ends the watch."""
         self._task.cancel()
 
     async def _follow(self) -> None:

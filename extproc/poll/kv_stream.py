@@ -89,7 +89,6 @@ class KvStream:
         self._known = False
 
     async def run(self) -> NoReturn:
-        """Follows the stream until cancelled."""
         self._last = self._blocks.restore(await self._into.load(self._replica))
         while True:
             try:
@@ -117,7 +116,6 @@ class KvStream:
                     return
 
     async def _check(self) -> None:
-        """Replays what was missed, and notes whether the blocks are known."""
         try:
             while not await self._catch_up():
                 pass

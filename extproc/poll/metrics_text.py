@@ -166,7 +166,6 @@ def _series(page: bytes, *names: bytes) -> list[bytes]:
 
 
 def _lines(page: bytes, start: bytes) -> list[bytes]:
-    """Finds the lines of a metric, which end at the next comment."""
     begin = page.find(start + b"{")
     if begin < 0 and (begin := page.find(start + b" ")) < 0:
         return []

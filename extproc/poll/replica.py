@@ -105,7 +105,6 @@ class PolledReplica:
             self._kv_stream.tell_again()
 
     async def run(self) -> None:
-        """Scrapes the replica and follows its KV events until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             if self._kv_stream is not None:
                 tasks.create_task(self._kv_stream.run())
@@ -129,7 +128,6 @@ class PolledReplica:
             self._typical.report(self.target.id, None)
 
     async def _scrape_once(self) -> float:
-        """Scrapes, learns, publishes; returns the seconds to wait before the next scrape."""
         started = self._monotonic()
         if self._doubt is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds

@@ -55,7 +55,6 @@ class Host:
 
     @property
     def is_asked(self) -> bool:
-        """A lookup has not come back yet."""
         return self._lookup is not None and not self._lookup.done()
 
     @property
@@ -64,7 +63,6 @@ class Host:
         return self._trouble.problem
 
     async def look_up(self) -> None:
-        """Brings the addresses up to date, by one lookup at a time."""
         try:
             self.addresses = one_family(await self._found())
         except (OSError, UnicodeError) as error:

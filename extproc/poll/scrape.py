@@ -62,7 +62,6 @@ class PollMetrics:
         )
 
     def skipped(self, reason: str, number: int) -> None:
-        """Counts what could not be read in Redis."""
         self._skipped.labels(reason).inc(number)
 
 

@@ -121,7 +121,6 @@ class Calibration:
         return min(max(self._slower(self._recent), 1 / _MOST_SCALE), _MOST_SCALE)
 
     def _slower(self, work: Work) -> float:
-        """How many times as long it took as by the coefficients."""
         learned = map(mul, self._solution, self._unit)
         expected: float = sum(map(mul, learned, work.terms))
         return (work.seconds + _DOUBT) / (expected + _DOUBT)
@@ -150,7 +149,6 @@ class Calibration:
         return sum(seen), took
 
     def _overall(self) -> float:
-        """How long work takes on the whole, against what it takes by the start."""
         seen, took = self._totals()
         return took / seen if seen > 0.0 else 1.0
 

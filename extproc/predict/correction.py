@@ -71,7 +71,6 @@ class Corrections:
         return np.array([actual, np.where(others, np.clip(actual, least, most), then)])
 
     def due(self, now: float) -> bool:
-        """Whether the ratios may be others than when they were last told."""
         return now - self._told_at >= _EVERY
 
     def ratios(self, now: float, others: Floats | float = 0.0) -> Floats:
@@ -158,7 +157,6 @@ class Margin:
 
     @property
     def ratio(self) -> float:
-        """1 where nothing was seen yet."""
         return exp(self._log)
 
     def observe(self, predicted: float, actual: float) -> None:

@@ -202,6 +202,5 @@ def _spread(edges: tuple[float, ...]) -> Floats:
 
 
 def _bucket(tokens: float) -> int:
-    """The length nearest to ``tokens``, in doublings."""
     bucket = bisect_left(_LENGTHS_LIST, tokens * 2 ** (-0.5 / _PER_DOUBLING))
     return min(bucket, len(_LENGTHS_LIST) - 1)

@@ -35,7 +35,6 @@ class StepModel:
         )
 
     def slowed(self, factor: float) -> "StepModel":
-        """The same engine, every step ``factor`` times as long."""
         return StepModel(
             self.c0 * factor,
             self.c_prefill * factor,

@@ -84,7 +84,6 @@ class Body:
         return self._chunks[0]
 
     def change(self, data: bytes) -> None:
-        """Holds what the replica gets in place of what the client sent."""
         self.changed = data is not self.data
         self._chunks = [data]
         self._resize(len(data))

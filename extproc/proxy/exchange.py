@@ -60,7 +60,6 @@ class Exchange:
     # -- messages ---------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Reads of the first message how Envoy speaks; it is not answered yet."""
         first = self._first = await self._call.read()
         if first.HasField("protocol_config"):
             self.body_mode = first.protocol_config.request_body_mode
@@ -76,7 +75,6 @@ class Exchange:
         return asked
 
     async def answer(self, protocol: Callable[["Exchange"], Awaitable[None]]) -> None:
-        """Has the request sent to a replica, or refused."""
         try:
             await protocol(self)
         except Refusal as refusal:
@@ -97,7 +95,6 @@ class Exchange:
             await self.write(self._reply_to(message))
 
     async def pass_one(self) -> None:
-        """Answers the next message as it is."""
         message = await self._next()
         reply = self._reply_to(message)
         del message  # it may be a body of many MB, and Envoy slow to read
@@ -146,7 +143,6 @@ class Exchange:
     # -- its end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The stream is over: the response has ended, or the client or Envoy gave up."""
         if self._in_flight is not None:
             self._end(self._in_flight)
 
@@ -273,7 +269,6 @@ class Exchange:
         return -profile.priority if self.services.fleet.members.all_take_priority else 0
 
     def destination(self, decision: Decision) -> str:
-        """The replica chosen, and after a comma the second choice."""
         second, members = decision.second, self.services.fleet.members
         alone = decision.name and not members.all_serve(decision.name)
         if second is None and (alone or decision.profile.previous_response):
@@ -289,7 +284,6 @@ class Exchange:
 
 
 def _passed(phase: str, message: ProcessingRequest) -> bytes:
-    """The reply that returns a chunk of a body."""
     chunk: HttpBody = getattr(message, phase)
     return messages.pass_chunk(phase, chunk.body, chunk.end_of_stream)
 

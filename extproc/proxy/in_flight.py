@@ -134,7 +134,6 @@ class InFlight:
         services.queue.freed(self.served_by)
 
     def _served(self, upstream: str) -> None:
-        """Which replica it was in the end, and whether it failed."""
         services, chosen = self._services, self.served_by
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
         if upstream != self.served_by and upstream in services.fleet.members:

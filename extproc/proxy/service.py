@@ -57,7 +57,6 @@ class ExternalProcessor:
     """
 
     def __init__(self, services: Services, pools: Mapping[str, Services] = _NO_OTHERS) -> None:
-        """Takes the services of the configuration's own pool, and those of others by name."""
         self._services = services
         self._pools = {services.config.pool: services, **pools}
         self._of_none = services.of_pool(services.config)
@@ -91,7 +90,6 @@ class ExternalProcessor:
     async def _process(
         self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]
     ) -> None:
-        """Serves a stream until it ends; ``ended`` is done when it was reset."""
         if len(self._exchanges) >= self._most:
             await self._turn_away(context)
         if self._full and len(self._exchanges) < self._most // 2:
@@ -132,16 +130,13 @@ class ExternalProcessor:
 
     @property
     def is_ready(self) -> bool:
-        """A replica is known, of any pool."""
         return any(pool.fleet.members for pool in self._pools.values())
 
     @property
     def idle(self) -> bool:
-        """Whether no stream is open, nor any came of late."""
         return not self._exchanges and self._services.clock() - self._opened_at > LAME_DUCK_S
 
     async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
-        """For too many are open; Envoy goes on without the router."""
         self._services.metrics.requests.add("overload")
         if not self._full:
             self._full = True
@@ -170,7 +165,6 @@ class ExternalProcessor:
         return self._of_none
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The handler to add to a gRPC server."""
         process = grpc.stream_stream_rpc_method_handler(self.process)
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 

@@ -119,7 +119,6 @@ class Services(ObservedPool):
     watch: Watch = field(default_factory=Watch)
 
     def of_pool(self, config: Config) -> "Services":
-        """The same for a pool of its own, with an empty fleet."""
         fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
         queue = Queue(fleet, config.hold, self.clock)
         router = router_of(config.route, fleet, self.random, queue.backlog)

@@ -140,7 +140,6 @@ async def hear_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips
 
 
 async def _deliver(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Tries until Redis has taken them."""
     backoff = reconnecting(Random())
     while True:
         try:

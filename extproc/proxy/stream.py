@@ -155,7 +155,6 @@ async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | N
 
 
 async def _send_body(exchange: Exchange, asked: Asked, whole: bool) -> None:
-    """Answers a body that came in one piece, ``whole`` or not."""
     body = exchange.body
     came = len(body)
     reply = await choose(exchange, "request_body", asked, partial=not whole)

@@ -71,7 +71,6 @@ class DrainStore:
             await pipe.execute()
 
     async def forget(self, replicas: Iterable[str]) -> None:
-        """Deletes the drains of these replicas."""
         async with in_time():
             await self._redis.hdel(self.key, *replicas)
 
@@ -94,11 +93,9 @@ class Drains:
         self._named = frozenset(replicas)
 
     def has(self, replica: str) -> bool:
-        """Tells whether a command drains the replica."""
         return self._drains.get(replica, False)
 
     async def follow(self, store: DrainStore, clock: Clock) -> None:
-        """Looks again and again until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             await self.look(store, clock())

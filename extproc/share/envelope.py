@@ -47,7 +47,6 @@ class Kind(Generic[T]):
         self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
 
     def seal(self, body: T) -> bytes:
-        """Puts a body into an envelope."""
         return _ENCODER.encode(Envelope(self.tag, VERSION, Raw(self._encode(body))))
 
 
@@ -84,7 +83,6 @@ class Skips:
         return body
 
     def open_all(self, source: str, data: Any, *kinds: Kind[Any]) -> list[Any]:
-        """Returns the bodies in a list of envelopes, each as :meth:`open` does."""
         try:
             envelopes = _LIST_DECODER.decode(data)
         except (ValueError, TypeError, RecursionError) as error:

@@ -126,7 +126,6 @@ class Owners:
         return Part(self._part, listed_by_others, others_may_have_it, redis_forgot)
 
     async def release(self) -> None:
-        """Gives the part to the others, which notice at their next heartbeats."""
         try:
             async with in_time(), self._redis.pipeline(transaction=False) as pipe:
                 pipe.delete(self._key)

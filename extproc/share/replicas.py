@@ -88,7 +88,6 @@ class StateWriter:
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
-        """Writes and announces the states."""
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
@@ -98,7 +97,6 @@ class StateWriter:
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        """Deletes what is known of the replicas, and announces it."""
         if not replicas:
             return
         of = self._keys
@@ -125,7 +123,6 @@ class StateReader(ChannelReader[Change]):
 
     @property
     def lost(self) -> bool:
-        """Tells whether Redis is away, so that changes are not heard of."""
         return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:

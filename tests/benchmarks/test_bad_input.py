@@ -1,5 +1,3 @@
-"""benchmarks.simulate refuses bad input at once, in one line."""
-
 import gzip
 from pathlib import Path
 

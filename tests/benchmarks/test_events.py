@@ -1,5 +1,3 @@
-"""Events of a fleet file."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

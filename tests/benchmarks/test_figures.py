@@ -1,5 +1,3 @@
-"""Turns beside each other, in the terminal and in the JSON."""
-
 from typing import Any
 
 import pytest

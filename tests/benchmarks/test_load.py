@@ -1,5 +1,3 @@
-"""benchmarks.load: its command, figures and warnings."""
-
 import asyncio
 import json
 import resource

@@ -1,5 +1,3 @@
-"""Endpoint pickers as contenders, with one of the tests' own behind a real Envoy."""
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Page and pictures of a benchmark's JSON."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``python -m benchmarks.scale``."""
-
 import json
 from pathlib import Path
 

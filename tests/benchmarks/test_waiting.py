@@ -1,5 +1,3 @@
-"""Requests that wait at the simulated routers."""
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A client of the whole system, and what the router says of its requests."""
-
 import io
 import json
 import re

@@ -1,5 +1,3 @@
-"""A running system: real Envoy, Redis, poller, router and simulated replicas."""
-
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Parts die, hang, slow down and come back while requests run."""
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator

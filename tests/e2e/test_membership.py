@@ -1,5 +1,3 @@
-"""Replicas come and go while requests run through Envoy."""
-
 import asyncio
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Replicas of different models in one pool."""
-
 import json
 from pathlib import Path
 

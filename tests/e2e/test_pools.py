@@ -1,5 +1,3 @@
-"""Several pools in one deployment: by model within one, and by what Envoy's routes say."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Traffic that passes a real Envoy is recorded, and played again."""
-
 from itertools import islice
 from pathlib import Path
 from random import Random

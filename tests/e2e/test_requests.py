@@ -1,5 +1,3 @@
-"""Every phase of a request through a real Envoy."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A router's admin address, its decisions, and the commands that ask it."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -1,5 +1,3 @@
-"""TLS and the token of admin addresses."""
-
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager

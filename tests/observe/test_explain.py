@@ -1,5 +1,3 @@
-"""``extproc explain`` against a router's admin address in this process, and against others."""
-
 import json
 import re
 from dataclasses import replace

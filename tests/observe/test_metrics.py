@@ -1,5 +1,3 @@
-"""Counters and histograms of a router, beside those of prometheus_client, and how many series."""
-
 from random import Random
 
 import pytest

@@ -1,5 +1,3 @@
-"""Pollers, and what a router sees of their work."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager

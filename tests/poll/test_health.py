@@ -1,5 +1,3 @@
-"""What a poller says of itself, with a real Redis."""
-
 import aiohttp
 import pytest
 from redis.asyncio import Redis

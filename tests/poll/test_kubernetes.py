@@ -1,5 +1,3 @@
-"""Replicas that are the pods of a Service, followed through an API server over HTTPS."""
-
 import asyncio
 import gc
 import json

@@ -168,6 +168,12 @@ async def following(
         assert task.cancelled()
 
 
+@pytest.fixture
+async def followed(context: zmq.asyncio.Context, engine: Engine) -> AsyncIterator[Followed]:
+    async with following(context, engine) as followed:
+        yield followed
+
+
 @pytest.mark.parametrize("old", [False, True])
 async def test_late_poller_hears_all(
     context: zmq.asyncio.Context, engine: Engine, old: bool
@@ -183,51 +189,43 @@ async def test_late_poller_hears_all(
         await followed.holds(*KEYS[:2])
 
 
-async def test_silent_new_replica_is_known(context: zmq.asyncio.Context, engine: Engine) -> None:
-    async with following(context, engine) as followed:
-        await followed.holds()
-        await engine.tell(stored(0, [11]))
-        await followed.holds(KEYS[0])
+async def test_silent_new_replica_is_known(followed: Followed, engine: Engine) -> None:
+    await followed.holds()
+    await engine.tell(stored(0, [11]))
+    await followed.holds(KEYS[0])
 
 
-async def test_what_was_lost_is_had_again(context: zmq.asyncio.Context, engine: Engine) -> None:
-    async with following(context, engine) as followed:
-        await engine.tell(stored(0, [11]))
-        await followed.holds(KEYS[0])
-        await engine.tell(stored(1, [12], parent=11), pushed=False)
-        await engine.tell(stored(2, [13], parent=12))
-        await followed.holds(*KEYS[:3])
-        await engine.tell(removed(13), pushed=False)  # the last: no gap shows
-        await followed.holds(*KEYS[:2])
+async def test_what_was_lost_is_had_again(followed: Followed, engine: Engine) -> None:
+    await engine.tell(stored(0, [11]))
+    await followed.holds(KEYS[0])
+    await engine.tell(stored(1, [12], parent=11), pushed=False)
+    await engine.tell(stored(2, [13], parent=12))
+    await followed.holds(*KEYS[:3])
+    await engine.tell(removed(13), pushed=False)  # the last: no gap shows
+    await followed.holds(*KEYS[:2])
 
 
 @pytest.mark.parametrize("more", [0, 5])
-async def test_restarted_engine_is_empty(
-    context: zmq.asyncio.Context, engine: Engine, more: int
-) -> None:
-    async with following(context, engine) as followed:
-        await engine.tell(stored(0, [11]))
-        await engine.tell(stored(1, [12], parent=11))
-        await followed.holds(*KEYS[:2])
-        await engine.stop()
-        await engine.start()
-        for _ in range(more):  # its numbers go beyond those before
-            await engine.tell(stored(0, [21]))
-        await followed.holds(*KEYS[: more > 0])
+async def test_restarted_engine_is_empty(followed: Followed, engine: Engine, more: int) -> None:
+    await engine.tell(stored(0, [11]))
+    await engine.tell(stored(1, [12], parent=11))
+    await followed.holds(*KEYS[:2])
+    await engine.stop()
+    await engine.start()
+    for _ in range(more):  # its numbers go beyond those before
+        await engine.tell(stored(0, [21]))
+    await followed.holds(*KEYS[: more > 0])
 
 
-async def test_doubted_replica_is_believed_later(
-    context: zmq.asyncio.Context, engine: Engine
-) -> None:
-    async with following(context, engine) as followed:
-        await engine.tell(stored(0, [11]))
-        await followed.holds(KEYS[0])
-        followed.stream.doubt()
-        assert followed.stream.number is None
-        await engine.stop()
-        await engine.start()
-        await until(lambda: followed.stream.number is not None)
-        await followed.holds()
+async def test_doubted_replica_is_believed_later(followed: Followed, engine: Engine) -> None:
+    await engine.tell(stored(0, [11]))
+    await followed.holds(KEYS[0])
+    followed.stream.doubt()
+    assert followed.stream.number is None
+    await engine.stop()
+    await engine.start()
+    await until(lambda: followed.stream.number is not None)
+    await followed.holds()
 
 
 async def test_what_the_replica_no_longer_keeps_is_not_made_up(
@@ -366,13 +364,12 @@ async def test_garbage_logs_once(
     assert len(logged.lines()) == 2
 
 
-async def test_bad_frames_are_passed_over(context: zmq.asyncio.Context, engine: Engine) -> None:
-    async with following(context, engine) as followed:
-        await followed.holds()
-        for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
-            await engine._pushes.send_multipart(frames)
-        await engine.tell(stored(0, [11]))
-        await followed.holds(KEYS[0])
+async def test_bad_frames_are_passed_over(followed: Followed, engine: Engine) -> None:
+    await followed.holds()
+    for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
+        await engine._pushes.send_multipart(frames)
+    await engine.tell(stored(0, [11]))
+    await followed.holds(KEYS[0])
 
 
 async def test_others_have_their_turns_between_many_batches(
@@ -406,18 +403,15 @@ async def test_others_have_their_turns_between_many_batches(
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_too_large_is_refused(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
-) -> None:
-    async with following(context, engine) as followed:
-        await followed.holds()
-        engine.kept.append((bytes(8), bytes(2**26 + 1)))
-        await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
-        line = await logged.line("replica's KV events do not tell its blocks")
-        assert "does not answer" in str(line["error"])
-        engine.kept.clear()
-        await engine.tell(stored(0, [11]))
-        await followed.holds(KEYS[0])
+async def test_too_large_is_refused(followed: Followed, engine: Engine, logged: Logged) -> None:
+    await followed.holds()
+    engine.kept.append((bytes(8), bytes(2**26 + 1)))
+    await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
+    line = await logged.line("replica's KV events do not tell its blocks")
+    assert "does not answer" in str(line["error"])
+    engine.kept.clear()
+    await engine.tell(stored(0, [11]))
+    await followed.holds(KEYS[0])
 
 
 async def test_bad_number_is_skipped(

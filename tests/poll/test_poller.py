@@ -1,5 +1,3 @@
-"""The whole poller: HTTP from replicas that come, go and misbehave, into a real Redis."""
-
 import asyncio
 import os
 import signal

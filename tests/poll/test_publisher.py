@@ -1,5 +1,3 @@
-"""What is written of what the watches saw, by a Redis that answers when told."""
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

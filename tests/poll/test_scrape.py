@@ -1,5 +1,3 @@
-"""Scrapes of replicas that answer in every way but the right one."""
-
 import socket
 from io import BytesIO
 

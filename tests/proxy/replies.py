@@ -1,5 +1,3 @@
-"""Readers of the replies a router sends to Envoy."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What the admin address shows, and how little it holds requests up."""
-
 import asyncio
 import json
 import urllib.request

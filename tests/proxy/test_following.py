@@ -1,5 +1,3 @@
-"""What a router takes from Redis."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,5 +1,3 @@
-"""Requests on a replica that hangs."""
-
 import asyncio
 from collections.abc import AsyncIterator, Container, Mapping
 from pathlib import Path

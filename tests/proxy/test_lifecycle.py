@@ -1,5 +1,3 @@
-"""Start and end of a server and of its streams."""
-
 import asyncio
 
 import grpc

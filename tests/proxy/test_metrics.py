@@ -1,5 +1,3 @@
-"""What a request leaves in the metrics: of models and objectives, and of replicas."""
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Another name for a model, in each way that Envoy sends a body."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What a request aims for, by its headers, its tenant or its model."""
-
 from typing import Any
 
 import pytest

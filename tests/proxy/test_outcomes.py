@@ -1,5 +1,3 @@
-"""What is held against replicas, and what is learned, from how responses end."""
-
 import pytest
 from prometheus_client.registry import Collector
 

@@ -1,5 +1,3 @@
-"""The priority of a request's objective goes into its body, and a client's own does not count."""
-
 import json
 from typing import Any
 

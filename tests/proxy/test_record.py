@@ -1,5 +1,3 @@
-"""What a router writes down of its traffic."""
-
 import asyncio
 import errno
 import json

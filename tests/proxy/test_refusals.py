@@ -1,5 +1,3 @@
-"""Requests that no replica could serve, and models that some might."""
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any

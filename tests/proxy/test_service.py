@@ -1,5 +1,3 @@
-"""The way of a request through a router."""
-
 import gc
 import json
 from typing import Any

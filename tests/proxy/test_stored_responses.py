@@ -1,5 +1,3 @@
-"""Requests about responses that a replica has stored."""
-
 import json
 from typing import Any
 

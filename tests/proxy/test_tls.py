@@ -1,5 +1,3 @@
-"""TLS and mTLS on the ports of router and control plane, and certificates that change meanwhile."""
-
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

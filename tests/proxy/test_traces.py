@@ -1,5 +1,3 @@
-"""The spans of requests, as a collector gets them from a router."""
-
 import asyncio
 import sys
 import threading

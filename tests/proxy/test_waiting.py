@@ -1,5 +1,3 @@
-"""Requests that wait at the router, as Envoy sees them."""
-
 import asyncio
 import gc
 import json

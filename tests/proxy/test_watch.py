@@ -1,5 +1,3 @@
-"""Which responses Envoy is asked to tell of, and which streamed ones are read."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Routers, readers and writers that share one pool through a real Redis."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager

@@ -1,5 +1,3 @@
-"""News of blocks through a real Redis, which is killed, filled up and fed garbage."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager

@@ -1,5 +1,3 @@
-"""Routers' digests through a real Redis, which is killed and fed garbage."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial

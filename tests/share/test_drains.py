@@ -1,5 +1,3 @@
-"""``extproc replicas`` against a real Redis and real pollers."""
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine

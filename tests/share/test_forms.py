@@ -1,5 +1,3 @@
-"""The same reader and writer on every form of Redis, through fail-over."""
-
 import socket
 import ssl
 from collections.abc import AsyncIterator

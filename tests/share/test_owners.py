@@ -1,5 +1,3 @@
-"""Which poller scrapes which replica, through a real Redis."""
-
 import asyncio
 from collections.abc import Collection
 

@@ -1,5 +1,3 @@
-"""Replica state through a real Redis, which is killed, stopped and fed garbage."""
-
 import asyncio
 import math
 import os

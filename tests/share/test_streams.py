@@ -1,5 +1,3 @@
-"""Owners of responses and prompt logs through a real Redis, which is killed and fed garbage."""
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager

@@ -53,7 +53,6 @@ class Reply(ABC):
         self.id = self.id_prefix + self.key
 
     def prelude(self) -> bytes:
-        """Beginning of a stream, sent at once."""
         return b""
 
     def opening(self, sequences: int) -> bytes:
@@ -309,7 +308,6 @@ class ResponseStore:
             self._stored[reply.id] = _Stored(whole, conversation)
 
     def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
-        """Keep work in the background; returns the answer that the client gets."""
         assert isinstance(reply, ResponsesReply)
         self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
         return self.response(reply.id)

@@ -75,7 +75,6 @@ class GenerateBody(Body, ABC):
 
     @property
     def choices(self) -> int:
-        """Sequences generated for each prompt."""
         return 1
 
     @property

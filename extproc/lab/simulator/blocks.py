@@ -74,7 +74,6 @@ class BlockPool:
         return new
 
     def clear(self) -> None:
-        """Make idle blocks blank."""
         self._blank += len(self._idle)
         self._idle.clear()
 

@@ -119,7 +119,6 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Sequences not admitted yet, or preempted."""
         return len(self._waiting)
 
     @property
@@ -143,7 +142,6 @@ class Engine:
         return chain(self._prefilling.values(), self._waiting)
 
     def generated(self, sequence: Sequence) -> int:
-        """Tokens generated for ``sequence`` up to the last completed step."""
         if sequence.id in self._decoding:
             return sequence.output_tokens - (sequence.last_step - self.steps)
         return sequence.generated
@@ -363,7 +361,6 @@ class Engine:
         self._publish(sequence, sequence.computed, sequence.computed + chunk)
 
     def _publish(self, sequence: Sequence, begin: int, end: int) -> None:
-        """Let the full blocks of tokens ``begin`` to ``end`` be hit."""
         first, last = begin // self.pool.block_size, end // self.pool.block_size
         new = self.pool.publish(sequence.hashes[first:last])
         sequence.held += new
@@ -398,7 +395,6 @@ class Engine:
         return Step(self._now, stretch.end(self.steps + more), self.waiting, 1 + more)
 
     def _last_end(self) -> int:
-        """Number of steps after which the next decoding sequence ends."""
         while self._ends:
             step, _, sequence = self._ends[0]
             if sequence.id in self._decoding and sequence.last_step == step:
@@ -467,7 +463,6 @@ class Engine:
         return sequence.computed == sequence.context
 
     def _end_prefill(self, sequence: Sequence, now: float) -> None:
-        """Hand out the first token, and decode the rest."""
         if sequence.first_token is None:
             sequence.first_token = now
         sequence.generated += sequence.output_tokens > 0
@@ -488,7 +483,6 @@ class Engine:
         self._stretch = None
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take a sequence out of the batch, and its blocks back."""
         if self._prefilling.pop(sequence.id, None) is None:
             self._stop_decoding(sequence)
         if self.adapters and sequence.adapter:

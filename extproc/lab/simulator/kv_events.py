@@ -41,7 +41,6 @@ class BlockEvents:
         self._add({"type": "AllBlocksCleared"})
 
     async def take(self) -> list[dict[str, Any]]:
-        """Wait for events, and take them."""
         await self._added.wait()
         self._added.clear()
         taken, self._events = self._events, []

@@ -103,7 +103,6 @@ class Generation:
         )
 
     def longest(self) -> list[int]:
-        """Tokens of the longest choice for each prompt."""
         generated = [answer.sequence.generated for answer in self.answers]
         starts = range(0, len(generated), self.choices)
         return [max(generated[start : start + self.choices]) for start in starts]
@@ -183,7 +182,6 @@ class LiveEngine:
 
     @property
     def unfinished(self) -> int:
-        """Sequences that run or wait."""
         return len(self._owners)
 
     @property

@@ -113,7 +113,6 @@ class Metrics:
             yield from self._histogram(name, histogram)
 
     def _gauges(self) -> dict[str, dict[str, float]]:
-        """Values by family and labels."""
         engine, pool, now = self._engine, self._engine.pool, self._engine.gauges
         level = engine.sleep_level
         reasons = {"capacity": now.waiting - now.deferred, "deferred": now.deferred}

@@ -35,7 +35,6 @@ class PoolingBody(Body, ABC):
     def item(self, prompt: bytes) -> dict[str, Any]: ...
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The reply, once all prompts are computed."""
         prompts = self.prompts()
         items = [{"index": index, **self.item(one)} for index, one in enumerate(prompts)]
         head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}

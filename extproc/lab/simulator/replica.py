@@ -112,7 +112,6 @@ class Replica:
         return self._submit(Generation(answers, body.choices, bool(body.stream)))
 
     def pool(self, body: PoolingBody) -> Generation:
-        """Queue prompts that are computed, and nothing more."""
         prompts = body.prompts()
         for prompt in prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)

@@ -148,7 +148,6 @@ class ReplicaServer:
         return web.json_response(reply.whole(generation))
 
     def _head(self, body: Body) -> tuple[str, str, int]:
-        """Id, model and time of an answer."""
         return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
 
     async def _inference(self, request: web.Request, body: type[Inference]) -> Inference:

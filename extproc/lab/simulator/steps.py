@@ -27,7 +27,6 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> list[int]:
-        """Values up to each bound; the last entry counts them all."""
         return list(accumulate(self.counts))
 
 
@@ -93,7 +92,6 @@ class Stretch:
     growth: float
 
     def end(self, step: int) -> float:
-        """End of step number ``step``."""
         steps = step - self.first_step + 1
         return self.starts_at + steps * (self.step_time + self.growth * (steps - 1) / 2)
 

@@ -154,7 +154,6 @@ def _natural(name: str) -> list[int | str]:
 
 
 def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
-    """Count recent requests by pool and replica, and the seconds in which they were decided."""
     now = pool.wall()
     records = pool.log.since(now - _RECENT_S)
     sent = Counter((one.pool, one.decision.replica) for one in records)
@@ -233,7 +232,6 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _decisions(log: DecisionLog) -> PageTable:
-    """List the last decisions as ``extproc explain`` does, the newest first."""
     records = [one.record(0) for one in reversed(log.last(_DECISIONS_LISTED))]
     numbers, rows = [one.number for one in records], [figures_of(one) for one in records]
     table = text_table("Last decisions", numbers, DECISIONS, rows, {"request": "decision"})

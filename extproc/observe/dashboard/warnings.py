@@ -62,7 +62,6 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
 
 
 def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Warn of replicas that get no requests, unless they drain."""
     members, reasons = pool.fleet.members, defaultdict[str, list[str]](list)
     for one in view.excluded:
         state = members.get(one.id)

@@ -1,5 +1,3 @@
-"""The page, its news and its decisions over HTTP."""
-
 import asyncio
 import json
 import re

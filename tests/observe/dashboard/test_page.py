@@ -1,5 +1,3 @@
-"""The page in a real Chromium."""
-
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from math import inf

@@ -1,5 +1,3 @@
-"""Snapshots that the page shows, and their warnings."""
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
