@@ -226,10 +226,11 @@ class Queue:
         until = now - longest_s + min(_SOONER_S, longest_s / 2)
         while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
             self._leave(oldest)
-            message = (
-                f"every replica is full: the request has waited for {now - oldest.since:.0f} s"
+            waited = f"the request has waited for {now - oldest.since:.0f} s"
+            full = Saturated(
+                f"every replica is full: {waited}", "waited_too_long", self.retry_after_s()
             )
-            oldest.go(Saturated(message, "waited_too_long", self.retry_after_s()))
+            oldest.go(full if oldest.unserved_since is None else None)
 
     def _full(self) -> Saturated:
         message = f"every replica is full, and {self._settings.most} requests wait already"

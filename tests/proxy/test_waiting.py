@@ -39,13 +39,13 @@ async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
 
 
 @pytest.fixture
-def config() -> Config:
+def config(request: pytest.FixtureRequest) -> Config:
     return Config.model_validate(
         {
             "route": {"models": {"chat": "llama"}, "seed": 1},
             "hold": {
                 "longest_s": 120,
-                "empty_s": 0,
+                "empty_s": 20,
                 "most": 2,
                 "objective_header": "x-objective",
                 "objectives": {
@@ -53,7 +53,8 @@ def config() -> Config:
                     "soon": {"priority": -1, "ttft_s": 20.0, "sheddable": True},
                     "steady": {"tpot_s": 0.06, "sheddable": True},
                 },
-            },
+            }
+            | getattr(request, "param", {}),
         }
     )
 
@@ -237,10 +238,58 @@ async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, 
         await queued(other, "fourth", steady)
 
 
+@pytest.mark.parametrize("unusable", [{"healthy": False}, {"asleep": True}])
+async def test_request_waits_for_replica_to_come_back(
+    stream: Stream, services: Services, full: Full, clock: ManualClock, unusable: dict[str, bool]
+) -> None:
+    put_replicas(services, **unusable)
+    assert told_to_wait(await stream.body_first(CHAT))
+    clock.advance(4.0)
+    put_replicas(services, 2)
+    assert chosen(await stream.read())[0] == replica(2)
+
+
+async def test_request_waits_for_next_replica(
+    stream: Stream, services: Services, full: Full, clock: ManualClock
+) -> None:
+    for number in (1, 2):
+        services.fleet.remove(replica(number))
+    assert told_to_wait(await stream.body_first(CHAT))
+    clock.advance(0.5)
+    put_replicas(services, 3)
+    assert chosen(await stream.read()) == [replica(3)]
+
+
 async def test_queued_request_without_replica_gets_503(
     stream: Stream, services: Services, full: Full, clock: ManualClock
 ) -> None:
     await wait_in_full_duplex(stream, services)
-    put_replicas(services, healthy=False)
+    put_replicas(services, asleep=True)
     clock.advance(0.5)
+    services.queue.look()
+    clock.advance(19.5)
+    services.queue.look()
+    assert len(services.queue) == 1
+    clock.advance(0.5)
+    reply = await stream.read()
+    assert status_of(reply) == 503
+    assert int(refusal_header(reply, "retry-after")) > 0
+
+
+@pytest.mark.parametrize("config", [{"longest_s": 10, "empty_s": 20}], indirect=True)
+async def test_longest_s_bounds_empty_s(
+    stream: Stream, services: Services, full: Full, clock: ManualClock
+) -> None:
+    put_replicas(services, asleep=True)
+    await stream.body_first(CHAT)
+    clock.advance(10.0)
     assert status_of(await stream.read()) == 503
+
+
+async def test_model_never_served_gets_404_at_once(
+    envoy: EnvoySide, services: Services, full: Full
+) -> None:
+    for number in (1, 2):
+        services.fleet.remove(replica(number))
+    put_replicas(services, 3, models=("other",))
+    assert status_of(await envoy.ask_body_first(CHAT | {"model": "nobody's"})) == 404
