@@ -49,7 +49,7 @@ class ModelNames:
         return random.choices(list(drawn), list(drawn.values()))[0]
 
 
-_MODELS_REMEMBERED, _REMEMBERED_S = 1000, 3600.0
+MODELS_REMEMBERED, REMEMBERED_S = 1000, 3600.0  # models that departed, for so many seconds
 
 
 class Members:
@@ -103,12 +103,17 @@ class Members:
             if model not in after:
                 self.departed_models.pop(model, None)
                 self.departed_models[model] = now
-        while len(self.departed_models) > _MODELS_REMEMBERED:
+        while len(self.departed_models) > MODELS_REMEMBERED:
             del self.departed_models[next(iter(self.departed_models))]
+
+    def recall(self, departed: Mapping[str, float]) -> None:
+        """Adds models that departed before this router started."""
+        both = sorted({**departed, **self.departed_models}.items(), key=lambda pair: pair[1])
+        self.departed_models = dict(both[-MODELS_REMEMBERED:])
 
     def served_lately(self, model: str, now: float) -> bool:
         """Whether a member serves a model, if it is well, or one did within the last hour."""
-        lately = {name for name, at in self.departed_models.items() if now - at < _REMEMBERED_S}
+        lately = {name for name, at in self.departed_models.items() if now - at < REMEMBERED_S}
         known = self.names.known
         return known(model, lately) is not None or any(
             known(model, state.models) is not None for state in self

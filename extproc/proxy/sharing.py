@@ -12,11 +12,13 @@ from extproc.config import Config
 from extproc.fleet.announcements import MOST_HELD, MOST_KEPT, Holders
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.runtime import in_turns
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
+from extproc.share.departed import DepartedModels
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.share.envelope import Kind, Skips
 from extproc.share.owners import living
@@ -24,6 +26,7 @@ from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReade
 
 _HELD_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
+_MODELS_EVERY_S = 5.0
 _ALONE_S = 0.25  # between two batches of prompts where only routers that start later read them
 
 
@@ -46,6 +49,8 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
             tasks.create_task(hear_holders(stream(key, OWNER), holders))
         tasks.create_task(hear_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet))
         tasks.create_task(hear_pollers(redis, pool, fleet))
+        departed = DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S)
+        tasks.create_task(remember_models(departed, fleet))
         prompts = StreamWriter(redis, keys.prompts, PROMPTS, MOST_KEPT)
         tasks.create_task(tell_prompts(prompts, fleet))
         tasks.create_task(hear_prompts(stream(keys.prompts, PROMPTS), fleet, skips))
@@ -122,6 +127,23 @@ async def hear_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
         except (RedisError, OSError):
             fleet.pollers = None
         await asyncio.sleep(_POLLERS_EVERY_S)
+
+
+async def remember_models(store: DepartedModels, fleet: Fleet) -> None:
+    """Recalls which models were served lately, then stores each that departs, for ever."""
+    members, told, recalled = fleet.members, dict[str, float](), False
+    while True:
+        epoch = wall() - monotonic()
+        with suppress(RedisError, OSError):
+            if not recalled:
+                stored = await store.read()
+                members.recall({model: at - epoch for model, at in stored.items()})
+                recalled = True
+            departed = members.departed_models.copy()
+            if news := dict(departed.items() - told.items()):
+                await store.write({model: at + epoch for model, at in news.items()})
+                told = departed
+        await asyncio.sleep(_MODELS_EVERY_S)
 
 
 async def hear_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:

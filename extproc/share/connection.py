@@ -42,8 +42,8 @@ class Keys:
     """Names of one pool's keys and channels in Redis.
 
     The pool stands in braces: a Redis Cluster keeps all of a pool in one slot. A name that ends in
-    a colon goes on with a replica (``ip:port``), a poller or a router. All but the set of pollers
-    and KV streams hold envelopes.
+    a colon goes on with a replica (``ip:port``), a poller or a router. All but the set of pollers,
+    departed models and KV streams hold envelopes.
     """
 
     def __init__(self, pool: str) -> None:
@@ -52,6 +52,7 @@ class Keys:
         self.replica = f"{tag}replica:"  # a state, which expires
         self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
+        self.departed_models = f"{tag}departed-models"  # when each was last served: a sorted set
         self.poller = f"{tag}poller:"  # a poller's heartbeat, which expires
         self.pollers = f"{tag}poller-names"  # set of the pollers' names; some may be dead
         self.router = f"{tag}router:"  # a router's digest, which expires

@@ -98,9 +98,11 @@ async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIt
 
 
 @asynccontextmanager
-async def router(url: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Fleet]:
+async def router(
+    url: str, registry: CollectorRegistry | None = None, members: int = 2
+) -> AsyncIterator[Fleet]:
     fleet = Fleet(OutputLengths())
-    for number in (1, 2):
+    for number in range(1, members + 1):
         fleet.put(state(number, "llama-8b-a10", ManualClock(wall())))
     fleet.known.set()
     config = Config.model_validate({"pool": "test", "redis": {"url": url}})

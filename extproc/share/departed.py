@@ -1,0 +1,37 @@
+"""Models that replicas of a pool served until lately: a sorted set in Redis, for routers that start
+while nothing serves them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.utils import str_if_bytes
+
+from extproc.share.connection import Keys, in_time
+
+
+class DepartedModels:
+    """Reads and writes when each model was last served, in seconds since the epoch.
+
+    Both methods raise RedisError where Redis did not do it; they may take ``connection.TIMEOUT_S``.
+    """
+
+    def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
+        """``most``: models that Redis keeps, the latest; ``life_s``: for how long, in seconds."""
+        self._redis = redis
+        self.key = Keys(pool).departed_models
+        self._most = most
+        self._life_s = round(life_s)
+
+    async def read(self) -> dict[str, float]:
+        async with in_time():
+            found: Any = await self._redis.zrange(self.key, 0, -1, withscores=True)
+        return {str_if_bytes(model): at for model, at in found}
+
+    async def write(self, departed: Mapping[str, float]) -> None:
+        """Notes when models were last served; a later time that Redis has stays."""
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(self.key, dict(departed), gt=True)
+            pipe.zremrangebyrank(self.key, 0, -self._most - 1)
+            pipe.expire(self.key, self._life_s)
+            await pipe.execute()

@@ -1,0 +1,35 @@
+"""Models that nothing serves any more, across a router's restart."""
+
+import pytest
+from redis.asyncio import Redis
+
+from extproc.ground.clock import monotonic
+from extproc.share.departed import DepartedModels
+from tests.conftest import RedisServer
+from tests.fakes import MODEL, replica
+from tests.share.conftest import router
+from tests.waiting import until
+
+
+async def test_restarted_router_knows_departed_models(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.proxy.sharing._MODELS_EVERY_S", 0.05)
+    key = "{test}:departed-models"
+    async with router(redis_server.url) as fleet:
+        assert not await redis_client.exists(key)
+        for number in (1, 2):
+            fleet.remove(replica(number))
+        await until(lambda: redis_client.exists(key))
+    async with router(redis_server.url, members=0) as fleet:
+        await until(lambda: fleet.members.served_lately(MODEL, monotonic()))
+        assert not fleet.members.served_lately(MODEL, monotonic() + 3600.0)
+        assert not fleet.members.served_lately("other", monotonic())
+
+
+async def test_departed_models_are_bounded(redis_client: Redis) -> None:
+    models = DepartedModels(redis_client, "test", most=2, life_s=60.0)
+    await models.write({"a": 1.0, "b": 2.0, "c": 3.0})
+    await models.write({"c": 2.5})
+    assert await models.read() == {"b": 2.0, "c": 3.0}
+    assert 0 < await redis_client.ttl(models.key) <= 60
