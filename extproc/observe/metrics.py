@@ -1,7 +1,7 @@
 """Prometheus metrics of a router."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
 from math import exp
@@ -15,6 +15,7 @@ from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 
 _TENANTS = 5  # those with the most; there may be as many as users, and each is a series
+_MODELS = 20  # those with the most
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _DEMAND_FADES_S = 60.0  # work that arrived fades to 1/e; work that waits should be done by then
@@ -122,6 +123,12 @@ class RouterMetrics:
             "tenant: the tenants with the most, and the rest as other.",
             ["objective", "tenant"],
         )
+        self.unserved = gauge(
+            "extproc_requests_unserved",
+            "Of the requests that wait at the router, those whose model no replica serves now, by "
+            "model: the models with the most, and the rest as other.",
+            ["pool", "model"],
+        )
         self.share = gauge(
             "extproc_tenant_share",
             "Recent share of replica time, 0 to 1, of requests that had waited at the router, by "
@@ -140,7 +147,8 @@ class RouterMetrics:
             "extproc_replicas_needed",
             "Replicas that the traffic of about the last minute would keep busy, in batches as "
             "full as memory and targets per token allow, and those that would do within a minute "
-            "what waits at the router. Add up over routers.",
+            "what waits at the router; one for each model that waits and has none. Add up over "
+            "routers.",
             ["pool"],
         )
         self.replicas = gauge("extproc_replicas", "Replicas known, by health.", ["health"])
@@ -191,23 +199,31 @@ class RouterMetrics:
         self, held: Sequence[tuple[str, str, int]], got: Sequence[tuple[str, float]]
     ) -> None:
         """Set waiting requests by objective and tenant, and the replica seconds a tenant got."""
-        label = _tenant_labels((tenant, count) for _, tenant, count in held)
+        label = _labels(((tenant, count) for _, tenant, count in held), _TENANTS)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
         for objective, tenant, count in held:
             self.waiting.labels(objective, label[tenant]).inc(count)
-        label, total = _tenant_labels(got), sum(seconds for _, seconds in got)
+        label, total = _labels(got, _TENANTS), sum(seconds for _, seconds in got)
         self.share.clear()
         for tenant, seconds in got:
             self.share.labels(label[tenant]).inc(seconds / total)
 
+    def tell_unserved(self, pools: Mapping[str, Mapping[str, int]]) -> None:
+        """Set the waiting requests that no replica serves, by pool and model."""
+        self.unserved.clear()
+        for pool, counts in pools.items():
+            label = _labels(counts.items(), _MODELS)
+            for model, count in counts.items():
+                self.unserved.labels(pool, label[model]).inc(count)
 
-def _tenant_labels(pairs: Iterable[tuple[str, float]]) -> dict[str, str]:
-    """Map the tenants with the highest sums to their names, and the rest to other."""
+
+def _labels(pairs: Iterable[tuple[str, float]], count: int) -> dict[str, str]:
+    """Map the ``count`` names with the highest sums to themselves, and the rest to other."""
     totals: defaultdict[str, float] = defaultdict(float)
-    for tenant, value in pairs:
-        totals[tenant] += value
-    most = nlargest(_TENANTS, totals, key=totals.__getitem__)
+    for name, value in pairs:
+        totals[name] += value
+    most = nlargest(count, totals, key=totals.__getitem__)
     return dict.fromkeys(totals, OTHER) | dict(zip(most, most, strict=True))
 
 
@@ -224,11 +240,17 @@ class Demand:
         self._fade()
         self._work += work(decision.profile, decision.prediction, view, first)
 
-    def replicas(self, waiting: Iterable[Waiting]) -> float:
-        """Replicas kept busy by the work that arrives, and by doing what waits in a minute."""
+    def replicas(self, waiting: Iterable[Waiting], routers: int = 1) -> float:
+        """Replicas kept busy by the work that arrives, and by doing what waits in a minute.
+
+        ``routers``: share the replica that a model needs while it waits and has none.
+        """
+        waiting = tuple(waiting)
+        unserved = {one.model for one in waiting if one.unserved_since is not None}
         self._fade()
         came = self._work / max(self._seconds, 1.0)
-        return came + sum(one.cost for one in waiting) / _DEMAND_FADES_S
+        waits = sum(one.cost for one in waiting) / _DEMAND_FADES_S
+        return came + waits + len(unserved) / routers
 
     def _fade(self) -> None:
         now = self._clock()

@@ -81,6 +81,10 @@ class Queue:
         """Queued requests by objective and tenant."""
         return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
 
+    def unserved(self) -> Counter[str]:
+        """Queued requests that no replica serves now, by model."""
+        return Counter(one.model for one in self._waiting if one.unserved_since is not None)
+
     def shares(self) -> dict[str, float]:
         """Replica-seconds that each tenant got lately while requests were queued."""
         return self._lines.shares.recent(self._clock())

@@ -61,6 +61,15 @@ def test_waiting_work_should_be_done_in_a_minute(clock: ManualClock) -> None:
     assert needed > 0.1
 
 
+@pytest.mark.parametrize("routers", [1, 4])
+def test_model_that_nothing_serves_needs_a_replica(clock: ManualClock, routers: int) -> None:
+    waiting = [
+        Waiting(replace(chat(500), model=model), None, clock(), lambda _: None, lambda _: None)
+        for model in ("a", "b", "b")
+    ]
+    assert Demand(clock).replicas(waiting, routers) * routers == 2.0
+
+
 @pytest.mark.parametrize(("prompt", "output", "rate"), [(500, 200, 12.0), (4000, 20, 3.0)])
 def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: float) -> None:
     replicas, seconds, random, at = 2, 120.0, Random(1), 0.0

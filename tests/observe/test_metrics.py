@@ -95,3 +95,15 @@ def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -
     assert {tenant for (tenant,) in values(registry, share)} == named | {"other"}
     assert sum(values(registry, waiting).values()) == 500_500
     assert abs(sum(values(registry, share).values()) - 1.0) < 1e-9
+
+
+def test_unserved_is_exported_by_model(registry: CollectorRegistry) -> None:
+    metrics, name = RouterMetrics(registry), "extproc_requests_unserved"
+    metrics.tell_unserved({"one": {"llama": 2}, "two": {"llama": 1}})
+    assert values(registry, name) == {("one", "llama"): 2, ("two", "llama"): 1}
+    metrics.tell_unserved({"one": {str(model): model for model in range(1, 1001)}})
+    named = values(registry, name)
+    assert len(named) == 21
+    assert named["one", "other"] == sum(range(1, 981))
+    metrics.tell_unserved({"one": {}})
+    assert values(registry, name) == {}

@@ -255,9 +255,11 @@ async def test_request_waits_for_next_replica(
     for number in (1, 2):
         services.fleet.remove(replica(number))
     assert told_to_wait(await stream.body_first(CHAT))
+    assert services.queue.unserved() == {"llama": 1}
     clock.advance(0.5)
     put_replicas(services, 3)
     assert chosen(await stream.read()) == [replica(3)]
+    assert not services.queue.unserved()
 
 
 async def test_queued_request_without_replica_gets_503(
