@@ -1,0 +1,613 @@
+"""The guarantees at the top of :mod:`extproc.route.queue`, over random requests and replicas."""
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from extproc.config import HoldSettings
+from extproc.fleet.digest import decode
+from extproc.fleet.ledger import Ticket
+from extproc.request.endpoint import Endpoint
+from extproc.request.errors import Saturated
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
+from extproc.route import queue, router
+from extproc.route.backlog import Backlog, Place
+from extproc.route.order import OVERTAKEN_S, Shares, Tenants
+from extproc.route.queue import Queue
+from extproc.route.router import Decision, Router
+from extproc.route.waiting import ANEW_S, Waiting, cost
+from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+KV_TOKENS = 42_000
+STEP_S = 0.05  # of the virtual clock: as often as the queue is looked at
+POLL_S = 0.2
+SETTLED_S = 1.0 + ANEW_S + 2 * STEP_S  # in which each replica is offered to those that wait
+OTHER, ADAPTER = "other", "adapter"
+MODELS = (MODEL,), (OTHER,), (MODEL, OTHER, ADAPTER)  # by replica
+
+
+@dataclass(frozen=True)
+class Request:
+    gap_s: float = 0.0  # after the one before
+    prompt: int = 20_000
+    answer: int = 100
+    tenant: str = ""
+    priority: int = 0
+    model: str = MODEL
+    router: int = 0
+    leaves_s: float = inf  # after its arrival
+    breaks: bool = False  # deciding it anew raises
+    slower: float = 1.0  # service time ÷ prediction
+
+
+@dataclass
+class Seen:
+    """A request's last decision, and what was queued at its router then."""
+
+    request: Request
+    since: float
+    decision: Decision
+    queued: list[tuple[Waiting, int | None]]  # with the row that each waits for
+    room: Decision | None  # of a router at which nothing is queued; for arrivals
+
+    @property
+    def row(self) -> int:
+        return int(self.decision.situation.view.rows[self.decision.choice.first])
+
+
+class LowestIndex(random.Random):
+    """Breaks ties the same way whatever was decided before."""
+
+    def randrange(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+class Node:
+    """A router with its queue."""
+
+    def __init__(
+        self, clock: ManualClock, models: Iterable[tuple[str, ...]], policy: str, **limits: Any
+    ) -> None:
+        self.fleet = fleet_of(clock, *[A10 for _ in models])
+        self.queue = Queue(self.fleet, HoldSettings.model_validate(limits), clock)
+        self.router = Router(self.fleet, policy, LowestIndex(), backlog=self.queue.backlog)
+        nothing = Backlog[Waiting](clock())
+        self.room = Router(self.fleet, policy, LowestIndex(), backlog=nothing)
+        self.last: dict[Waiting, Seen] = {}
+        self.could_start_since: dict[Waiting, float] = {}
+
+
+@dataclass
+class World:
+    """Routers that share replicas; requests end when they are predicted to, more or less."""
+
+    models: tuple[tuple[str, ...], ...] = MODELS
+    routers: int = 2
+    policy: str = "completion"
+    limits: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, Any] | None = None  # gauges of all replicas, whatever is there
+
+    def __post_init__(self) -> None:
+        self.clock = ManualClock()
+        self.nodes = [
+            Node(self.clock, self.models, self.policy, **self.limits) for _ in range(self.routers)
+        ]
+        self.numbers = count()
+        self.ends: list[tuple[float, int, Node, str, Ticket]] = []
+        self.leaving: list[tuple[float, int, Node, Waiting]] = []
+        self.arrived: list[Seen] = []
+        self.sent: list[Seen] = []  # dispatched ones, as decided
+        self.sent_at: list[float] = []
+        self.refused: list[tuple[Request, Exception, Decision | None]] = []
+        self.left: list[Request] = []
+        self.polled_at = -inf
+        self.poll()
+
+    def play(self, requests: Iterable[Request], after_s: float = 8.0) -> "World":
+        for request in requests:
+            self.pass_s(request.gap_s)
+            self.come(request)
+        self.pass_s(after_s)
+        return self
+
+    def pass_s(self, seconds: float) -> None:
+        until = self.clock() + seconds
+        while self.clock() < until - 1e-9:
+            self.clock.time = min(self.clock() + STEP_S, until)
+            now = self.clock()
+            self.share()
+            while self.ends and self.ends[0][0] <= now:
+                self.end()
+            while self.leaving and self.leaving[0][0] <= now:
+                _, _, node, one = heappop(self.leaving)
+                if one in node.queue:
+                    self.left.append(node.last[one].request)
+                    node.queue.abandon(one)
+            self.poll()
+            for node in self.nodes:
+                node.queue.look()
+                self.observe(node, now)
+
+    def end(self) -> None:
+        """The request that ends first ends."""
+        _, _, node, where, ticket = heappop(self.ends)
+        node.fleet.release(ticket)
+        node.queue.freed(where)
+
+    def share(self) -> None:
+        for node in self.nodes:
+            digest = node.fleet.digests.due(self.clock())
+            if digest is not None:
+                for other in self.nodes:
+                    other.fleet.hear(decode(digest.encode()))
+
+    def poll(self) -> None:
+        if self.clock() < self.polled_at + POLL_S - 1e-9:
+            return
+        self.polled_at = self.clock()
+        for number, models in enumerate(self.models, start=1):
+            name = replica(number)
+            on = sum(node.fleet.in_flight_on(name) for node in self.nodes)
+            figures = {"running": on, "kv_usage": min(0.45 * on, 0.99), "steps": self.clock() * 20}
+            told = state(
+                number,
+                A10,
+                self.clock,
+                **{"measured": True, "kv_tokens": KV_TOKENS, "models": models}
+                | {"adapters": tuple(one for one in models if one == ADAPTER), "max_loras": 1}
+                | (figures if self.frozen is None else self.frozen),
+            )
+            for node in self.nodes:
+                node.fleet.put(told)
+
+    def come(self, request: Request) -> Waiting | None:
+        node, since = self.nodes[request.router % self.routers], self.clock()
+        profile = RequestProfile(
+            *(Endpoint.CHAT, request.model, request.prompt, request.prompt, request.answer),
+            tenant=request.tenant,
+        )
+        profile.least_output = request.answer
+        profile.objective = Objective("", request.priority)
+        seen = self.decided(node, request, profile, since, None)
+        assert seen is not None
+        self.arrived.append(seen)
+        if not node.queue.must_wait(seen.decision):
+            self.send(node, seen)
+            return None
+
+        def decide(place: Place) -> Decision | None:
+            if request.breaks:
+                raise RuntimeError("broken")
+            found = self.decided(node, request, profile, since, place)
+            assert found is not None
+            node.last[one] = found
+            return found.decision
+
+        def go(outcome: Decision | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                self.refused.append(
+                    (request, outcome, node.router.decide(profile, place=one.place(0.0)))
+                )
+            else:
+                self.send(node, node.last[one])
+
+        one = Waiting(profile, seen.decision, since, decide, go)
+        node.last[one] = seen
+        if 0.0 < request.leaves_s < inf:
+            heappush(self.leaving, (since + request.leaves_s, next(self.numbers), node, one))
+        try:
+            node.queue.enter(one)
+        except Saturated as refusal:
+            self.refused.append((request, refusal, seen.decision))
+            return None
+        if request.leaves_s == 0.0:
+            node.queue.abandon(one)
+            self.left.append(request)
+        return one
+
+    def decided(
+        self,
+        node: Node,
+        request: Request,
+        profile: RequestProfile,
+        since: float,
+        place: Place | None,
+    ) -> Seen | None:
+        queued = [
+            (one, one.row) for one in node.queue if place is None or one.profile is not profile
+        ]
+        room = node.room.decide(profile) if place is None else None
+        decision = node.router.decide(profile, place=place)
+        return None if decision is None else Seen(request, since, decision, queued, room)
+
+    def send(self, node: Node, seen: Seen) -> None:
+        decision = seen.decision
+        self.sent.append(seen)
+        self.sent_at.append(self.clock())
+        first, prediction = decision.choice.first, decision.prediction
+        takes = prediction.completion.item(first) - prediction.queue.item(first)
+        ticket = node.fleet.dispatch(decision.replica, decision.profile)
+        ends = self.clock() + takes * seen.request.slower
+        heappush(self.ends, (ends, next(self.numbers), node, decision.replica, ticket))
+
+    def observe(self, node: Node, now: float) -> None:
+        """Note since when each queued request that is alone in the queue could have started."""
+        alone = list(node.queue) if len(node.queue) == 1 else []
+        free = [one for one in alone if self.could_start(node, one)]
+        node.could_start_since = {one: node.could_start_since.get(one, now) for one in free}
+
+    @staticmethod
+    def could_start(node: Node, one: Waiting) -> bool:
+        decision = node.room.decide(one.profile)
+        return decision is not None and decision.wait_s <= 0.0
+
+
+# -- the guarantees -------------------------------------------------------------------------
+
+
+def check_no_idle_waiting(world: World) -> None:
+    for at, one in [(node, one) for node in world.nodes for one in node.queue]:
+        decision = at.last[one].decision
+        ends, starts = decision.prediction.completion, decision.prediction.queue <= 0.0
+        assert decision.wait_s > 0.0
+        assert not (ends[starts] <= ends[decision.choice.first]).any()
+        assert one.retry_at > world.clock() - 2 * STEP_S
+        could_start_s = world.clock() - at.could_start_since.get(one, inf)
+        assert could_start_s < SETTLED_S or starts.any()
+    for _, refusal, last in world.refused:
+        assert not isinstance(refusal, Saturated) or last is None or last.wait_s > 0.0
+
+
+def check_blocking(world: World) -> None:
+    """A replica with room is kept from an arrival only by a request that may go before it."""
+    for seen in world.arrived:
+        assert seen.room is not None
+        me, view = seen.request, seen.decision.situation.view
+        kept = (seen.decision.prediction.queue > 0.0) & (seen.room.prediction.queue <= 0.0)
+        for row in view.rows[kept].tolist():
+            assert any(
+                one.priority > me.priority and at == row
+                if one.priority != me.priority
+                else row in one.usable
+                if one.model == me.model
+                else at == row and one.due + OVERTAKEN_S < seen.since
+                for one, at in seen.queued
+            )
+
+
+def check_overtaking(world: World) -> None:
+    for seen in world.sent:
+        me = seen.request
+        for one, row in seen.queued:
+            if (one.model, one.priority, one.tenant) == (me.model, me.priority, me.tenant):
+                assert row != seen.row or seen.since <= one.since + OVERTAKEN_S
+
+
+def check_priority(world: World) -> None:
+    for seen in world.sent:
+        mine = seen.request.priority
+        assert not any(one.priority > mine and row == seen.row for one, row in seen.queued)
+    for seen in world.arrived:
+        if all(one.priority < seen.request.priority for one, _ in seen.queued):
+            assert seen.room is not None
+            assert (seen.decision.prediction.queue == seen.room.prediction.queue).all()
+
+
+def check_fairness(world: World) -> None:
+    """While both tenants are queued, both get the same; the one with little waits accordingly."""
+    got, largest = defaultdict[str, float](float), defaultdict[str, float](float)
+    for seen in world.sent:
+        if {one.tenant for one, _ in seen.queued} == {"few", "many"}:
+            tenant, seconds = seen.request.tenant, cost(seen.decision)
+            got[tenant] += seconds
+            largest[tenant] = max(largest[tenant], seconds)
+    few, many = got["few"], got["many"]
+    assert (few + many) ** 2 / (2 * (few**2 + many**2)) >= 0.98
+    for seen, at in zip(world.sent, world.sent_at, strict=True):
+        if seen.request.tenant == "few" and at > seen.since:
+            came = next(one for one in world.arrived if one.request is seen.request)
+            backlog_s = sum(one.cost for one, _ in came.queued if one.tenant == "few")
+            others_s = sum(
+                cost(one.decision)
+                for one, sent_at in zip(world.sent, world.sent_at, strict=True)
+                if one.request.tenant == "many" and seen.since < sent_at < at
+            )
+            assert others_s <= backlog_s + 2 * max(largest.values())
+
+
+def check_ends(world: World) -> None:
+    world.pass_s(15.0)
+    assert not any(len(node.queue) for node in world.nodes)
+    outcomes = [seen.request for seen in world.sent] + [request for request, _, _ in world.refused]
+    came = [seen.request for seen in world.arrived]
+    assert Counter(map(id, outcomes + world.left)) == Counter(map(id, came))
+    for request, refusal, _ in world.refused:
+        if isinstance(refusal, Saturated):
+            assert refusal.code in ("waited_too_long", "too_many_waiting")
+            assert refusal.retry_after
+        else:
+            assert request.breaks
+
+
+def check_progress(world: World) -> None:
+    """Nothing ends, and no gauge moves: yet every queue gets shorter in any 10 s."""
+    while any(queued := [len(node.queue) for node in world.nodes]) and world.clock() < 150.0:
+        world.pass_s(10.0)
+        for node, before in zip(world.nodes, queued, strict=True):
+            assert len(node.queue) < before or not before
+
+
+def requests(least: int, most: int, **fixed: Any) -> st.SearchStrategy[list[Request]]:
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "gap_s": st.sampled_from((0.0, 0.0, 0.05, 0.4, 2.0)),
+        "prompt": st.sampled_from((500, 5_000, 15_000, 24_000)),
+        "answer": st.sampled_from((10, 100, 600)),
+        "tenant": st.sampled_from(("", "few", "many")),
+        "priority": st.sampled_from((0, 0, 0, 1, -1)),
+        "model": st.sampled_from((MODEL, MODEL, OTHER, ADAPTER)),
+        "router": st.integers(0, 1),
+        "leaves_s": st.sampled_from((inf, inf, inf, 0.0, 1.0, 5.0)),
+        "breaks": st.sampled_from((False,) * 9 + (True,)),
+        "slower": st.sampled_from((0.3, 1.0, 2.0)),
+    }
+    return st.lists(st.builds(Request, **fields | fixed), min_size=least, max_size=most)
+
+
+LIMITS = st.fixed_dictionaries(
+    {"longest_s": st.sampled_from((4.0, 15.0)), "most": st.sampled_from((3, 10, 1000))}
+)
+EXAMPLES = settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+    phases=(Phase.generate,),
+)
+
+
+@EXAMPLES
+@given(requests(10, 30), LIMITS, st.sampled_from(("completion", "least_request", "queue_kv")))
+def test_no_request_waits_for_a_replica_while_another_would_finish_it_sooner(
+    given: list[Request], limits: dict[str, Any], policy: str
+) -> None:
+    world = World(policy=policy, limits=limits)
+    for request in given:
+        world.pass_s(request.gap_s)
+        world.come(request)
+        check_no_idle_waiting(world)
+    for _ in range(10):
+        world.pass_s(0.5)
+        check_no_idle_waiting(world)
+
+
+@EXAMPLES
+@given(requests(10, 30))
+def test_no_request_blocks_other_models(given: list[Request]) -> None:
+    check_blocking(World().play(given, 0.0))
+
+
+@EXAMPLES
+@given(
+    requests(
+        *(20, 35),
+        gap_s=st.sampled_from((0.05, 0.4, 1.0)),
+        priority=st.just(0),
+        tenant=st.just(""),
+        model=st.just(MODEL),
+        router=st.just(0),
+    )
+)
+def test_requests_are_overtaken_only_within_the_bound(given: list[Request]) -> None:
+    check_overtaking(World().play(given))
+
+
+@EXAMPLES
+@given(requests(15, 30))
+def test_no_request_waits_for_a_lower_priority(given: list[Request]) -> None:
+    check_priority(World().play(given))
+
+
+@EXAMPLES
+@given(requests(15, 30, gap_s=st.just(0.0), prompt=st.just(24_000)))
+def test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority(given: list[Request]) -> None:
+    world = World(limits={"most": 4}, routers=1)
+    for request in given:
+        refused = len(world.refused)
+        ranked = [(one.priority, one.tenant, one) for one in world.nodes[0].queue]
+        queued = {id(one): world.nodes[0].last[one].request for *_, one in ranked}
+        world.come(request)
+        if len(world.refused) > refused:
+            there = [*queued.values(), request]
+            lowest = [one for one in there if one.priority == min(r.priority for r in there)]
+            count = Counter(one.tenant for one in lowest)
+            victim, refusal, _ = world.refused[-1]
+            assert isinstance(refusal, Saturated)
+            assert count[victim.tenant] == max(count.values())
+            assert [one for one in lowest if one.tenant == victim.tenant][-1] is victim
+
+
+@EXAMPLES
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from((8_000, 12_000, 16_000, 24_000))] * 2), min_size=3, max_size=9
+    ),
+    st.sampled_from((100, 400)),
+)
+def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
+    prompts: list[tuple[int, int]], answer: int
+) -> None:
+    world = World(models=((MODEL,),) * 2, routers=1)
+    for second in range(40):
+        for number in range(11 if second < 15 else 1):
+            few, many = prompts[(second + number) % len(prompts)]
+            tenant = "many" if number else "few"
+            world.come(Request(0.0, many if number else few, answer, tenant))
+        world.pass_s(1.0)
+    check_fairness(world)
+
+
+@EXAMPLES
+@given(
+    requests(15, 30, gap_s=st.sampled_from((0.0, 0.05, 0.4)), breaks=st.just(False)),
+    st.sets(st.integers(3, 15), min_size=5, max_size=8),
+)
+def test_clients_that_leave_change_nothing_for_others(
+    given: list[Request], leaving: set[int]
+) -> None:
+    given = [
+        replace(one, leaves_s=0.0 if number in leaving else inf) for number, one in enumerate(given)
+    ]
+    world, without = World().play(given), World()
+    for request in given:
+        without.pass_s(request.gap_s)
+        if not any(one is request for one in world.left):
+            without.come(request)
+    without.pass_s(8.0)
+    assert times(world) == times(without)
+
+
+def times(world: World) -> dict[int, tuple[float, str]]:
+    """When each request was dispatched, and where to."""
+    sent = zip(world.sent, world.sent_at, strict=True)
+    return {id(seen.request): (at, seen.decision.replica) for seen, at in sent}
+
+
+@EXAMPLES
+@given(requests(10, 30, slower=st.sampled_from((1.0, 100.0))), LIMITS)
+def test_every_wait_ends(given: list[Request], limits: dict[str, Any]) -> None:
+    check_ends(World(limits=limits).play(given, 0.0))
+
+
+@EXAMPLES
+@given(
+    st.fixed_dictionaries(
+        {
+            "running": st.sampled_from((0, 1, 200)),
+            "waiting": st.sampled_from((0, 50)),
+            "kv_usage": st.sampled_from((0.0, 0.5, 1.0)),
+            "steps": st.just(5.0),
+        }
+    ),
+    requests(
+        *(15, 25),
+        leaves_s=st.just(inf),
+        breaks=st.just(False),
+        gap_s=st.just(0.0),
+        slower=st.just(1000.0),
+    ),
+)
+def test_stuck_gauges_hold_up_no_queue_for_10_s(
+    gauges: dict[str, Any], given: list[Request]
+) -> None:
+    check_progress(World(frozen=gauges).play(given, 0.0))
+
+
+# -- cost -----------------------------------------------------------------------------------
+
+
+def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
+    """Decisions and bytecodes that one arrival and one end take, with so many queued."""
+    names = [MODEL, *map(str, range(1, models))]
+    world = World(models=(tuple(names),) * 2, routers=1, limits={"most": 20_000})
+    node, decisions, opcodes = world.nodes[0], count(), count()
+    while (one := world.come(Request(model=names[-1]))) is None:
+        pass
+    seen = node.last[one]
+    for number in range(queued):
+        profile = replace(one.profile, tenant=str(number % tenants), model=names[number % models])
+
+        def decide(place: Place, profile: RequestProfile = profile) -> Decision | None:
+            next(decisions)
+            return node.router.decide(profile, place=place)
+
+        waits = Waiting(profile, seen.decision, world.clock() + number * 1e-6, decide, one.go)
+        node.queue.enter(waits)
+        node.last[waits] = seen
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            next(opcodes)
+        return trace if "extproc/route" in frame.f_code.co_filename else None
+
+    sys.settrace(trace)
+    try:
+        world.come(Request(model=names[-1], tenant="0"))
+        world.end()
+    finally:
+        sys.settrace(None)
+    return next(decisions), next(opcodes)
+
+
+@pytest.mark.parametrize(("tenants", "models"), [(1, 1), (10_000, 1), (1, 8), (10_000, 8)])
+def test_arrival_and_end_cost_the_same_however_many_are_queued(tenants: int, models: int) -> None:
+    few, few_opcodes = spent(16, tenants, models)
+    many, many_opcodes = spent(10_000, tenants, models)
+    assert many <= max(few, 32)
+    assert many_opcodes <= 2 * few_opcodes
+
+
+# -- each check fails on a fault ------------------------------------------------------------
+
+
+def _blocking(self: Backlog[Waiting], row: int, place: Place) -> bool:
+    return row in self._replicas
+
+
+def _everyone(self: Backlog[Waiting], row: int, models: int) -> list[Waiting]:
+    groups = [group for line in self._models.values() for group in line._groups.values()]
+    return [one for group in groups for _, _, one in group]
+
+
+def _oldest(self: Tenants[Waiting]) -> Waiting:
+    return next(iter(next(iter(self._queued[min(self._queued)].values()))))
+
+
+FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
+    (
+        test_no_request_waits_for_a_replica_while_another_would_finish_it_sooner,
+        *(router, "_without_idle_wait", lambda choice, _: choice),
+    ),
+    (test_no_request_blocks_other_models, Backlog, "reserves", _blocking),
+    (test_requests_are_overtaken_only_within_the_bound, Backlog, "reserves", lambda *_: False),
+    (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),
+    (
+        test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority,
+        *(Tenants, "victim", _oldest),
+    ),
+    (test_tenants_with_offered_loads_of_10_to_1_get_the_same, Shares, "sent", lambda *_: None),
+    (test_clients_that_leave_change_nothing_for_others, Queue, "abandon", lambda *_: None),
+    (
+        partial(test_arrival_and_end_cost_the_same_however_many_are_queued, 1, 1),
+        *(Backlog, "heads", _everyone),
+    ),
+    (test_every_wait_ends, Queue, "_refuse", lambda *_: None),
+    (test_stuck_gauges_hold_up_no_queue_for_10_s, queue, "_STUCK_S", inf),
+]
+
+
+@pytest.mark.parametrize(("guarantee", "where", "name", "fault"), FAULTS)
+def test_fault_breaks_its_guarantee(
+    guarantee: Callable[[], None],
+    where: object,
+    name: str,
+    fault: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(where, name, fault)
+    with pytest.raises(AssertionError):
+        guarantee()
