@@ -63,9 +63,7 @@ def test_a_name_that_is_none(argument: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", ["simulate", "load", "compare"])
-def test_unwritable_results(
-    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_unwritable_files(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     main, given = COMMANDS[command]
     file = tmp_path / "file"

@@ -37,9 +37,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_line_without_request(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
-) -> None:
+def test_line_is_no_request(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(REQUEST + line.strip() + "\n")
     assert f"{trace}:2 is no request of a trace" in complaint(capsys, "--trace", trace)

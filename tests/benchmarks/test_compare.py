@@ -51,9 +51,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
         ("router:fastest", "router has no policy 'fastest'"),
     ],
 )
-def test_unknown_contender_is_refused(
-    name: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_contender_fails(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         compare.main(["--contenders", f"router,{name}"])
     assert said in capsys.readouterr().err

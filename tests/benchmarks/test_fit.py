@@ -44,9 +44,7 @@ def fitted() -> list[Fitted]:
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
 @pytest.mark.parametrize("way", [MEASURED, LEARNED])
-def test_simulator_is_within_15_percent_of_record(
-    fitted: list[Fitted], way: str, kind: str
-) -> None:
+def test_simulator_is_within_15_percent(fitted: list[Fitted], way: str, kind: str) -> None:
     assert len(fitted) == 2
     for one in fitted:
         errors = one.simulated[way].comparisons[kind]["errors"]

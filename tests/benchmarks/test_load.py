@@ -186,9 +186,7 @@ def cached_tokens(replica: str) -> float:
 
 
 @pytest.mark.process
-def test_run_with_failures(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
-) -> None:
+def test_run_that_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 50, "output_length": 5, "max_tokens": 16}
     trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 30_000}))

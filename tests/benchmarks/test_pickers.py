@@ -100,9 +100,7 @@ async def asked(
         ("aibrix:prefix-cache", False),
     ],
 )
-async def test_picker_does_its_policy(
-    name: str, fair: bool, programs: Path, tmp_path: Path
-) -> None:
+async def test_picker_does_policy(name: str, fair: bool, programs: Path, tmp_path: Path) -> None:
     records, complaints = await asked(name, programs, tmp_path, fair)
     # In turn, with none for what came without a body.
     assert complaints == []

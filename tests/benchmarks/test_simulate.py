@@ -116,9 +116,7 @@ def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> 
 
 
 @pytest.mark.timeout(300)  # it computes all the time, and a machine may be busy
-def test_queue_kv_decides_as_its_picker(
-    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queue_kv_decides_as_picker(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     # llm-d's picker with its default scorers, live behind Envoy with the same requests: 2.65 s in
     # the mean, 13.9 s at p99, and 42 of 522 on the slow replicas. Those were simulated ones, whose
     # gauges showed each moment; vLLM's show the end of the last step, and the picker does worse.

@@ -11,7 +11,7 @@ import aiohttp
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.stack import Stack
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
@@ -107,10 +107,7 @@ class Client:
         return int((await self.fleet())["in_flight"])
 
     async def has_in_flight(self, count: int) -> None:
-        async def so() -> bool:
-            return await self.in_flight() == count
-
-        await until(so)
+        await until_read(self.in_flight, lambda now: now == count)
 
     async def busy(self) -> str:
         names: list[str] = []

@@ -48,9 +48,7 @@ async def homes(client: Client) -> dict[str, str]:
     return found
 
 
-async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(
-    client: Client,
-) -> None:
+async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(client: Client) -> None:
     for _ in range(5):
         for name in (*ADAPTERS, ANOTHER):  # one more than two replicas keep loaded
             await ask(client, name)
@@ -66,9 +64,7 @@ async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(
     assert set(terms(plain).values()) == {0.0}
 
 
-async def test_request_whose_adapter_would_wait_goes_elsewhere(
-    client: Client,
-) -> None:
+async def test_request_whose_adapter_would_wait_goes_elsewhere(client: Client) -> None:
     await homes(client)
     long = client.chat(model="code", stream=True, max_tokens=20_000, ignore_eos=True)
     stream = asyncio.create_task(long)

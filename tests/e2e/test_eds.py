@@ -16,7 +16,7 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.stack import EdsStack, Stack
 from tests.e2e.test_failures import more, traffic
 from tests.e2e.test_membership import replicas
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -66,21 +66,15 @@ class Envoy:
         return next(name for name in self.stack.ports if self.stack.address(name) == address)
 
     async def has(self, **health: str) -> None:
-        async def so() -> bool:
-            return await self.health() == health
-
-        await until(so)
+        await until_read(self.health, lambda now: now == health)
 
     async def start_redis(self) -> None:
         seen = await self._scraped()
         await self.stack.start("redis")
-
-        async def filled() -> bool:
-            return all(
-                now > before for now, before in zip(await self._scraped(), seen, strict=True)
-            )
-
-        await until(filled)
+        await until_read(
+            self._scraped,
+            lambda read: all(now > before for now, before in zip(read, seen, strict=True)),
+        )
 
     async def _scraped(self) -> list[float]:
         replicas = (await self.client.fleet())["replicas"]
@@ -88,6 +82,11 @@ class Envoy:
 
     async def replicas(self, *arguments: str) -> None:
         assert await replicas(self.stack, *arguments) == 0
+
+    async def follows_drains(self) -> None:
+        for command, health in (("drain", "DRAINING"), ("undrain", "HEALTHY")):
+            await self.replicas(command, "two")
+            await self.has(one="HEALTHY", two=health)
 
     def served_by(self, answer: Answer) -> str:
         return self.name_of(answer.decision["outcome"]["served_by"])
@@ -187,10 +186,7 @@ async def test_without_redis_nothing_changes(envoy: Envoy) -> None:
         await envoy.start_redis()
         await more(answers, 10)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
-        await envoy.replicas("drain", "two")
-        await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("undrain", "two")
-        await envoy.has(one="HEALTHY", two="HEALTHY")
+        await envoy.follows_drains()
     assert {answer.status for answer in answers} == {200}
 
 
@@ -201,10 +197,7 @@ async def test_without_the_control_plane_envoy_goes_on_and_follows_it_again(envo
         await more(answers, 20)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await stack.start("eds")
-        await envoy.replicas("drain", "two")
-        await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("undrain", "two")
-        await envoy.has(one="HEALTHY", two="HEALTHY")
+        await envoy.follows_drains()
     assert {answer.status for answer in answers} == {200}
 
 
@@ -219,8 +212,5 @@ async def test_a_control_plane_that_knows_no_replica_yet_removes_none(envoy: Env
         await more(answers, 5)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await envoy.start_redis()
-        await envoy.replicas("drain", "two")
-        await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("undrain", "two")
-        await envoy.has(one="HEALTHY", two="HEALTHY")
+        await envoy.follows_drains()
     assert {answer.status for answer in answers} == {200}

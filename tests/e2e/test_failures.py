@@ -11,7 +11,7 @@ from extproc.lab.harness.stack import MODEL
 from extproc.predict.step import PROFILES
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -62,10 +62,7 @@ async def more(answers: list[Answer], count: int) -> list[Answer]:
 
 
 async def routed_again(client: Client) -> None:
-    async def routed() -> bool:
-        return bool((await client.chat(tokens=1)).decisions)
-
-    await until(routed)
+    await until_read(lambda: client.chat(tokens=1), lambda now: now.decisions)
 
 
 async def test_envoy_serves_without_router_until_it_is_back(client: Client, stack: Stack) -> None:
@@ -120,12 +117,8 @@ async def test_bodies_on_their_way_to_dead_router_are_served(client: Client, sta
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
     opened = "^http.openai.ext_proc.streams_started$"
     before = await client.envoy_counts(opened)
-
-    async def under_way() -> bool:
-        return await client.envoy_counts(opened) > before
-
     requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
-    await until(under_way)
+    await until_read(lambda: client.envoy_counts(opened), lambda now: now > before)
     await stack.kill("router")
     assert {answer.status for answer in await requests} == {200}
     await stack.start("router")
@@ -181,9 +174,7 @@ async def test_a_dead_replica_costs_no_request_and_comes_back(client: Client, st
     assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
 
 
-async def test_fast_failing_replica_costs_no_request_and_is_not_fast(
-    client: Client,
-) -> None:
+async def test_fast_failing_replica_costs_no_request_and_is_not_fast(client: Client) -> None:
     await client.simulate("fast-2", fail=500)
     began = monotonic()
     turns = [await client.chat(headers=IN_TURN) for _ in range(8)]

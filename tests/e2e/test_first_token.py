@@ -39,9 +39,7 @@ async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
     return response
 
 
-async def test_opened_responses_stream_leaves_prompt_in_backlog(
-    client: Client,
-) -> None:
+async def test_opened_responses_stream_leaves_prompt_in_backlog(client: Client) -> None:
     responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(8)])
     responses.append(await opened(client, "the next"))
     (decision,) = await client.decisions("the next")

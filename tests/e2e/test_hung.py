@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -53,11 +53,7 @@ async def stopped(stack: Stack, client: Client) -> AsyncIterator[None]:
 
 async def come(client: Client, name: str, requests: int) -> None:
     """Returns when so many are in flight there."""
-
-    async def there() -> bool:
-        return bool((await client.replica(name))["in_flight"] == requests)
-
-    await until(there)
+    await until_read(lambda: client.replica(name), lambda now: now["in_flight"] == requests)
 
 
 async def avoided(client: Client) -> None:

@@ -14,7 +14,7 @@ from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_failures import IN_TURN, more, traffic
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -70,25 +70,19 @@ async def test_deleted_pod_ends_streams_and_gets_no_more(client: Client, cluster
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
     busy = await client.busy()
     await client.simulate(busy, slow=20.0)  # what is there does not end by itself
-
-    async def draining() -> bool:
-        return bool((await client.replica(busy))["draining"])
-
     async with traffic(client) as answers:
         await more(answers, 5)
         cluster.say(busy, ready=False, serving=True, terminating=True)
-        await until(draining)
+        await until_read(lambda: client.replica(busy), lambda now: now["draining"])
         assert not streaming.done()
         later = await more(answers, 20)
         await client.simulate(busy, slow=0.1)
         answer = await streaming
         cluster.api.delete(busy)
         await cluster.stop(busy)
-
-        async def gone() -> bool:
-            return busy not in {one["name"] for one in (await client.fleet())["replicas"]}
-
-        await until(gone)
+        await until_read(
+            client.fleet, lambda now: busy not in {one["name"] for one in now["replicas"]}
+        )
         await more(answers, 10)
     assert answer.status == 200
     assert answer.decision["replica_name"] == busy

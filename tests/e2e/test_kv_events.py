@@ -16,7 +16,7 @@ from extproc.lab.simulator import tokens
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -57,10 +57,7 @@ async def news(client: Client) -> list[int]:
 
 
 async def heard(client: Client, before: list[int]) -> None:
-    async def some() -> bool:
-        return await news(client) != before
-
-    await until(some)
+    await until_read(lambda: news(client), lambda now: now != before)
     now: list[int] = []
     while now != (before := await news(client)):
         now = before
@@ -73,11 +70,9 @@ async def polled(client: Client) -> None:
         return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
 
     since = await scraped()
-
-    async def again() -> bool:
-        return all(now > then for now, then in zip(await scraped(), since, strict=True))
-
-    await until(again)
+    await until_read(
+        scraped, lambda read: all(now > then for now, then in zip(read, since, strict=True))
+    )
 
 
 async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
@@ -123,9 +118,6 @@ async def test_conversations_in_a_cache_that_is_too_small(client: Client) -> Non
 
 
 async def test_after_restart_of_poller_replica_and_redis(client: Client, stack: Stack) -> None:
-    async def counted() -> bool:
-        return await client.metric("extproc_replicas_known_blocks") == 2
-
     prompt = list(range(60_000, 60_100))
     await begin(client, prompt)
     for name in ("poller", "redis", "router"):
@@ -134,7 +126,9 @@ async def test_after_restart_of_poller_replica_and_redis(client: Client, stack: 
             await known(client, False)
         await stack.start(name)
         await known(client)
-        await until(counted)
+        await until_read(
+            lambda: client.metric("extproc_replicas_known_blocks"), lambda now: now == 2
+        )
         assert (await complete(client, prompt))[:2] == (96, 96)
     for name in ("one", "two"):
         await stack.kill(name)

@@ -9,7 +9,7 @@ from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import FileStack, Stack
 from tests.e2e.test_failures import more, traffic
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -27,14 +27,10 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
     long = asyncio.create_task(client.chat(tokens=500, headers={"x-extproc-policy": "round_robin"}))
     busy = await client.busy()
     await client.simulate(busy, slow=20.0)  # what is there does not end by itself
-
-    async def draining() -> bool:
-        return bool((await client.replica(busy))["draining"])
-
     async with traffic(client) as answers:
         await more(answers, 5)
         drained = asyncio.create_task(replicas(stack, "drain", busy, "--wait", "60"))
-        await until(draining)
+        await until_read(lambda: client.replica(busy), lambda now: now["draining"])
         assert not long.done()
         await client.simulate(busy, slow=0.1)
         assert await drained == 0
@@ -46,16 +42,8 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         await until(left_out)
         assert await client.metric('extproc_replicas_needed{pool="default"}') > 0.0
         assert await replicas(stack, "undrain", busy) == 0
-
-        async def back() -> bool:
-            return not (await client.replica(busy))["draining"]
-
-        await until(back)
-
-    async def nothing_against_it() -> bool:
-        return await left_out() == 0
-
-    await until(nothing_against_it)
+        await until_read(lambda: client.replica(busy), lambda now: not now["draining"])
+    await until_read(left_out, lambda now: now == 0)
     assert (await long).status == 200
     assert {answer.status for answer in answers} == {200}
     for answer in later:
@@ -71,10 +59,6 @@ async def test_unlisted_replica_gets_nothing_until_listed(client: Client, stack:
 
     labels = f'policy="round_robin",replica="{stack.address("fast-2")}"'
     counted = partial(client.metric, f"extproc_decisions_total{{{labels}}}")
-
-    async def forgotten() -> bool:
-        return await counted() == 0
-
     for _ in range(8):
         await client.chat(tokens=1, headers={"x-extproc-policy": "round_robin"})
     assert await counted() > 0
@@ -82,18 +66,10 @@ async def test_unlisted_replica_gets_nothing_until_listed(client: Client, stack:
         await more(answers, 3)
         usual = stack.listed()
         stack.list_replicas([one for one in usual if one["name"] != "fast-2"])
-
-        async def gone() -> bool:
-            return "fast-2" not in await names()
-
-        await until(gone)
+        await until_read(names, lambda now: "fast-2" not in now)
         later = await more(answers, 10)
-        await until(forgotten)
+        await until_read(counted, lambda now: now == 0)
         stack.list_replicas(usual)
-
-        async def back() -> bool:
-            return "fast-2" in await names()
-
-        await until(back)
+        await until_read(names, lambda now: "fast-2" in now)
     assert {answer.status for answer in answers} == {200}
     assert "fast-2" not in {answer.decision["replica_name"] for answer in later}

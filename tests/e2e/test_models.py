@@ -7,7 +7,7 @@ import pytest
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -22,12 +22,9 @@ def system(directory: Path) -> Stack:
 
 
 async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stack: Stack) -> None:
-    async def gone() -> bool:
-        return not (await client.replica("one"))["healthy"]
-
     assert (await client.chat()).decision["replica_name"] == "one"
     await stack.kill("one")
-    await until(gone)
+    await until_read(lambda: client.replica("one"), lambda now: not now["healthy"])
     for _ in range(4):
         answer = await client.chat()
         assert answer.status == 503, "another model's replica answers 404, and nobody tries again"
@@ -36,19 +33,12 @@ async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stac
         assert (await client.chat(model="another")).decision["replica_name"] == "another"
     assert (await client.chat(model="nobody's")).status == 404
     await stack.start("one")
-
-    async def back() -> bool:
-        return (await client.chat()).status == 200
-
-    await until(back)
+    await until_read(client.chat, lambda now: now.status == 200)
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "one"
 
 
 async def test_model_that_nobody_serves_does_not_exist(client: Client, stack: Stack) -> None:
-    async def all_listed() -> bool:
-        return (await client.chat(model="nobody's")).status == 404
-
-    await until(all_listed)
+    await until_read(lambda: client.chat(model="nobody's"), lambda now: now.status == 404)
     answer = await client.chat(model="nobody's")
     assert "Retry-After" not in answer.headers
     error = json.loads(answer.body)["error"]

@@ -8,7 +8,7 @@ from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 from tests.e2e.systems import LOST, OTHER, POOLS
 from tests.e2e.test_membership import replicas
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -20,10 +20,7 @@ async def stack(pools: Stack) -> Stack:
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
 async def test_model_goes_where_it_is_served(client: Client, model: str, replica: str) -> None:
-    async def known() -> bool:
-        return model in (await client.replica(replica))["models"]
-
-    await until(known)
+    await until_read(lambda: client.replica(replica), lambda now: model in now["models"])
     for _ in range(4):
         answer = await client.chat(model=model)
         assert answer.status == 200

@@ -13,7 +13,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
 from tests.e2e.stack import Behind, ext_proc_of
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -77,18 +77,14 @@ async def told(client: Client, field: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("stack", ["envoy"], indirect=True)
 async def test_priority_scheduling_of_the_pool_reaches_the_router(client: Client) -> None:
-    async def known() -> bool:
-        return await told(client, "by_priority") == {"one": True, "two": True}
-
-    await until(known)
+    await until_read(
+        lambda: told(client, "by_priority"), lambda now: now == {"one": True, "two": True}
+    )
 
 
 @pytest.mark.parametrize("stack", ["envoy", "istio", "endpoint_picker"], indirect=True)
 async def test_urgent_requests_go_first_where_priorities_count(client: Client) -> None:
-    async def taken() -> bool:
-        return all((await told(client, "takes_priority")).values())
-
-    await until(taken)
+    await until_read(lambda: told(client, "takes_priority"), lambda now: all(now.values()))
     # Both are busy all the while, and of those behind each is an order of its own.
     ended: list[str] = []
 

@@ -14,7 +14,7 @@ from tests.e2e.stack import Stack
 from tests.e2e.systems import Routers
 from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -146,11 +146,7 @@ async def test_a_replica_that_is_gone_is_not_waited_for(client: Client, stack: S
     last = await respond(client)
     holder = stack.name_of(server_of(last))
     await stack.kill(holder)
-
-    async def left_out() -> bool:
-        return not (await client.replica(holder))["healthy"]
-
-    await until(left_out)
+    await until_read(lambda: client.replica(holder), lambda now: not now["healthy"])
     answer = await respond(client, previous_response_id=id_of(last))
     assert answer.status == 404
     await stack.start(holder)

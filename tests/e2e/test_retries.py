@@ -14,7 +14,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -97,10 +97,9 @@ class Watched:
         return [one["name"] for one in record["excluded"] if "failed" in one["why"]]
 
     async def forgiven(self) -> None:
-        async def so() -> bool:
-            return self.way(await self.client.chat(tokens=1)) == ("one", "one")
-
-        await until(so)
+        await until_read(
+            lambda: self.client.chat(tokens=1), lambda now: self.way(now) == ("one", "one")
+        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -149,11 +148,7 @@ async def test_failures_are_held_against_who_failed(system: Watched) -> None:
         for _ in range(TOLERATED):
             answer = await system.counts_once(lambda: system.client.chat(tokens=3))
             assert system.way(answer) == ("one", "two")
-
-        async def known() -> bool:
-            return await system.left_out() == ["one"]
-
-        await until(known)
+        await until_read(system.left_out, lambda now: now == ["one"])
     finally:
         await system.client.simulate("one", fail=0)
     await system.forgiven()
@@ -162,11 +157,7 @@ async def test_failures_are_held_against_who_failed(system: Watched) -> None:
 async def test_the_ledger_holds_it_where_it_is_served(system: Watched) -> None:
     async def followed() -> Answer:
         request = asyncio.create_task(system.client.chat(tokens=OUTLASTING, stream=True))
-
-        async def moved() -> bool:
-            return await system.in_flight("two") == 1
-
-        await until(moved)
+        await until_read(lambda: system.in_flight("two"), lambda now: now == 1)
         assert await system.in_flight("one") == 0
         return await request
 
@@ -199,11 +190,7 @@ async def test_a_request_whose_replica_dies_under_it(system: Watched) -> None:
 
     async def sent() -> Answer:
         request = asyncio.create_task(system.client.chat(tokens=OUTLASTING))
-
-        async def taken() -> bool:
-            return await system.in_flight("one") == 1
-
-        await until(taken)
+        await until_read(lambda: system.in_flight("one"), lambda now: now == 1)
         await system.stack.kill("one")
         return await request
 

@@ -17,7 +17,7 @@ from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Behind
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -202,11 +202,7 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
     process.stdin.write(REQUEST[:20] if phase == "within the body" else REQUEST)
     await process.stdin.drain()
     if phase == "within the body":
-
-        async def asked() -> bool:
-            return await in_envoy(client) == 1
-
-        await until(asked)
+        await until_read(lambda: in_envoy(client), lambda now: now == 1)
     else:
         process.stdin.close()
         if phase == "reading":

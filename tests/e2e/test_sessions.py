@@ -9,7 +9,7 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.systems import Routers
 from tests.e2e.test_membership import replicas
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -103,20 +103,12 @@ async def test_session_leaves_draining_and_dead_replicas(client: Client, stack: 
     named = {"x-session-id": "leaves"}
     home = await stays(client, named)
     assert await replicas(stack, "drain", home) == 0
-
-    async def drains() -> bool:
-        return bool((await client.replica(stack.name_of(home)))["draining"])
-
-    await until(drains)
+    await until_read(lambda: client.replica(stack.name_of(home)), lambda now: now["draining"])
     second = await stays(client, named)
     assert second != home
     assert await replicas(stack, "undrain", home) == 0
     await stack.kill(stack.name_of(second))
-
-    async def left_out() -> bool:
-        return not (await client.replica(stack.name_of(second)))["healthy"]
-
-    await until(left_out)
+    await until_read(lambda: client.replica(stack.name_of(second)), lambda now: not now["healthy"])
     assert await stays(client, named) != second
     await stack.start(stack.name_of(second))
     await stack.wait_routing()

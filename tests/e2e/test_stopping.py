@@ -12,7 +12,7 @@ from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
 from tests.e2e.test_failures import more, traffic
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -31,11 +31,9 @@ async def without_router(client: Client) -> int:
 async def left_out_after(client: Client, stopped: Process) -> float:
     began = monotonic()
     stopped.signal(signal.SIGTERM)
-
-    async def one_left() -> bool:
-        return await client.envoy_counts("^cluster.router.health_check.healthy$") == 1
-
-    await until(one_left)
+    await until_read(
+        lambda: client.envoy_counts("^cluster.router.health_check.healthy$"), lambda now: now == 1
+    )
     return monotonic() - began
 
 

@@ -16,7 +16,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
 from tests.e2e.stack import Stack, bootstrap_of, ext_proc_of
 from tests.e2e.test_examples import EXAMPLES
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -113,11 +113,9 @@ class Crowd:
     async def joined_by(self, count: int) -> None:
         self.names += [f"{next(numbers)}" for _ in range(count)]
         self.asked += [asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]]
-
-        async def known() -> bool:
-            return await self._client.metric("extproc_open_streams") >= self.unanswered
-
-        await until(known)
+        await until_read(
+            lambda: self._client.metric("extproc_open_streams"), lambda now: now >= self.unanswered
+        )
 
     @property
     def unanswered(self) -> int:
@@ -150,21 +148,14 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
 
 
 async def streams_open(client: Client, count: int) -> None:
-    async def so() -> bool:
-        return await client.metric("extproc_open_streams") == count
-
-    await until(so)
+    await until_read(lambda: client.metric("extproc_open_streams"), lambda now: now == count)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_requests_wait_for_room_and_compute_once(client: Client, stack: Stack) -> None:
     before = await client.metric("extproc_waited_seconds_count")
     async with crowd(client, 30, SO_SLOW) as came:
-
-        async def told() -> bool:
-            return await client.metric(WAITING) > 0
-
-        await until(told)
+        await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
     await nothing_left(client)
     records = [one for name in came.names for one in await client.decisions(name)]
     waited = [one for one in records if one["outcome"]["waited_s"] > 0.0]
@@ -276,9 +267,5 @@ async def back(client: Client, stack: Stack) -> None:
     if not stack.process("router").running:
         await stack.start("router")
     await stack.wait_routing()
-
-    async def routed() -> bool:
-        return bool((await client.chat(tokens=1)).decisions)
-
-    await until(routed)
+    await until_read(lambda: client.chat(tokens=1), lambda now: now.decisions)
     await nothing_left(client)

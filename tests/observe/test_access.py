@@ -72,9 +72,7 @@ async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> N
     ("spoil", "said"),
     [(Path.unlink, "No such file"), (lambda file: file.write_text(" \n"), "holds no token")],
 )
-async def test_bad_token_file_refused(
-    file: Path, spoil: Callable[[Path], object], said: str
-) -> None:
+async def test_bad_token_file(file: Path, spoil: Callable[[Path], object], said: str) -> None:
     spoil(file)
     with pytest.raises(ValueError, match=rf"admin\.token_file: .*{said}"):
         await serving(AdminSettings(token_file=file)).__aenter__()

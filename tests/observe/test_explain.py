@@ -71,9 +71,7 @@ async def test_last_decisions_are_a_table(services: Services, show: Run) -> None
     assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
 
 
-async def test_request_is_compared_everywhere(
-    services: Services, router: str, explain: Run
-) -> None:
+async def test_request_is_compared_fully(services: Services, router: str, explain: Run) -> None:
     record = decide(services, chat(1234, 50), ID)
     outcome = record.outcome
     outcome.served_by, outcome.status = replica(1), 200

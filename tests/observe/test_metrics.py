@@ -43,9 +43,7 @@ def test_counts_export_like_prometheus_counter(
     assert page(registry) == page(theirs)
 
 
-def test_spread_exports_as_histogram(
-    registry: CollectorRegistry, theirs: CollectorRegistry
-) -> None:
+def test_spread_is_a_histogram(registry: CollectorRegistry, theirs: CollectorRegistry) -> None:
     bounds, random = (5e-5, 0.5, 1, 2.5, 100), Random(0)
     spread = Spread(*OWN, bounds, registry)
     histogram = Histogram(*OWN, buckets=bounds, registry=theirs)

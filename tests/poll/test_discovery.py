@@ -105,9 +105,7 @@ async def test_address_that_no_answer_names_any_more_drains_and_leaves() -> None
 
 
 @pytest.mark.parametrize("source", [{"dns": "vllm:80"}, {"url": "vllm:80"}])
-async def test_name_without_addresses_keeps_answering(
-    source: dict[str, Any], logged: Logged
-) -> None:
+async def test_name_without_addresses_keeps_some(source: dict[str, Any], logged: Logged) -> None:
     names, clock = Names(vllm=["10.0.0.1"]), ManualClock()
     answer = {"10.0.0.1:80"}
     found = discovery(
@@ -325,9 +323,7 @@ async def test_file_that_is_back_unchanged_is_usable_again(tmp_path: Path, logge
         assert len(logged.lines("replicas file is usable again")) == count
 
 
-async def test_file_of_same_size_and_time_replaces_another(
-    tmp_path: Path,
-) -> None:
+async def test_file_of_same_size_and_time_replaces_another(tmp_path: Path) -> None:
     file, other = tmp_path / "replicas.yaml", tmp_path / "other.yaml"
     file.write_text("[10.0.0.1:80]")
     other.write_text("[10.0.0.2:80]")

@@ -32,7 +32,7 @@ from tests.kubernetes_api import (
 )
 from tests.poll.polling import config, healthy, polling, unhealthy, watching
 from tests.poll.replica import Replica, hang, serving
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_read
 
 LOST = "Kubernetes does not tell of a Service, keeping its last pods"
 FOUND = "Kubernetes tells of the Service again"
@@ -71,11 +71,7 @@ class Found:
 
     async def has(self, **pods: str) -> None:
         wanted = {name.replace("_", "-"): how for name, how in pods.items()}
-
-        async def so() -> bool:
-            return await self.pods() == wanted
-
-        await until(so)
+        await until_read(self.pods, lambda now: now == wanted)
 
 
 @pytest.fixture
@@ -307,11 +303,7 @@ async def test_a_slice_as_large_as_they_get(api: ApiServer, found: Found) -> Non
     large = endpoint_slice(*many)
     large["metadata"]["annotations"] = {"what": "x" * 1_000_000}
     api.put(large)
-
-    async def all_there() -> bool:
-        return len(await found.pods()) == 1000
-
-    await until(all_there)
+    await until_read(found.pods, lambda now: len(now) == 1000)
     assert len(api.asked_for("list")) == 1  # the event itself told
 
 
@@ -490,10 +482,7 @@ async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
                 return await response.text()
 
         async def says(text: str) -> None:
-            async def so() -> bool:
-                return await ready() == text
-
-            await until(so)
+            await until_read(ready, lambda now: now == text)
 
         await logged.line("poller ready")
         await says("pool default: Service vllm, port 8000 was never listed: see the log\n")

@@ -314,53 +314,48 @@ async def test_a_router_that_polls_itself_dumps_nothing(
 
 
 async def test_a_batch_that_never_comes_is_not_waited_for(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+    followed: Followed, engine: Engine, logged: Logged
 ) -> None:
     await engine.tell(stored(0, [11]))
-    async with following(context, engine) as followed:
-        await followed.holds(KEYS[0])
-        engine._number += 1  # vLLM skips a number where it cannot encode a batch
-        await engine.tell(stored(1, [12], parent=11))
-        line = await logged.line("replica's KV events do not tell its blocks")
-        assert line["error"] == "a batch of its events is lost"
-        replays = engine.replays
-        await followed.until(lambda: engine.replays > replays + 2)
-        await engine.tell(CLEARED)
-        await followed.holds()
+    await followed.holds(KEYS[0])
+    engine._number += 1  # vLLM skips a number where it cannot encode a batch
+    await engine.tell(stored(1, [12], parent=11))
+    line = await logged.line("replica's KV events do not tell its blocks")
+    assert line["error"] == "a batch of its events is lost"
+    replays = engine.replays
+    await followed.until(lambda: engine.replays > replays + 2)
+    await engine.tell(CLEARED)
+    await followed.holds()
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_one_that_does_not_answer_is_not_believed_until_it_does(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+    followed: Followed, engine: Engine, logged: Logged
 ) -> None:
     await engine.tell(stored(0, [11]))
-    async with following(context, engine) as followed:
-        await followed.holds(KEYS[0])
-        engine.silent = True
-        await followed.knows_nothing()
-        await engine.tell(stored(1, [12], parent=11))
-        engine.silent = False
-        await followed.holds(*KEYS[:2])
+    await followed.holds(KEYS[0])
+    engine.silent = True
+    await followed.knows_nothing()
+    await engine.tell(stored(1, [12], parent=11))
+    engine.silent = False
+    await followed.holds(*KEYS[:2])
     assert [line["msg"] for line in logged.lines()][:2] == [
         "replica's KV events do not tell its blocks",
         "replica's KV events tell its blocks again",
     ]
 
 
-async def test_garbage_logs_once(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
-) -> None:
+async def test_garbage_logs_once(followed: Followed, engine: Engine, logged: Logged) -> None:
     await engine.tell(stored(0, [11]))
-    async with following(context, engine) as followed:
-        await followed.holds(KEYS[0])
-        await engine.tell({"type": "BlockStored"})
-        line = await logged.line("replica's KV events do not tell its blocks")
-        assert "not understood" in str(line["error"])
-        replays = engine.replays
-        await followed.until(lambda: engine.replays > replays + 2)
-        assert followed.stream.number is None
-        await engine.tell(CLEARED)
-        await followed.holds()
+    await followed.holds(KEYS[0])
+    await engine.tell({"type": "BlockStored"})
+    line = await logged.line("replica's KV events do not tell its blocks")
+    assert "not understood" in str(line["error"])
+    replays = engine.replays
+    await followed.until(lambda: engine.replays > replays + 2)
+    assert followed.stream.number is None
+    await engine.tell(CLEARED)
+    await followed.holds()
     assert len(logged.lines()) == 2
 
 
@@ -432,6 +427,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    followed: Followed,
 ) -> None:
     failures: asyncio.Queue[None] = asyncio.Queue()
 
@@ -439,15 +435,14 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
         failures.put_nowait(None)
         raise RuntimeError("odd")
 
-    async with following(context, engine) as followed:
-        await followed.holds()
-        with monkeypatch.context() as broken:
-            broken.setattr(KvBlocks, "apply", fail)
-            await engine.tell(stored(0, [11]))
-            for _ in range(3):
-                await asyncio.wait_for(failures.get(), PATIENCE_S)
-            assert followed.stream.number is None
-        await followed.holds(KEYS[0])
+    await followed.holds()
+    with monkeypatch.context() as broken:
+        broken.setattr(KvBlocks, "apply", fail)
+        await engine.tell(stored(0, [11]))
+        for _ in range(3):
+            await asyncio.wait_for(failures.get(), PATIENCE_S)
+        assert followed.stream.number is None
+    await followed.holds(KEYS[0])
     assert [line.getMessage() for line in caplog.records] == [
         "replica's KV events do not tell its blocks",
         "replica's KV events tell its blocks again",

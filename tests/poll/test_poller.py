@@ -72,9 +72,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             await seen.replica(replica, lambda state: state.running == 9)
 
 
-async def test_poller_knows_what_the_one_before_learned(
-    redis_server: RedisServer,
-) -> None:
+async def test_poller_knows_what_the_one_before_learned(redis_server: RedisServer) -> None:
     learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
     async with serving() as replica:
         settings = config(redis_server, replica)
@@ -97,9 +95,7 @@ async def test_poller_knows_what_the_one_before_learned(
             assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
 
 
-async def test_poller_knows_whether_list_was_read_before(
-    redis_server: RedisServer,
-) -> None:
+async def test_poller_knows_whether_list_was_read_before(redis_server: RedisServer) -> None:
     async with serving() as secret, serving() as told:
         secret.answers["/v1/models"] = text("", 401)
         told.answers["/v1/models"] = hang
@@ -172,9 +168,7 @@ async def test_late_replica_stays_in(
     assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
 
 
-async def test_single_failed_scrape_does_not_make_unhealthy(
-    redis_server: RedisServer,
-) -> None:
+async def test_single_failed_scrape_does_not_make_unhealthy(redis_server: RedisServer) -> None:
     async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
         await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
         for _ in range(2):
@@ -212,9 +206,7 @@ async def test_state_says_for_how_long_replica_was_not_reached(redis_server: Red
         assert (await seen.replica(replica, healthy)).unreached_s == 0.0
 
 
-async def test_seconds_without_answer_are_told_meanwhile(
-    redis_server: RedisServer,
-) -> None:
+async def test_seconds_without_answer_are_told_meanwhile(redis_server: RedisServer) -> None:
     async with serving() as replica:
         settings = config(redis_server, replica)
         async with watching(settings) as seen:
@@ -254,9 +246,7 @@ async def test_a_replica_that_answers_one_of_two_is_not_silent(
         assert not any(state.unanswered_s for state in seen.history)
 
 
-async def test_replica_that_hung_still_serves_its_adapters(
-    redis_server: RedisServer,
-) -> None:
+async def test_replica_that_hung_still_serves_its_adapters(redis_server: RedisServer) -> None:
     async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
         await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
         replica.answers |= {"/metrics": hang, "/v1/models": hang}
@@ -363,9 +353,7 @@ async def test_state_of_sleeping_engine_says_so(redis_server: RedisServer) -> No
             await seen.replica(replica, partial(sleeps, asleep))
 
 
-async def test_returning_replica_hides_its_other_model(
-    redis_server: RedisServer,
-) -> None:
+async def test_returning_replica_hides_its_other_model(redis_server: RedisServer) -> None:
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         await seen.replica(replica, lambda state: state.max_model_len == 4096)
         replica.answers["/health"] = text("", 503)
@@ -380,9 +368,7 @@ async def test_returning_replica_hides_its_other_model(
         assert not state.listed
 
 
-async def test_answer_of_earlier_process_is_not_believed(
-    redis_server: RedisServer,
-) -> None:
+async def test_answer_of_earlier_process_is_not_believed(redis_server: RedisServer) -> None:
     async with serving() as replica:
         asked, told = asyncio.Event(), asyncio.Event()
         old = replica.answers["/v1/models"]

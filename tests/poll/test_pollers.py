@@ -130,9 +130,7 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
                     assert state.learned.c0 == pytest.approx(learned.c0, rel=0.05)
 
 
-async def test_stopped_poller_publishes_no_old_state(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+async def test_stopped_poller_tells_no_old_state(redis_server: RedisServer, tmp_path: Path) -> None:
     async with several(2) as replicas:
         settings, others = (config(redis_server, *replicas) for _ in range(2))
         asked, stopped = asyncio.Event(), asyncio.Event()

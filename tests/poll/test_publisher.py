@@ -70,9 +70,7 @@ async def attempt(writer: Writer, there: bool) -> None:
     await writer.asked.wait()
 
 
-async def test_returned_replica_is_not_removed_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_returned_replica_is_not_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with publishing(monkeypatch) as (publisher, writer), asyncio.timeout(PATIENCE_S):
         for state in (A, B):
             publisher.put(state)

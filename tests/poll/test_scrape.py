@@ -61,9 +61,7 @@ async def test_a_scrape_reads_health_and_metrics() -> None:
         ("/metrics", disconnect, "/metrics failed"),
     ],
 )
-async def test_bad_answer_is_error_that_says_which(
-    path: str, answer: Handler, problem: str
-) -> None:
+async def test_bad_answer_is_error_that_says_so(path: str, answer: Handler, problem: str) -> None:
     patience_s = 0.2 if "0.2 s" in problem else PATIENCE_S
     async with serving() as replica, open_session(patience_s) as session:
         replica.answers[path] = answer

@@ -65,9 +65,7 @@ async def test_poller_clock_skew_changes_no_progress(
         assert after > before - 200  # else the skew is taken for steps done
 
 
-async def test_large_snapshot_does_not_delay_requests(
-    redis_server: RedisServer,
-) -> None:
+async def test_large_snapshot_does_not_delay_requests(redis_server: RedisServer) -> None:
     replicas = thousand()
     async with connect(redis_server.url, "default") as redis:
         await StateWriter(redis, "default", LIFE_S).put(replicas)

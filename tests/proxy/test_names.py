@@ -58,9 +58,7 @@ async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_cut_body_gets_name(
-    envoy: EnvoySide, told: dict[str, str], length: str | None
-) -> None:
+async def test_cut_body_named(envoy: EnvoySide, told: dict[str, str], length: str | None) -> None:
     begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
     async with envoy.stream() as stream:
         await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=told)

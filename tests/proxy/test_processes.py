@@ -22,7 +22,7 @@ from tests.patched import patched
 from tests.poll.replica import Replica, models, page, serving, text
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import destination, status_of
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_read
 
 pytestmark = pytest.mark.process
 
@@ -106,13 +106,10 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[
                     refused = reply.immediate_response is not None
                     return status_of(reply) if refused else destination(reply)
 
-            async def unknown() -> bool:
-                return await asked("nobody's") == 404
-
             await until(listed)
             assert await asked("large") == [one.id, one.id]
             told.set()
-            await until(unknown)
+            await until_read(lambda: asked("nobody's"), lambda now: now == 404)
             assert await asked("large") == [two.id, two.id]
 
 
@@ -151,9 +148,6 @@ async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_p
         async def ready() -> bool:
             return await says("/readyz") == (200, "ok\n")
 
-        async def stopping() -> bool:
-            return await says("/readyz") == (503, "stopping\n")
-
         async def lost() -> bool:
             return "redis is lost" in (tmp_path / "router.log").read_text()
 
@@ -168,7 +162,7 @@ async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_p
         async with envoy.stream() as stream:
             await stream.ask(CHAT | {"model": MODEL})
             process.signal(signal.SIGTERM)
-            await until(stopping)
+            await until_read(lambda: says("/readyz"), lambda now: now == (503, "stopping\n"))
             assert await says("/livez") == (200, "ok\n")
             await stream.answer()
         assert await process.wait() == 0

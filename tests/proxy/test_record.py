@@ -180,9 +180,7 @@ async def test_hanging_disk_bounds_record_memory(
     assert len(requests) + sum(lost) == 100
 
 
-async def test_record_survives_clock_jumps(
-    services: Services, config: Config, folder: Path
-) -> None:
+async def test_record_survives_time_jump(services: Services, config: Config, folder: Path) -> None:
     clock, wall = ManualClock(100.0), ManualClock(1e9)
     recorder = recorder_of(config, services.fleet, clock, wall)
     there = replace(services, recorder=recorder)

@@ -221,8 +221,6 @@ def test_check_warns_of_expired_file(
 
 @pytest.mark.parametrize("section", ["serve", "eds"])
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
-def test_single_file_is_refused(
-    section: str, given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_file_refused(section: str, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"--{section}.{given}", "a.pem"]) == 2
     assert "tls_cert and tls_key" in capsys.readouterr().err

@@ -109,9 +109,7 @@ async def test_solo_streams_get_second_half_of_budget(envoy: EnvoySide) -> None:
 
 
 @pytest.mark.usefixtures("in_company")
-async def test_short_stream_returns_unused_chunks(
-    envoy: EnvoySide,
-) -> None:
+async def test_short_stream_returns_unused_chunks(envoy: EnvoySide) -> None:
     assert all([await answer(envoy, chunks=2) for _ in range(20)])
 
 

@@ -138,9 +138,7 @@ async def test_reader_follows_redis(redis_server: RedisServer, following: Next, 
     assert (await heard(following)).encode() == sent
 
 
-async def test_routers_count_requests_of_live_peers(
-    redis_server: RedisServer,
-) -> None:
+async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -> None:
     registry = CollectorRegistry()
     async with router(redis_server.url) as two:
         async with router(redis_server.url, registry) as one:

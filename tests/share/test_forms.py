@@ -68,9 +68,7 @@ async def test_state_passes_unix_socket(tmp_path: Path) -> None:
         await share_through(f"unix://{path}?db=3")
 
 
-async def test_state_passes_tls(
-    redis_server: RedisServer, certificate: Path, logged: Logged
-) -> None:
+async def test_state_over_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     async with proxied(redis_server.port, context) as proxy:

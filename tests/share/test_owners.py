@@ -65,9 +65,7 @@ async def test_single_poller_has_all_replicas(redis_client: Redis) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
-async def test_poller_that_comes_or_goes_moves_its_own_alone(
-    redis_client: Redis, count: int
-) -> None:
+async def test_poller_that_comes_or_goes_moves_its_own(redis_client: Redis, count: int) -> None:
     pollers = [Poller(redis_client, str(number)) for number in range(count)]
     before = await beats(pollers[0])
     for joined in range(2, count + 1):
@@ -112,9 +110,7 @@ async def test_newcomer_leaves_what_others_have_for_one_heartbeat(redis_client: 
     assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - kept
 
 
-async def test_dead_poller_is_replaced(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
     assert b.replicas < TEN

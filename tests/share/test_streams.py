@@ -111,9 +111,7 @@ async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_clie
         assert await following() == "resp_2"
 
 
-async def test_reader_tolerates_earlier_redis_clock(
-    redis_server: RedisServer,
-) -> None:
+async def test_reader_tolerates_earlier_redis_clock(redis_server: RedisServer) -> None:
     async with reading(redis_server.url) as following:
         async with connect(redis_server.url, "test") as client:
             first: Any = {"": OWNER.seal(Owner("resp_1", replica(2)))}

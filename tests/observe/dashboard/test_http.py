@@ -107,9 +107,7 @@ async def test_events_end_when_the_token_changes(services: Services, tmp_path: P
             await response.read()
 
 
-async def test_stuck_viewer_is_given_up(
-    services: Services, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stuck_viewer_is_dropped(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
@@ -130,9 +128,7 @@ async def test_stuck_viewer_is_given_up(
             await until(alone)
 
 
-async def test_large_fleet_does_not_delay_requests(
-    client: ClientSession, services: Services
-) -> None:
+async def test_large_fleet_delays_no_request(client: ClientSession, services: Services) -> None:
     await apply(Snapshot(thousand()), services.fleet)
     for number in range(50):
         decide(services, chat(500, 200), f"request-{number}")

@@ -179,9 +179,7 @@ async def test_paused_page_stands_still(shown: Page, services: Services) -> None
     await shown.until(DOWN)
 
 
-async def test_page_keeps_token_out_of_addresses(
-    page: Page, services: Services, tmp_path: Path
-) -> None:
+async def test_page_keeps_token_to_itself(page: Page, services: Services, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("an-example")
     async with serving(services, AdminSettings(token_file=file)) as address:
