@@ -5,13 +5,16 @@
 A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts each
 replica and chooses. Further columns: the ledger's entry and release of the request, and a poll of a
 replica. Learning from answers is not timed. A second table has the time from a chat's body to its
-profile, and the part of it for the keys of its prefix.
+profile, and the part of it for the keys of its prefix. A third one has an arrival and an end by the
+number of requests that are queued.
 """
 
 import gc
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from random import Random
 from statistics import median, quantiles
@@ -19,7 +22,7 @@ from time import perf_counter
 from timeit import repeat
 
 from benchmarks import arguments
-from extproc.config import RequestSettings
+from extproc.config import HoldSettings, RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.replay.routers import VirtualClock
@@ -31,7 +34,9 @@ from extproc.request.prefix import prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
-from extproc.route.router import Router
+from extproc.route.queue import Queue
+from extproc.route.router import Decision, Router
+from extproc.route.waiting import Waiting
 
 POLICIES = ("completion", "least_request")
 REPLICAS = (8, 100, 1000)
@@ -53,6 +58,11 @@ _FULL = 1.0
 _CHATS = (1_000, 10_000, 100_000)  # bytes of text
 _MESSAGES = 4
 _REPEATS = 20
+QUEUED = (10, 1_000, 10_000)
+TENANTS = (1, 1_000)
+_QUEUE_REPLICAS = 8
+_KV_TOKENS = 42_000
+_LARGE = 24_000  # prompt tokens: two such requests do not fit into one KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,16 @@ class Reading:
     text_bytes: int
     profile_us: float  # from its body to its profile
     prefix_us: float  # of these, for the keys of its prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """Median microseconds for one event at a queue in front of full replicas."""
+
+    queued: int
+    tenants: int
+    arrival_us: float  # decision of a request that has to wait, and its entry
+    end_us: float  # release of a request, and what is decided anew and dispatched for it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         chat = measure_chat(text_bytes, max(args.decisions // _REPEATS, 1))
         print(f"{text_bytes // 1000:>7} kB    {chat.profile_us:>9.1f} µs{chat.prefix_us:>9.1f} µs")
         chats.append(asdict(chat))
-    arguments.keep(args, {"runs": runs, "chats": chats})
+    print(f"{'queued':<14}{'tenants':>9}{'':<6}{'an arrival':>12}{'an end':>12}")
+    queues = []
+    for queued, tenants in [(queued, tenants) for tenants in TENANTS for queued in QUEUED]:
+        queue = measure_queue(queued, tenants, max(args.decisions // _REPEATS, 1))
+        times_us = f"{queue.arrival_us:>9.1f} µs{queue.end_us:>9.1f} µs"
+        print(f"{queued:<14}{tenants:>9}{'':<6}{times_us}", flush=True)
+        queues.append(asdict(queue))
+    arguments.keep(args, {"runs": runs, "chats": chats, "queues": queues})
     return 0
 
 
@@ -138,6 +165,79 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
     profile = repeat(lambda: inspect(Endpoint.CHAT, body, counter), repeat=_REPEATS, number=times)
     prefix = repeat(lambda: prompt.prefix(tokens, 0), repeat=_REPEATS, number=times)
     return Reading(text_bytes, min(profile) / times * 1e6, min(prefix) / times * 1e6)
+
+
+def measure_queue(queued: int, tenants: int, times: int) -> Queueing:
+    """Times arrivals and ends by turns, so that as many requests stay queued."""
+    queue = _Queued(tenants)
+    while len(queue) < queued:
+        queue.arrive()
+    arrivals, ends = [], []
+    gc.collect()
+    gc.freeze()
+    for _ in range(times):
+        start = perf_counter()
+        queue.arrive()
+        arrived = perf_counter()
+        queue.end()
+        arrivals.append(arrived - start)
+        ends.append(perf_counter() - arrived)
+    gc.unfreeze()
+    return Queueing(queued, tenants, median(arrivals) * 1e6, median(ends) * 1e6)
+
+
+class _Queued:
+    """Router whose replicas are full, and its queue."""
+
+    def __init__(self, tenants: int) -> None:
+        self._tenants = cycle(map(str, range(tenants)))
+        self._clock = VirtualClock()
+        self._fleet = Fleet(OutputLengths(), self._clock)
+        self._queue = Queue(self._fleet, HoldSettings(most=2 * max(QUEUED)), self._clock)
+        self._router = Router(self._fleet, "completion", Random(0), backlog=self._queue.backlog)
+        self._sent: deque[tuple[str, Ticket]] = deque()
+        for number in range(_QUEUE_REPLICAS):
+            self._fleet.put(
+                ReplicaState(
+                    id=f"10.0.0.{number}:8000",
+                    profile=_HARDWARE,
+                    measured=True,
+                    models=(_MODEL,),
+                    max_model_len=_KV_TOKENS,
+                    running=1,
+                    kv_tokens=_KV_TOKENS,
+                )
+            )
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def arrive(self) -> None:
+        profile = RequestProfile(
+            *(Endpoint.CHAT, _MODEL, _LARGE, _LARGE * _BYTES_PER_TOKEN, 100),
+            tenant=next(self._tenants),
+        )
+        self._clock.time += 1e-6
+        decision = self._router.decide(profile)
+        assert decision is not None
+        if self._queue.must_wait(decision):
+            decide = partial(self._router.decide, profile)
+            since = self._clock()
+            waits = Waiting(profile, decision, since, lambda place: decide(place=place), self._send)
+            self._queue.enter(waits)
+        else:
+            self._send(decision)
+
+    def end(self) -> None:
+        replica, ticket = self._sent.popleft()
+        self._fleet.release(ticket)
+        self._queue.freed(replica)
+
+    def _send(self, decision: Decision | Exception | None) -> None:
+        if not isinstance(decision, Decision):
+            raise TypeError(f"not dispatched: {decision}")
+        ticket = self._fleet.dispatch(decision.replica, decision.profile)
+        self._sent.append((decision.replica, ticket))
 
 
 class _Load:

@@ -10,6 +10,7 @@ def test_it_times_every_policy_and_size_of_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decision, "REPLICAS", (1, 3))
+    monkeypatch.setattr(decision, "QUEUED", (5, 20))
     report = tmp_path / "decision.json"
     assert decision.main(["--decisions", "50", "--json", str(report)]) == 0
     measured = json.loads(report.read_text())
@@ -25,4 +26,12 @@ def test_it_times_every_policy_and_size_of_fleet(
     assert [chat["text_bytes"] for chat in chats] == [1_000, 10_000, 100_000]
     for chat in chats:
         assert 0 < chat["prefix_us"] < chat["profile_us"]
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(runs) + 1 + len(chats)
+    queues = measured["queues"]
+    assert [(one["tenants"], one["queued"]) for one in queues] == [
+        (tenants, queued) for tenants in (1, 1_000) for queued in (5, 20)
+    ]
+    for one in queues:
+        assert one["arrival_us"] > 0
+        assert one["end_us"] > 0
+    lines = len(capsys.readouterr().out.splitlines())
+    assert lines == 3 + len(runs) + len(chats) + len(queues)
