@@ -16,6 +16,10 @@ from tests.fakes import ManualClock, state
 from tests.proxy.envoy_side import EnvoySide, Stream, connected
 
 
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
     clock = parts.get("clock", services.clock)
     queue = parts.pop("queue", Queue(fleet, services.config.hold, clock))
@@ -42,12 +46,10 @@ def samples(metric: Collector) -> dict[tuple[str, ...], float]:
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "route": {"policy_header": "x-extproc-policy", "seed": 1},
-            "serve": {"chunks_per_s": 1e6},
-            "hold": {"empty_s": 0},
-        }
+    return config_of(
+        route={"policy_header": "x-extproc-policy", "seed": 1},
+        serve={"chunks_per_s": 1e6},
+        hold={"empty_s": 0},
     )
 
 

@@ -8,25 +8,23 @@ import pytest
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
-from tests.proxy.conftest import samples
+from tests.proxy.conftest import config_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, BodyMode, body_of, chosen, mode_of, status_of
 
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "route": {
-                "policy_header": "x-extproc-policy",
-                "session_header": "X-Session",
-                "session_cookie": "sid",
-                "models": {"chat": "llama"},
-                "seed": 1,
-            },
-            "request": {"tenant_header": "X-Tenant"},
-            "serve": {"chunks_per_s": 1e6},
-        }
+    return config_of(
+        route={
+            "policy_header": "x-extproc-policy",
+            "session_header": "X-Session",
+            "session_cookie": "sid",
+            "models": {"chat": "llama"},
+            "seed": 1,
+        },
+        request={"tenant_header": "X-Tenant"},
+        serve={"chunks_per_s": 1e6},
     )
 
 

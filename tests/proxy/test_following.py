@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.asyncio import Redis
 
-from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import wall
 from extproc.predict.lengths import OutputLengths
@@ -16,6 +15,7 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
 from tests.large import hold_nobody_up, thousand
+from tests.proxy.conftest import config_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -28,9 +28,7 @@ SKEW_S = 120.0
 async def following(server: RedisServer) -> AsyncIterator[Fleet]:
     """A fleet that hears of what is in Redis."""
     fleet = Fleet(OutputLengths())
-    task = asyncio.create_task(
-        follow_state(Config.model_validate({"redis": {"url": server.url}}), fleet)
-    )
+    task = asyncio.create_task(follow_state(config_of(redis={"url": server.url}), fleet))
     try:
         yield fleet
     finally:

@@ -18,7 +18,7 @@ from extproc.proxy.body_memory import MOST_EACH, MOST_HELD
 from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
-from tests.proxy.conftest import on_fleet, put_replicas
+from tests.proxy.conftest import config_of, on_fleet, put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream, connected, headers_message
 from tests.proxy.replies import (
     MEMBERS,
@@ -66,7 +66,7 @@ class TestDefault:
 
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"route": {"seed": 1}})
+        return config_of(route={"seed": 1})
 
     async def test_duplex_names_one_replica(self, envoy: EnvoySide, services: Services) -> None:
         services.fleet.responses.keep("resp_1", replica(2))
@@ -238,7 +238,7 @@ async def test_duplex_metadata_names_serving_replica(
 class TestSaturated:
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"route": {"max_ttft_s": 0.5}})
+        return config_of(route={"max_ttft_s": 0.5})
 
     async def test_max_ttft_answers_429(self, envoy: EnvoySide, services: Services) -> None:
         long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill

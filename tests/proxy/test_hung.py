@@ -11,7 +11,7 @@ from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet, put_replicas, samples
+from tests.proxy.conftest import config_of, on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, running
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_record import written
@@ -107,7 +107,7 @@ class TestNever:
 
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"serve": {"hung_s": 0.0}})
+        return config_of(serve={"hung_s": 0.0})
 
     async def test_hung_s_zero_ends_nothing(
         self, stream: Stream, server: GrpcServer, services: Services
@@ -124,9 +124,7 @@ class TestRecorded:
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
-        return Config.model_validate(
-            {"record": {"path": str(tmp_path / "record")}, "serve": {"hung_s": 0.1}}
-        )
+        return config_of(record={"path": str(tmp_path / "record")}, serve={"hung_s": 0.1})
 
     @pytest.mark.parametrize("mark", [{}, MARK])
     async def test_ended_requests_are_recorded_as_failed(
@@ -149,7 +147,7 @@ class TestAnAnswerThatIsNotRead:
 
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
+        return config_of(serve={"chunks_per_s": 0.0})
 
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
@@ -180,7 +178,7 @@ class TestAReplyThatIsOnItsWay:
 
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"route": {"models": {"chat": "llama"}}})
+        return config_of(route={"models": {"chat": "llama"}})
 
     async def test_large_reply_precedes_refusal(self, stream: Stream, services: Services) -> None:
         large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}

@@ -20,7 +20,7 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import chat, replica
-from tests.proxy.conftest import put_replicas
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, chunk_of, destination, error_of
 from tests.waiting import until
@@ -36,7 +36,7 @@ def has_less_than(services: Services, size: int) -> bool:
 class TestStreams:
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"serve": {"max_streams": 2}})
+        return config_of(serve={"max_streams": 2})
 
     async def test_max_streams_refuses_further(self, services: Services, logged: Logged) -> None:
         """Beyond that of a connection, Envoy opens another one."""

@@ -9,6 +9,7 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.proxy.services import Services
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, fleet_of
+from tests.proxy.conftest import config_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 
@@ -22,11 +23,9 @@ USAGE = (
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "serve": {"chunks_per_s": 1e6},
-            "hold": {"objectives": {"chat": {"priority": 1, "models": [MODEL]}}},
-        }
+    return config_of(
+        serve={"chunks_per_s": 1e6},
+        hold={"objectives": {"chat": {"priority": 1, "models": [MODEL]}}},
     )
 
 

@@ -7,7 +7,7 @@ from msgspec import to_builtins
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
-from tests.proxy.conftest import put_replicas
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import (
     BodyMode,
@@ -27,17 +27,15 @@ NAMED = f"{{{','.join(FIELDS)}}}".encode()  # the bytes of each value stay
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "hold": {"empty_s": 0},
-            "route": {
-                "models": {
-                    "chat": "llama",
-                    "any": ["a", "b"],
-                    "canary": {"llama": 1, "next": 99},
-                },
+    return config_of(
+        hold={"empty_s": 0},
+        route={
+            "models": {
+                "chat": "llama",
+                "any": ["a", "b"],
+                "canary": {"llama": 1, "next": 99},
             },
-        }
+        },
     )
 
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
-from tests.proxy.conftest import samples
+from tests.proxy.conftest import config_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import chosen, error_of
 
@@ -23,12 +23,10 @@ ALLOWED = {"allow_inference_headers": True}
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> Config:
     hold = {"objectives": OBJECTIVES, "objective_header": "X-Objective"}
-    return Config.model_validate(
-        {
-            "hold": hold | getattr(request, "param", {}),
-            "request": {"tenant_header": "X-Tenant"},
-            "route": {"models": {"coder": "llama"}, "seed": 1},
-        }
+    return config_of(
+        hold=hold | getattr(request, "param", {}),
+        request={"tenant_header": "X-Tenant"},
+        route={"models": {"coder": "llama"}, "seed": 1},
     )
 
 
@@ -144,9 +142,9 @@ async def test_sheddable_request_beyond_target_is_refused(
 )
 def test_ambiguous_objectives_are_refused(objectives: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        Config.model_validate({"hold": {"objectives": objectives}})
+        config_of(hold={"objectives": objectives})
 
 
 def test_sheddable_objective_may_get_targets_from_headers() -> None:
     hold = {"objectives": {"a": {"sheddable": True}}} | ALLOWED
-    assert Config.model_validate({"hold": hold}).hold.objectives["a"].sheddable
+    assert config_of(hold=hold).hold.objectives["a"].sheddable

@@ -4,7 +4,7 @@ from prometheus_client.registry import Collector
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet
+from tests.proxy.conftest import config_of, on_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 
@@ -13,7 +13,7 @@ TUNNEL = "127.0.0.1:15001"
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
+    return config_of(serve={"chunks_per_s": 0.0})
 
 
 @pytest.fixture
@@ -23,9 +23,7 @@ def services(services: Services, clock: ManualClock) -> Services:
     return on_fleet(services, fleet, clock=clock)
 
 
-read_all = pytest.mark.parametrize(
-    "config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})]
-)
+read_all = pytest.mark.parametrize("config", [config_of(serve={"chunks_per_s": 1e6})])
 
 
 def count(metric: Collector) -> float:

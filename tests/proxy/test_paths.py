@@ -9,7 +9,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
-from tests.proxy.conftest import put_replicas
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, body_of, chosen
 
@@ -21,11 +21,9 @@ TOKENS_OF_TEXT = len(TEXT) / 4
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "hold": {"objectives": {"urgent": {"priority": 10}}},
-            "route": {"models": {"alias": "llama"}, "seed": 1},
-        }
+    return config_of(
+        hold={"objectives": {"urgent": {"priority": 10}}},
+        route={"models": {"alias": "llama"}, "seed": 1},
     )
 
 

@@ -7,7 +7,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, state
-from tests.proxy.conftest import put_replicas
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import BodyMode, body_of, chunk_of, common, header_of
 
@@ -19,11 +19,9 @@ OBJECTIVES = {"urgent": {"priority": 10}, "batch": {"priority": -20}, "usual": {
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate(
-        {
-            "hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES},
-            "route": {"models": {"chat": "llama"}, "seed": 1},
-        }
+    return config_of(
+        hold={"objective_header": OBJECTIVE, "objectives": OBJECTIVES},
+        route={"models": {"chat": "llama"}, "seed": 1},
     )
 
 
@@ -122,9 +120,7 @@ async def test_endpoint_without_priority_gets_none(envoy: EnvoySide) -> None:
 class TestWithoutNames:
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate(
-            {"hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES}}
-        )
+        return config_of(hold={"objective_header": OBJECTIVE, "objectives": OBJECTIVES})
 
     async def test_large_body_gets_priority_header(self, envoy: EnvoySide) -> None:
         async with envoy.stream() as stream:
@@ -137,7 +133,7 @@ class TestWithoutNames:
 class TestWithoutObjectives:
     @pytest.fixture
     def config(self) -> Config:
-        return Config.model_validate({"route": {"seed": 1}})
+        return config_of(route={"seed": 1})
 
     async def test_client_priority_passes_without_objectives(self, envoy: EnvoySide) -> None:
         reply = await sent(envoy, CHAT | {"priority": -999}, "")

@@ -20,6 +20,7 @@ from extproc.observe.record import keys_of
 from extproc.proxy.app import build
 from extproc.proxy.services import Services, recorder_of
 from tests.fakes import ManualClock, chat, replica
+from tests.proxy.conftest import config_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import destination
 from tests.waiting import until
@@ -39,12 +40,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(folder: Path) -> Config:
-    return Config.model_validate(
-        {
-            "record": {"path": str(folder), "max_bytes": LEAST},
-            "request": {"tenant_header": "x-tenant"},
-            "route": {"session_header": "x-session", "policy": "lmetric"},
-        }
+    return config_of(
+        record={"path": str(folder), "max_bytes": LEAST},
+        request={"tenant_header": "x-tenant"},
+        route={"session_header": "x-session", "policy": "lmetric"},
     )
 
 
@@ -261,7 +260,7 @@ async def test_unwritable_record_is_logged_once(
 
 def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    config = Config.model_validate({"record": {"path": str(tmp_path / "file" / "record")}})
+    config = config_of(record={"path": str(tmp_path / "file" / "record")})
     with pytest.raises(OSError, match=r"file/record \(record\.path\): Not a directory"):
         build(config, CollectorRegistry())
 

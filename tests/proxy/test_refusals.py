@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
-from extproc.config import Config
 from extproc.proxy.services import Services
-from tests.proxy.conftest import put_replicas, router_of, samples
+from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, connected
 from tests.proxy.replies import MEMBERS, destination, error_of, status_of
 
@@ -111,7 +110,7 @@ async def test_no_model_is_unknown_before_replicas(envoy: EnvoySide, services: S
 
 
 async def test_listed_models_only_false_routes_any_model() -> None:
-    lenient = Config.model_validate({"route": {"listed_models_only": False}})
+    lenient = config_of(route={"listed_models_only": False})
     services = router_of(lenient, 1)
     async with connected(services) as envoy:
         assert destination(await envoy.ask(CHAT | {"model": "an adapter"}))

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from extproc.config import Config
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
-from tests.proxy.conftest import put_replicas, router_of
+from tests.proxy.conftest import config_of, put_replicas, router_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, connected
 from tests.proxy.replies import MEMBERS, BodyMode, HeaderMode, destination, mode_of
 
@@ -174,7 +173,7 @@ async def test_compressed_body_without_replica_passes(envoy: EnvoySide, services
 
 async def test_request_in_flight_keeps_no_candidates() -> None:
     """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
-    config = Config.model_validate({"serve": {"decisions_kept": 0}})
+    config = config_of(serve={"decisions_kept": 0})
     services = router_of(config, 1)
     gc.collect()
     before = _predictions()
@@ -235,7 +234,7 @@ async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) 
 
 
 async def test_session_follows_serving_replica_without_its_id() -> None:
-    config = Config.model_validate({"route": {"session_header": "X-Session", "seed": 1}})
+    config = config_of(route={"session_header": "X-Session", "seed": 1})
     services = router_of(config)
     async with connected(services) as envoy:
         home = ""

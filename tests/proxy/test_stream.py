@@ -21,7 +21,6 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.config import Config
 from extproc.proxy.body_memory import BodyMemory
 from extproc.proxy.call import Call
 from extproc.proxy.exchange import Exchange
@@ -29,7 +28,7 @@ from extproc.proxy.services import Services
 from extproc.proxy.stream import stream
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet, router_of, samples
+from tests.proxy.conftest import config_of, on_fleet, router_of, samples
 from tests.proxy.envoy_side import CHAT, Stream, headers_message
 from tests.proxy.replies import BodyMode
 
@@ -168,7 +167,7 @@ async def test_stream_answers_each_message_and_leaves_nothing(
 
 def crowded() -> tuple[Services, ManualClock]:
     clock = ManualClock(1000.0)
-    config = Config.model_validate({"hold": {"longest_s": 30.0, "most": 3}, "route": {"seed": 1}})
+    config = config_of(hold={"longest_s": 30.0, "most": 3}, route={"seed": 1})
     services = router_of(config)
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2)
     fleet.known.set()

@@ -8,13 +8,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import main
-from extproc.config import Config, EdsSettings, TlsFiles
+from extproc.config import EdsSettings, TlsFiles
 from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.service import GrpcServer
 from tests.certificates import Authority
 from tests.conftest import Logged, too_many_open_files
-from tests.proxy.conftest import router_of
+from tests.proxy.conftest import config_of, router_of
 from tests.waiting import PATIENCE_S
 
 OLD = "certificate is not usable, keeping its last content"
@@ -54,7 +54,7 @@ Serving = Callable[[dict[str, str]], AbstractAsyncContextManager[int]]
 
 @asynccontextmanager
 async def router(settings: dict[str, str]) -> AsyncIterator[int]:
-    services = router_of(Config.model_validate({"serve": settings}))
+    services = router_of(config_of(serve=settings))
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     try:

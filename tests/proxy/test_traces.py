@@ -8,11 +8,11 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client import CollectorRegistry
 
-from extproc.config import Config
 from extproc.observe.traces import Traces
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.conftest import config_of
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import chosen
 from tests.spans import Spans, attributes
@@ -145,6 +145,6 @@ async def test_failing_collector_is_logged_once_a_minute(
 
 def test_traces_without_extra_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    config = Config.model_validate({"traces": {"endpoint": "http://127.0.0.1:4318"}})
+    config = config_of(traces={"endpoint": "http://127.0.0.1:4318"})
     with pytest.raises(ValueError, match=r"pip install 'extproc\[traces\]'"):
         build(config, CollectorRegistry())

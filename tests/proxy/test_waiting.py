@@ -15,7 +15,7 @@ from extproc.proxy.body_memory import MOST_HELD
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet, put_replicas, samples
+from tests.proxy.conftest import config_of, on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import (
     MEMBERS,
@@ -40,22 +40,20 @@ async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> Config:
-    return Config.model_validate(
-        {
-            "route": {"models": {"chat": "llama"}, "seed": 1},
-            "hold": {
-                "longest_s": 120,
-                "empty_s": 20,
-                "most": 2,
-                "objective_header": "x-objective",
-                "objectives": {
-                    "urgent": {"priority": 1},
-                    "soon": {"priority": -1, "ttft_s": 20.0, "sheddable": True},
-                    "steady": {"tpot_s": 0.06, "sheddable": True},
-                },
-            }
-            | getattr(request, "param", {}),
+    return config_of(
+        route={"models": {"chat": "llama"}, "seed": 1},
+        hold={
+            "longest_s": 120,
+            "empty_s": 20,
+            "most": 2,
+            "objective_header": "x-objective",
+            "objectives": {
+                "urgent": {"priority": 1},
+                "soon": {"priority": -1, "ttft_s": 20.0, "sheddable": True},
+                "steady": {"tpot_s": 0.06, "sheddable": True},
+            },
         }
+        | getattr(request, "param", {}),
     )
 
 

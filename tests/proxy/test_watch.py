@@ -5,7 +5,7 @@ import pytest
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica
-from tests.proxy.conftest import on_fleet, samples
+from tests.proxy.conftest import config_of, on_fleet, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
@@ -19,7 +19,7 @@ STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate({"serve": {"chunks_per_s": CHUNKS_PER_S}})
+    return config_of(serve={"chunks_per_s": CHUNKS_PER_S})
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ class TestSkippedResponses:
     @pytest.fixture
     def config(self) -> Config:
         named = {"models": {"chat": "llama"}}
-        return Config.model_validate({"pool": "of-these-tests", "route": named})
+        return config_of(pool="of-these-tests", route=named)
 
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
