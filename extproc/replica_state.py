@@ -78,6 +78,8 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since the poller's last answer of any kind from the replica, where it is not healthy
     for that reason: others may reach it. 0: the poller reaches it, or Kubernetes says not ready."""
 
+    refuses: bool = False  # connections: no process listens there
+
 
 _DECODER = msgpack.Decoder(ReplicaState)
 

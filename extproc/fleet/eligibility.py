@@ -316,6 +316,7 @@ class Eligibility:
             for name in members
             if not (one := self._replicas[name]).state.asleep
             and not one.state.draining
+            and not one.state.refuses
             and now >= one.trial_at
             and self._serves(model, one)
         ]

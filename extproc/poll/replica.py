@@ -19,6 +19,7 @@ from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.scrape import (
     PollMetrics,
+    RefusedError,
     ScrapeError,
     SilentError,
     UnreachableError,
@@ -204,7 +205,13 @@ class PolledReplica:
         if not isinstance(error, UnreachableError | SilentError):
             self._reached_at = now
         unreached_s = now - self._reached_at
-        update = {"healthy": False, "problem": problem, "kv_news": None, "unreached_s": unreached_s}
+        update = {
+            "healthy": False,
+            "problem": problem,
+            "kv_news": None,
+            "unreached_s": unreached_s,
+            "refuses": isinstance(error, RefusedError),
+        }
         if not is_silent:
             self._clear_doubt()
             update["unanswered_s"] = 0.0

@@ -73,6 +73,10 @@ class UnreachableError(ScrapeError):
     """No connection: the replica's process is gone, or its machine."""
 
 
+class RefusedError(UnreachableError):
+    """The replica's machine refuses the connection: no process listens."""
+
+
 class SilentError(ScrapeError):
     """The replica, or its machine, takes connections and does not answer."""
 
@@ -218,7 +222,9 @@ async def _answer(
     except TimeoutError:
         raise SilentError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
-        raise UnreachableError(f"cannot connect: {_reason(error.os_error)}") from None
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        kind = RefusedError if refused else UnreachableError
+        raise kind(f"cannot connect: {_reason(error.os_error)}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ScrapeError(f"{path} failed: {_reason(error)}") from None
 

@@ -696,7 +696,7 @@ def test_where_no_replica_is_healthy_one_request_tries_every_five_seconds() -> N
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for number in (1, 2):
-        fleet.put(state(number, A10, clock, healthy=False, problem="connection refused"))
+        fleet.put(state(number, A10, clock, healthy=False, problem="timed out"))
     tried, began = [], clock()
     for _ in range(44):
         clock.advance(0.5)
@@ -716,6 +716,14 @@ def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
     assert fleet.in_flight_on(replica(1)) == 1
     fleet.put(state(1, A10, clock))
     assert len(fleet.view(MODEL)) == 2
+
+
+def test_no_request_tries_a_replica_that_refuses_connections() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, healthy=False, refuses=True))
+    clock.advance(10.0)
+    assert not fleet.view(MODEL).ids
 
 
 def test_draining_replicas_serve_where_no_other_could() -> None:

@@ -201,9 +201,12 @@ async def test_state_says_for_how_long_replica_was_not_reached(redis_server: Red
         await replica.stop()
         state = await seen.replica(replica, lambda state: state.unreached_s > 0.2)
         assert not state.healthy
+        assert state.refuses
         replica.answers["/health"] = text("")
         await replica.start()
-        assert (await seen.replica(replica, healthy)).unreached_s == 0.0
+        state = await seen.replica(replica, healthy)
+        assert state.unreached_s == 0.0
+        assert not state.refuses
 
 
 async def test_seconds_without_answer_are_told_meanwhile(redis_server: RedisServer) -> None:
