@@ -33,6 +33,7 @@ MODEL = "model"
 _MAX_MODEL_LEN = 131_072  # tokens, where the KV cache holds as many
 _INTERVAL = 0.2  # seconds between two scrapes, as configured by default
 _PICKERS_INTERVAL = 0.05  # default of llm-d's picker and of AIBrix
+_NO_HOLD = HoldSettings(longest_s=0.0)
 _HOLD = HoldSettings(longest_s=3600.0)  # nothing is refused: all must be answered to be compared
 _AFTER = 30.0  # seconds after a change of speed by which it should be learned
 _URGENT = Objective("urgent", priority=1)
@@ -200,7 +201,8 @@ class Simulation(simulation.Simulation):
         return Machine(name, self.fleet_file.members[name], engine)
 
     def _node(self, number: int) -> Node:
-        config = Config(route=RouteSettings(policy=self.policy), hold=_HOLD)
+        hold = _HOLD if self.hold else _NO_HOLD
+        config = Config(route=RouteSettings(policy=self.policy), hold=hold)
         return Node(config, Random(self.seed + 1000 * number), self.clock)
 
     def _watch(self, machine: Machine, typical: Typical, poll_s: float) -> Watch:

@@ -13,7 +13,6 @@ _RUNS_BEFORE = 0.3
 prompts starts beside others. Simulated overload (azure-2023-conv ×2.4, mooncake ×3) is served
 soonest with 0.3; with 1.0 requests leave replicas that hold their prefix, and hits fall by a
 tenth."""
-_USUAL = 100  # dispatches over which the usual wait is averaged
 
 
 class Awaiting(Queued, Protocol):
@@ -45,7 +44,6 @@ class Backlog(Generic[Request]):
 
     def __init__(self, now: float) -> None:
         self.shares = Shares(now)
-        self.usual_wait_s = 0.0  # of the last dispatches
         self._models: dict[str, Line[Request]] = {}
         self._replicas: dict[int, dict[str, Line[Request]]] = {}  # by row and model
         self._seconds: dict[int, Floats] = {}  # replica-seconds by priority, of each row
@@ -89,10 +87,9 @@ class Backlog(Generic[Request]):
             self._seconds.clear()
             self._tenants.clear()
 
-    def dispatched(self, tenant: str, cost: float, waited_s: float) -> None:
-        """Charge ``cost`` replica-seconds to a tenant whose request waited so long."""
+    def dispatched(self, tenant: str, cost: float) -> None:
+        """Charge ``cost`` replica-seconds to a tenant."""
         self.shares.sent(tenant, cost)
-        self.usual_wait_s += (waited_s - self.usual_wait_s) / _USUAL
 
     # -- what it tells ----------------------------------------------------------------------
 
@@ -149,9 +146,7 @@ class Backlog(Generic[Request]):
         """Whether a replica is reserved for a queued request that goes before that place.
 
         The first request that waits for a replica reserves it against requests of its model, and of
-        lower priority; other models may pass until it is B seconds overdue. The first request of a
-        model that has waited B seconds longer than usual also reserves the other replicas that it
-        may use, but for those that it declined.
+        lower priority; other models may pass until it is B seconds overdue.
         """
         rank = self.shares.tag(place.tenant), place.due
         moves = place.row is not None and place.row != row
@@ -168,17 +163,7 @@ class Backlog(Generic[Request]):
                     return True
             elif before and head.due + OVERTAKEN_S < place.since:
                 return True
-        return self._overdue(row, place, rank)
-
-    def _overdue(self, row: int, place: Place, rank: tuple[float, float]) -> bool:
-        line = self._models.get(place.model)
-        if not line:
-            return False
-        head = line.head()
-        if row not in head.usable or row in head.declined or head.priority != place.priority:
-            return False
-        before = (self.shares.tag(head.tenant), head.due) < rank
-        return before and head.since + OVERTAKEN_S + self.usual_wait_s < place.since
+        return False
 
     def _widen(self, priority: int, row: int) -> None:
         seconds = self._seconds.setdefault(priority, np.zeros(0))

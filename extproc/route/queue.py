@@ -11,9 +11,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
 - *No blocking across models.* Each model has a line of its own on each replica. A head that cannot
   start holds up other models only on the replica it waits for, and only once it is B overdue.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
-  tenant overtake it only if they arrived at most B seconds after it; on replicas without room for
-  the first request of its model, only until that has waited B seconds longer than usual. Between
-  tenants *Fair* decides.
+  tenant overtake it only if they arrived at most B seconds after it. Between tenants *Fair*
+  decides.
 - *Priority.* No request is refused or delayed because of queued requests of lower priority. The
   router preempts nothing that runs. When the queue is full, the victim is, among the lowest
   priority, the newest request of the tenant with the most queued; perhaps the newcomer.
@@ -94,7 +93,7 @@ class Queue:
         if self.backlog is not None and decision.wait_s > 0.0:
             return True
         if self._waiting:
-            self._lines.dispatched(decision.profile.tenant, cost(decision), 0.0)
+            self._lines.dispatched(decision.profile.tenant, cost(decision))
         return False
 
     def retry_after_s(self) -> float:
@@ -191,7 +190,7 @@ class Queue:
         self._leave(one)
         self._moved_at = now
         if decision is not None:
-            self._lines.dispatched(one.tenant, cost(decision), now - one.since)
+            self._lines.dispatched(one.tenant, cost(decision))
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
         one.go(error or decision)
