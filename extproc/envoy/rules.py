@@ -229,7 +229,7 @@ FILTER_RULES = (
     Rule("waits_for_room", Level.WARNING,
         lambda file: [one for one in file.filters if not is_full_duplex(one)]
             if file.config.hold.longest_s else [],
-        "A request may wait at the router while every replica is full.",
+        "A request may wait at the router while every replica is full, or none serves its model.",
         lambda filter, file: (
             (time := filter["max_message_timeout"] or timedelta())
             < timedelta(seconds=file.config.hold.longest_s) and seconds(time)

@@ -125,7 +125,7 @@ async def _wait(
         waited = 0.0 if at_once else services.clock() - since
         try:
             if found is None:
-                raise NoReplica(NONE_READY, retry_after=services.queue.retry_after_s())
+                raise NoReplica(NONE_READY)
             if not isinstance(found, Exception):
                 exchange.book(asked, found, waited, one.why)
         except Exception as error:  # this request's alone

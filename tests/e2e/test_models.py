@@ -18,7 +18,7 @@ REPLICAS = (
 
 
 def system(directory: Path) -> Stack:
-    return Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
+    return Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}, "hold": {"empty_s": 1}})
 
 
 async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stack: Stack) -> None:
