@@ -37,6 +37,7 @@ class Place:
     due: float  # key within its tenant, seconds on the same clock
     row: int | None = None  # of the replica that it waits for
     depth: float = 1.0  # share of its tenant's queued requests that go before it, 0…1
+    last_chance: bool = False  # starts now wherever it can, or is refused
 
 
 class Backlog(Generic[Request]):

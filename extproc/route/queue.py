@@ -105,23 +105,15 @@ class Queue:
     # -- events -----------------------------------------------------------------------------
 
     def enter(self, one: Waiting) -> None:
-        """Queue a request that has to wait.
-
-        Raises:
-            Saturated: the queue is full, and the request ranks lowest.
-        """
+        """Queue a request that has to wait; where the queue is full, one of them leaves."""
         one.number = next(self._numbers)
-        self._tenants.enter(one)
-        victim = self._tenants.victim() if len(self._waiting) >= self._settings.most else None
-        if victim is one:
-            self._tenants.leave(one)
-            raise self._full()
         self._waiting[one] = None
+        self._tenants.enter(one)
         self._lines.enter(one)
         self._awaits(one)
-        if victim is not None:
-            self._leave(victim)
-            victim.go(self._full())
+        if len(self._waiting) > self._settings.most:
+            others = f"{self._settings.most} requests wait already"
+            self._dismiss(self._tenants.victim(), others, "too_many_waiting")
 
     def abandon(self, one: Waiting) -> None:
         """The client has left."""
@@ -175,11 +167,11 @@ class Queue:
 
     # -- what follows -----------------------------------------------------------------------
 
-    def _try(self, one: Waiting, now: float) -> bool:
+    def _try(self, one: Waiting, now: float, last_chance: bool = False) -> bool:
         """Decide anew; returns whether the request has left the queue."""
         decision, error = None, None
         try:
-            decision = one.decide(one.place(self._lines.depth(one)))
+            decision = one.decide(one.place(self._lines.depth(one), last_chance))
         except Exception as raised:  # concerns this request alone
             error = raised
         if error is None and self._stays(one, decision, now):
@@ -228,16 +220,16 @@ class Queue:
         longest_s = self._settings.longest_s
         until = now - longest_s + min(_SOONER_S, longest_s / 2)
         while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
-            self._leave(oldest)
             waited = f"the request has waited for {now - oldest.since:.0f} s"
-            full = Saturated(
-                f"every replica is full: {waited}", "waited_too_long", self.retry_after_s()
-            )
-            oldest.go(full if oldest.unserved_since is None else None)
+            self._dismiss(oldest, waited, "waited_too_long")
 
-    def _full(self) -> Saturated:
-        message = f"every replica is full, and {self._settings.most} requests wait already"
-        return Saturated(message, "too_many_waiting", self.retry_after_s())
+    def _dismiss(self, one: Waiting, why: str, code: str) -> None:
+        """Refuse a request, unless a replica can start it now."""
+        if self._try(one, self._clock(), last_chance=True):
+            return
+        self._leave(one)
+        full = Saturated(f"every replica is full: {why}", code, self.retry_after_s())
+        one.go(full if one.unserved_since is None else None)
 
     def _leave(self, one: Waiting) -> None:
         del self._waiting[one]

@@ -241,7 +241,8 @@ class Router:
         chooser = self._chooser(situation, policy, waited)
         choice = chooser.choose(situation)
         if wait is not None and not isinstance(chooser, Holder):
-            choice = _without_idle_wait(choice, prediction)
+            at_once = place is not None and place.last_chance
+            choice = _without_idle_wait(choice, prediction, at_once)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             chooser.name,
@@ -455,15 +456,15 @@ def _teaches_alone(forecast: Forecast) -> bool:
     return forecast.profile.sequences <= 1 and not forecast.adapter_load
 
 
-def _without_idle_wait(choice: Choice, prediction: Prediction) -> Choice:
+def _without_idle_wait(choice: Choice, prediction: Prediction, at_once: bool) -> Choice:
     """The choice; or, where the request would wait and end no sooner than on a replica that could
-    start it now, the best of those."""
+    start it now, the best of those; ``at_once``: wherever it would end sooner."""
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:
         return choice
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)
-    if soonest == np.inf or ends[choice.first] < soonest:
+    if soonest == np.inf or (ends[choice.first] < soonest and not at_once):
         return choice
     scores = np.where(starts & (ends < np.inf), choice.scores, np.inf)
     best = int((scores if least(scores) < np.inf else ends_there).argmin())

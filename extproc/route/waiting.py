@@ -74,9 +74,10 @@ class Waiting:
             prompt = self.profile.prompt_tokens - prediction.cached.item(first)
             self.tokens = max(self.tokens - prediction.yielded.item(first), prompt)
 
-    def place(self, depth: float) -> Place:
+    def place(self, depth: float, last_chance: bool = False) -> Place:
         """Where it stands; ``depth`` is the share of its tenant's requests that go before it."""
-        return Place(self.model, self.priority, self.tenant, self.since, self.due, self.row, depth)
+        key = self.model, self.priority, self.tenant, self.since, self.due
+        return Place(*key, self.row, depth, last_chance)
 
     def declines(self, row: int, now: float) -> bool:
         """Whether the request was just offered room on a replica, and waits for another one."""

@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 from collections import Counter
+from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.predict.step import PROFILES
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
@@ -253,9 +255,30 @@ def test_there_are_no_more_than_may_wait() -> None:
     system.come("first")
     system.come("a")
     system.come("b")
-    with pytest.raises(Saturated, match="2 requests wait already"):
-        system.come("c")
+    system.come("c")
+    assert "2 requests wait already" in str(system.refused["c"])
     assert len(system.queue) == 2
+
+
+@pytest.mark.parametrize(("settings", "names"), [({"most": 1}, "abc"), ({"longest_s": 3}, "ab")])
+def test_no_request_is_refused_while_a_replica_could_start_it(
+    settings: dict[str, int], names: str
+) -> None:
+    """A slow replica idles, for each queued request expects to end sooner on the fast one."""
+    system = System(replicas=2, **settings)
+    slow = asdict(PROFILES[A10].step) | {"c0": 0.3}
+    system.poll(2, learned=slow)
+    for name in names:
+        system.come(name)
+        assert system.on["a"][0] == replica(1)
+    assert "b" not in system.on
+    for _ in range(3):
+        system.clock.advance(1.0)
+        system.poll(1)
+        system.poll(2, learned=slow)
+        system.queue.look()
+    assert not system.refused
+    assert system.on[names[-1]][0] == replica(2)
 
 
 def test_with_no_time_to_wait_none_does() -> None:

@@ -106,10 +106,7 @@ class Simulation(ABC):
         def decide(place: Place) -> Decision | None:
             return node.router.decide(profile, waited=self.clock() - now, place=place)
 
-        try:
-            node.queue.enter(Waiting(profile, decision, now, decide, go))
-        except Refusal as refusal:
-            go(refusal)
+        node.queue.enter(Waiting(profile, decision, now, decide, go))
 
     def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
         if decision is None:
