@@ -141,16 +141,19 @@ class Eligibility:
         Args:
             replica: ``ip:port``.
             unavailable: the answer was 503, or none was seen. So a full engine answers, since vLLM
-                0.29 (``--max-num-queued-reqs``): one that steps is taken for full, not for failing.
+                0.29 (``--max-num-queued-reqs``): a replica whose engine steps counts as full for a
+                moment. Before a poll sees a step, such answers within a second are one failure.
         """
-        one = self._replicas.get(replica)
+        now, one = self._clock(), self._replicas.get(replica)
         if one is None or (self._is_ejected(one) and not one.tried):
             return
         if unavailable and self._steps(one):
-            one.full_until, self._changed = self._clock() + _FULL_S, True
+            one.full_until, self._changed = now + _FULL_S, True
+            return
+        if unavailable and now - one.failed_at < _FULL_S:
             return
         one.tried = False
-        one.failed_at = self._failed_at = self._clock()
+        one.failed_at = self._failed_at = now
         one.failures += 1
         if one.failures >= _TOLERATED:
             self._eject(one)

@@ -152,9 +152,14 @@ class InFlight:
             services.fleet.eligibility.answered(self.served_by)
 
     def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
-        """``counts``: the replica is at fault: a request that fails on two may be itself."""
+        """``counts``: the replica is at fault: a request that fails on two may be itself.
+
+        A replica without other requests is not full.
+        """
+        fleet = self._services.fleet
         if counts:
-            self._services.fleet.eligibility.failed(replica, unavailable)
+            others = fleet.in_flight_on(replica) - (replica == self.served_by)
+            fleet.eligibility.failed(replica, unavailable and others > 0)
         self._services.metrics.failures.add(replica)
 
     def _worth_reading(self, content_type: str) -> bool:

@@ -653,6 +653,19 @@ def test_an_engine_that_steps_and_answers_503_is_full_and_not_ejected() -> None:
     assert not excluded(fleet)
 
 
+def test_engine_that_fills_between_two_polls_is_not_ejected() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(10):
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert not excluded(fleet)
+    for _ in range(2):
+        clock.advance(1.1)
+        fleet.put(state(2, A10, clock))
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert excluded(fleet) == {replica(1): "it failed several requests in a row"}
+
+
 def test_sleeping_engine_gets_nothing_until_it_is_awake() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)

@@ -173,6 +173,20 @@ async def test_reset_after_body_ends_wait(envoy: EnvoySide, services: Services, 
     assert not unforeseen
 
 
+async def test_requests_queue_after_three_clients_hung_up(
+    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
+) -> None:
+    for name in "abc":
+        async with envoy.stream() as stream:
+            await queued(stream, name)
+            clock.advance(0.3)
+            stream.reset()
+            await until(lambda: len(services.queue) == 0)
+    async with envoy.stream() as stream:
+        await queued(stream, "later")
+        assert len(services.queue) == 1
+
+
 async def test_closed_stream_leaves_queue(stream: Stream, services: Services, full: Full) -> None:
     await queued(stream, "third")
     await stream.end()

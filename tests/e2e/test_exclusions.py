@@ -1,0 +1,134 @@
+"""Replicas that get no requests for a while, and come back."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from tests.e2e.client import CHAT, Client
+from tests.e2e.stack import Stack
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+
+H100 = "llama-8b-h100"
+FIT, PROMPT, TOKENS = 4, 1000, 120
+FULL = 0.8  # share of the KV cache from which on no further request fits
+SMALL = ("--kv-tokens", str(FIT * 1200), "--max-num-queued-reqs", "12")
+PLAIN = ("--kv-tokens", str(FIT * 1200))
+NAMES = "limited", "plain"
+BACK_S = 10.0  # seconds within which service is back
+IN_TURN = {"x-extproc-policy": "round_robin"}
+
+
+def system(directory: Path) -> Stack:
+    """An engine that refuses more than 12 requests, and one that queues them."""
+    fleet = (SimulatedReplica("limited", H100, SMALL), SimulatedReplica("plain", H100, PLAIN))
+    return Stack(directory, fleet, {"serve": {"chunks_per_s": 1e6}})
+
+
+async def ask(client: Client, name: str, words: int = PROMPT, policy: str = "") -> int:
+    """Status of the answer to a prompt that no prefix cache holds."""
+    content = name + " sea" * words
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    headers = {"x-simulate-output-tokens": str(TOKENS)}
+    headers |= {"x-extproc-policy": policy} if policy else {}
+    return (await client.send("POST", CHAT, body | {"max_tokens": TOKENS}, headers)).status
+
+
+async def left_out(client: Client, reason: str = "") -> list[str]:
+    """Names of the replicas that get no requests, for that reason if given."""
+    fleet = (await client.fleet())["replicas"]
+    metric = "extproc_replica_left_out"
+    reasons = [reason] if reason else ["unhealthy", "stalled", "failing", "full", "asleep"]
+    return [
+        one["name"]
+        for one in fleet
+        for why in reasons
+        if await client.metric(f'{metric}{{reason="{why}",replica="{one["id"]}"}}')
+    ]
+
+
+async def served(client: Client, name: str) -> bool:
+    answer = await client.chat(tokens=1, headers=IN_TURN)
+    return answer.status == 200 and answer.decision["replica_name"] == name
+
+
+@pytest.mark.parametrize("frozen", [NAMES, NAMES[:1]], ids=["both", "one"])
+async def test_replicas_with_frozen_gauges_serve_within_10_s(
+    client: Client, stack: Stack, frozen: tuple[str, ...]
+) -> None:
+    """Gauges of vLLM up to 0.10.1 keep their values when all requests are aborted at once."""
+    for name in frozen:
+        await client.simulate(name, freezing_gauges=True)
+    await client.slow(20.0)
+    asked: list[asyncio.Task[int]] = []
+
+    async def full() -> bool:
+        if all(one.done() for one in asked):
+            count = len(asked)
+            names = [f"{frozen} {number}" for number in range(count, count + 3 * FIT)]
+            asked.extend(asyncio.create_task(ask(client, name)) for name in names)
+        usages = [(await client.replica(name))["kv_usage"] for name in frozen]
+        return bool(min(usages) > FULL)
+
+    await until(full)
+    await stack.kill("envoy")
+    await asyncio.gather(*asked, return_exceptions=True)
+    await client.ledger_empty()
+    await client.slow(1.0)
+    for name in frozen:
+        assert await client.replica_counts(name, "vllm:kv_cache_usage_perc") > FULL
+    await stack.start("envoy")
+    async with asyncio.timeout(BACK_S):
+        for name in NAMES:
+            assert await ask(client, f"again {frozen} {name}") == 200
+            await until(partial(served, client, name))
+    await client.simulate("limited", freezing_gauges=False)
+    await client.simulate("plain", freezing_gauges=False)
+    await until(lambda: nobody_left_out(client))
+
+
+async def nobody_left_out(client: Client) -> bool:
+    return not await left_out(client)
+
+
+async def test_full_engine_is_never_ejected(client: Client) -> None:
+    refusals = "vllm:admission_rejections_total"
+    before = await client.replica_counts("limited", refusals)
+    for burst in range(3):
+        asked = [ask(client, f"{burst} {n}", words=5, policy="round_robin") for n in range(60)]
+        assert set(await asyncio.gather(*asked)) == {200}
+        assert not await left_out(client, "failing")
+    assert await client.replica_counts("limited", refusals) > before
+    await until(lambda: served(client, "limited"))
+
+
+async def test_request_that_fails_everywhere_ejects_no_replica(client: Client) -> None:
+    await until(lambda: nobody_left_out(client))
+    for name in NAMES:
+        await client.simulate(name, fail=500)
+    answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
+    assert {answer.status for answer in answers} == {500}
+    for name in NAMES:
+        await client.simulate(name, fail=0)
+    assert await nobody_left_out(client)
+    chosen = [(await client.chat(headers=IN_TURN)).decision["replica_name"] for _ in range(4)]
+    assert set(chosen) == set(NAMES)
+
+
+async def test_sleeping_engine_gets_no_request_until_it_wakes(client: Client, stack: Stack) -> None:
+    url = f"http://{stack.address('limited')}"
+    await client.post(f"{url}/sleep", {})
+
+    async def asleep() -> bool:
+        return await left_out(client, "asleep") == ["limited"]
+
+    await until(asleep)
+    answers = [await client.chat(headers=IN_TURN) for _ in range(8)]
+    assert {answer.status for answer in answers} == {200}
+    assert {answer.decision["replica_name"] for answer in answers} == {"plain"}
+    await client.post(f"{url}/wake_up", {})
+    await until(lambda: served(client, "limited"))
