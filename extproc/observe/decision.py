@@ -9,7 +9,8 @@ class Terms(Struct):
     """Parts of a prediction, in seconds."""
 
     step_rest: Figure
-    admission: Figure
+    queue: Figure  # wait at the router until the replica has room; 0: it can start the request
+    admission: Figure  # wait in the engine; the first token has the longer of the two
     adapter: Figure
     prefill: Figure
     decode: Figure

@@ -40,6 +40,7 @@ _CANDIDATES: Cells[Candidate] = (
     (Column("queued"), lambda one: count(one.backlog_tokens)),
     (Column("cached"), lambda one: count(one.cached_tokens)),
     (Column("step"), lambda one: figure(one.terms_s.step_rest)),
+    (Column("wait"), lambda one: figure(one.terms_s.queue)),
     (Column("admit"), lambda one: figure(one.terms_s.admission)),
     (Column("adapter"), lambda one: figure(one.terms_s.adapter)),
     (Column("prefill"), lambda one: figure(one.terms_s.prefill)),
@@ -62,6 +63,11 @@ _LEGEND = (
 _COMPLETION_SCORE = "  score = finish + weight * others."
 _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
     # Columns that are shown where the figure is not zero for a candidate, and their legend.
+    (
+        {"wait"},
+        lambda one: one.terms_s.queue,
+        "wait: at the router, until the replica has room; TTFT has the longer of wait and admit.",
+    ),
     (
         {"×"},
         lambda one: abs((one.stretch or 1.0) - 1.0) >= 0.005,
