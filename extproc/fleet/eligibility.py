@@ -37,6 +37,90 @@ _FAILING = "it failed several requests in a row"
 _HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
 
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a replica gets no request; the texts are for docs/operations.md."""
+
+    name: str
+    set_by: str
+    cleared_by: str
+    longest: str
+    trial: str  # request that may end it
+    most: str  # largest share of the replicas
+    covers_all: bool = False  # holds even where it leaves no replica
+
+
+ASLEEP = Reason(
+    "asleep",
+    "a poll: the engine sleeps",
+    "a poll: the engine is awake",
+    "as long as it sleeps",
+    "none",
+    "all",
+    covers_all=True,
+)
+UNHEALTHY = Reason(
+    "unhealthy",
+    "a scrape that failed, or three timeouts without an answer",
+    "a scrape that succeeds; for 5 s, an answer to a request of this router",
+    "until either",
+    f"one request every {_TRIAL_S:g} s while no replica may be used, unless it refuses connections",
+    "all",
+    covers_all=True,
+)
+OTHER_MODEL = Reason(
+    "other model",
+    "a list of models without the one asked for",
+    "a list with it",
+    "until then",
+    "none",
+    "all, if any replica lists the model; else none",
+)
+STALLED = Reason(
+    "stalled",
+    f"no answer to any scrape for {_HELD_UP_S:g} s; no news for {SILENT_AFTER_S:g} s while other "
+    f"replicas are heard of; nothing moving for {_STUCK_S:g} s in an engine with work",
+    "an answer; news; anything that moves, or no requests",
+    "until then",
+    f"one request every {_TRIAL_S:g} s, unless no scrape is answered",
+    "all but one",
+)
+FAILING = Reason(
+    "failing",
+    f"{_TOLERATED} requests in a row that failed there alone",
+    "an answer below 500",
+    f"{_FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
+    f"{_LONGEST_EJECTION_S:g} s",
+    "one request after that time",
+    "half, at least one replica",
+)
+FULL = Reason(
+    "full",
+    "503 or a retry, while the engine steps",
+    "time",
+    f"{_FULL_S:g} s",
+    "any request after that time",
+    "all but one",
+)
+DRAINING = Reason(
+    "draining",
+    "`extproc replicas drain`",
+    "`extproc replicas undrain`",
+    "until then",
+    "none",
+    "all but one",
+)
+NEW = Reason(
+    "new",
+    f"joining measured replicas: {_AT_FIRST} requests at a time, and one more for each that ended",
+    "the first measured second or two of work",
+    "until then",
+    "every request within that number",
+    "all but one",
+)
+REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
+
+
 @dataclass(slots=True)
 class _Replica:
     state: ReplicaState
@@ -60,25 +144,10 @@ _Rule = Callable[[_Replica], str]  # why a replica may not be used, for people; 
 
 
 class Eligibility:
-    """Tells which replicas may serve a request. Each rule leaves some out, in this order:
+    """Tells which replicas may serve a request: those without a reason in :data:`REASONS`.
 
-    - *not healthy*: its last scrape was refused, failed, was not answered in three timeouts, or its
-      engine is dead; until a scrape succeeds. This alone holds even where it leaves none.
-    - *does not serve the model*; until it says so. It holds even where it leaves none if any
-      replica says it serves the model, for the others would answer 404. If none does, one that
-      does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: it answered nothing for 1 s, no news of it came for 5 s while there is of others
-      (when nothing at all is heard, pollers or Redis are gone: the replicas are still there), or
-      nothing moved for 10 s in an engine with work; until it does, news comes, or anything moves.
-    - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
-      doubles. After it one request tries again, of those whose outcome Envoy tells, and it decides:
-      Envoy may answer a request that failed there from another replica, and long after, so many
-      would try before the first is heard of.
-    - *draining*; until it is to serve again.
-    - *new*, beside others that are measured, with as many requests as a new one may have: four,
-      and one more for each that ended there, so that it is not flooded where its profile is far
-      off. Its first measured stretch of work, a second or two, ends that. Replicas that join before
-      any was measured are not new: at the start of a pool all are alike, and somebody has to serve.
+    The reasons apply in the order of the table. One that may not cover all replicas is passed over
+    where it would leave none.
     """
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
@@ -228,7 +297,7 @@ class Eligibility:
         """By member, the first thing that speaks against it: in one word, and for people."""
         rules, found = self._rules("", False, told=True, trials=False), {}
         for name, one in self._replicas.items():
-            reasons = ((word, rule(one)) for word, rule, _ in rules)
+            reasons = ((reason.name, rule(one)) for reason, rule in rules)
             if first := next((reason for reason in reasons if reason[1]), None):
                 found[name] = first
         return found
@@ -297,9 +366,9 @@ class Eligibility:
         usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
         serving = [self._serves(model, one) for one in self._replicas.values()]
         all_told = all(one.state.listed for one in self._replicas.values())
-        for _, rule, always in self._rules(model, any(serving), told):
+        for reason, rule in self._rules(model, any(serving), told):
             rejected = {one.state.id: why for one in usable if (why := rule(one))}
-            if always or len(rejected) < len(usable):
+            if reason.covers_all or len(rejected) < len(usable):
                 left_out |= rejected
                 usable = [one for one in usable if one.state.id not in rejected]
         if not usable and (tried := self._on_trial(members, model)):
@@ -339,23 +408,23 @@ class Eligibility:
 
     def _rules(
         self, model: str, listed: bool, told: bool, trials: bool = True
-    ) -> tuple[tuple[str, _Rule, bool], ...]:
-        """Each with what such a replica is, in one word, and whether it holds even where it leaves
-        no replica; without a model: those that hold whatever it is."""
+    ) -> tuple[tuple[Reason, _Rule], ...]:
+        """The reasons but for NEW, in their order; without a model: whatever it is."""
+        other = replace(OTHER_MODEL, covers_all=listed)
         out = self._is_ejected if told else _was_ejected
 
         def serves(one: _Replica) -> bool:
             return not model or self._serves(model, one)
 
         return (
-            ("asleep", lambda one: "its engine sleeps" if one.state.asleep else "", True),
-            ("unhealthy", self._unhealthy, True),
-            ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
-            ("stalled", partial(self._stalled, trials=trials), False),
-            ("failing", lambda one: _FAILING if out(one) else "", False),
-            ("full", lambda one: _FULL if self._clock() < one.full_until else "", False),
+            (ASLEEP, lambda one: "its engine sleeps" if one.state.asleep else ""),
+            (UNHEALTHY, self._unhealthy),
+            (other, lambda one: "" if serves(one) else f"does not serve {model!r}"),
+            (STALLED, partial(self._stalled, trials=trials)),
+            (FAILING, lambda one: _FAILING if out(one) else ""),
+            (FULL, lambda one: _FULL if self._clock() < one.full_until else ""),
             # last: those draining serve rather than one that is ejected
-            ("draining", lambda one: "draining" if one.state.draining else "", False),
+            (DRAINING, lambda one: "draining" if one.state.draining else ""),
         )
 
     def _unhealthy(self, one: _Replica) -> str:

@@ -1,0 +1,35 @@
+"""The table of reasons in docs/operations.md.
+
+``python -m tests.fleet.test_reasons`` writes the table anew.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from extproc.fleet.eligibility import REASONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+BEGIN, END = (f"<!-- {what}: python -m tests.fleet.test_reasons -->" for what in ("made by", "end"))
+
+
+def table() -> Iterator[str]:
+    yield "| reason | set by | cleared by | longest | trial | largest share |"
+    yield "|---|---|---|---|---|---|"
+    for one in REASONS:
+        cells = f"*{one.name}*", one.set_by, one.cleared_by, one.longest, one.trial, one.most
+        yield f"| {' | '.join(cells)} |"
+
+
+def parts() -> tuple[str, str, str]:
+    before, _, rest = PAGE.read_text().partition(BEGIN + "\n")
+    shown, _, after = rest.partition(END)
+    return before, shown.rstrip("\n"), after
+
+
+def test_page_shows_the_reasons() -> None:
+    assert parts()[1] == "\n".join(table()), "run: python -m tests.fleet.test_reasons"
+
+
+if __name__ == "__main__":
+    _before, _, _after = parts()
+    PAGE.write_text(_before + "\n".join((BEGIN, *table(), END)) + _after)
