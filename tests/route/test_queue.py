@@ -250,6 +250,20 @@ def test_who_waited_too_long_is_refused() -> None:
     assert len(system.queue) == 0
 
 
+def test_request_is_not_refused_while_a_replica_could_start_it() -> None:
+    """The refusal of the first request frees the place that it reserved."""
+    system = System(longest_s=60)
+    system.fill()
+    system.come("large", priority=1)
+    system.come("small", prompt=500)
+    assert system.gone == ["first"]
+    system.clock.advance(59.5)
+    system.poll(steps=1.0)
+    system.queue.look()
+    assert [*system.refused] == ["large"]
+    assert system.gone == ["first", "small"]
+
+
 def test_there_are_no_more_than_may_wait() -> None:
     system = System(most=2)
     system.come("first")
