@@ -219,13 +219,15 @@ class Queue:
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
         until = now - longest_s + min(_SOONER_S, longest_s / 2)
+        tries = _DUE  # of thousands that are refused at once none but the first could start
         while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
             waited = f"the request has waited for {now - oldest.since:.0f} s"
-            self._dismiss(oldest, waited, "waited_too_long")
+            self._dismiss(oldest, waited, "waited_too_long", tries > 0)
+            tries -= 1
 
-    def _dismiss(self, one: Waiting, why: str, code: str) -> None:
-        """Refuse a request, unless a replica can start it now."""
-        if self._try(one, self._clock(), last_chance=True):
+    def _dismiss(self, one: Waiting, why: str, code: str, tries: bool = True) -> None:
+        """Refuse a request, unless it ``tries`` and a replica can start it now."""
+        if tries and self._try(one, self._clock(), last_chance=True):
             return
         self._leave(one)
         full = Saturated(f"every replica is full: {why}", code, self.retry_after_s())

@@ -199,9 +199,8 @@ class World:
 
         def go(outcome: Decision | Exception | None) -> None:
             if isinstance(outcome, Exception):
-                self.refused.append(
-                    (request, outcome, node.router.decide(profile, place=one.place(0.0)))
-                )
+                last = node.router.decide(profile, place=one.place(0.0, last_chance=True))
+                self.refused.append((request, outcome, last))
             else:
                 self.send(node, node.last[one])
 

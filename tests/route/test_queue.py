@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from math import inf
 from typing import Any
@@ -262,6 +263,29 @@ def test_request_is_not_refused_while_a_replica_could_start_it() -> None:
     system.queue.look()
     assert [*system.refused] == ["large"]
     assert system.gone == ["first", "small"]
+
+
+def test_few_of_many_refusals_at_once_are_decided_anew() -> None:
+    """A look at thousands must not hold up the requests that arrive."""
+    system = System(longest_s=60)
+    system.fill()
+    decided: list[Place] = []
+    for number in range(100):
+        one = system.come(str(number))
+        assert one is not None
+
+        def waits(
+            place: Place, decide: Callable[[Place], Decision | None] = one.decide
+        ) -> Decision | None:
+            decided.append(place)
+            return decide(place)
+
+        one.decide = waits
+    system.clock.advance(59.5)
+    system.poll(steps=1.0)
+    system.queue.look()
+    assert len(system.refused) == 100
+    assert len(decided) < 20
 
 
 def test_there_are_no_more_than_may_wait() -> None:
