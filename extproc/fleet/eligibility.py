@@ -192,13 +192,16 @@ class Eligibility:
             self._looked_at = now
             self._look_for_stalls()
 
-    def sent(self, replica: str) -> None:
-        """A request was sent to it whose outcome Envoy tells: after an ejection that is enough
-        until it is known, or was not for as long as the ejection."""
+    def sent(self, replica: str, told: bool = True) -> None:
+        """Note a request; ``told``: Envoy tells of its outcome.
+
+        After an ejection one that is told of is the only trial, until its outcome is known or the
+        time of the ejection has passed again.
+        """
         one = self._replicas[replica]
         if one.stalled or not one.state.healthy:
             one.trial_at, self._changed = self._clock() + _TRIAL_S, True
-        if _was_ejected(one) and not self._is_ejected(one):
+        if told and _was_ejected(one) and not self._is_ejected(one):
             one.tried = True
             self._eject(one)
 

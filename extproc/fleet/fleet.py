@@ -240,8 +240,7 @@ class Fleet:
             KeyError: the replica is not a member.
         """
         row, now = self._rows[replica], self._clock()
-        if told:
-            self.eligibility.sent(replica)
+        self.eligibility.sent(replica, told)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
         self._remember(row, profile.prefix)

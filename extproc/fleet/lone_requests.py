@@ -121,7 +121,8 @@ class LoneRequests:
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)
         budget, per_step = replicas.token_budget.item(row), replicas.tokens_per_step.item(row)
-        works = work_of(served, computed, budget, per_step)
+        told = work_of(served, computed, budget, per_step)
+        works = [work for work in told if work.seconds > 0.0]  # else the clock is too coarse
         if works:
             seen, now = self._seen.get(row), self._clock()
             if seen is None:

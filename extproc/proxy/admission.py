@@ -93,8 +93,8 @@ async def _dispatch(
         return None if _is_unserved(services, profile) else among(**when)
 
     decision = decide()
-    awaited = exchange.subset is None and _is_awaited(services, profile)
-    if decision is None and not awaited:
+    may_wait = exchange.subset is None and services.body_memory.free >= 0
+    if decision is None and not (may_wait and _is_awaited(services, profile)):
         _check_model(services, profile)
         _check_fallback(services, profile, exchange.has_fallback)
     else:

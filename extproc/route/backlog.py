@@ -1,12 +1,13 @@
 """Requests that wait at this router, by model and by replica, and the replicas they reserve."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from extproc.predict.inputs import Floats, Indices
-from extproc.route.order import OVERTAKEN_S, Line, Queued, Shares
+from extproc.route.order import OVERTAKEN_S, Key, Line, Queued, Shares
 
 _RUNS_BEFORE = 0.3
 """Share of the work ahead that delays a request: what waits may start elsewhere, and what has small
@@ -49,21 +50,22 @@ class Backlog(Generic[Request]):
         self._replicas: dict[int, dict[str, Line[Request]]] = {}  # by row and model
         self._seconds: dict[int, Floats] = {}  # replica-seconds by priority, of each row
         self._tenants: dict[tuple[int, str], float] = {}  # the same by tenant, of all rows
+        self._counts = Counter[tuple[int, str]]()  # requests of each of these
         self._requests: Floats = np.zeros(0)  # of each row
 
     def __bool__(self) -> bool:
         return bool(self._models)
 
     def enter(self, one: Request) -> None:
-        self.shares.enter(one.tenant)
-        self._models.setdefault(one.model, Line(self.shares)).enter(one)
+        self.shares.enter(_key(one))
+        self._models.setdefault(one.model, Line(self.shares, one.model)).enter(one)
 
     def leave(self, one: Request) -> None:
         line = self._models[one.model]
         line.leave(one)
         if not line:
             del self._models[one.model]
-        self.shares.leave(one.tenant)
+        self.shares.leave(_key(one))
 
     def await_replica(self, one: Request, row: int) -> None:
         self._widen(one.priority, row)
@@ -71,13 +73,18 @@ class Backlog(Generic[Request]):
         self._requests[row] += 1.0
         key = one.priority, one.tenant
         self._tenants[key] = self._tenants.get(key, 0.0) + one.cost
+        self._counts[key] += 1
         lines = self._replicas.setdefault(row, {})
-        lines.setdefault(one.model, Line(self.shares)).enter(one)
+        lines.setdefault(one.model, Line(self.shares, one.model)).enter(one)
 
     def await_no_more(self, one: Request, row: int) -> None:
         self._seconds[one.priority][row] -= one.cost
         self._requests[row] -= 1.0
-        self._tenants[one.priority, one.tenant] -= one.cost
+        key = one.priority, one.tenant
+        self._tenants[key] -= one.cost
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key], self._tenants[key]
         lines = self._replicas[row]
         lines[one.model].leave(one)
         if not lines[one.model]:
@@ -86,11 +93,10 @@ class Backlog(Generic[Request]):
             del self._replicas[row]
         if not self._replicas:
             self._seconds.clear()
-            self._tenants.clear()
 
-    def dispatched(self, tenant: str, cost: float) -> None:
-        """Charge ``cost`` replica-seconds to a tenant."""
-        self.shares.sent(tenant, cost)
+    def is_first(self, one: Request) -> bool:
+        """Whether a request is the first of its model."""
+        return self._models[one.model].head() is one
 
     # -- what it tells ----------------------------------------------------------------------
 
@@ -116,8 +122,7 @@ class Backlog(Generic[Request]):
         for head in self.firsts(models):
             if row in head.usable:
                 found.setdefault(head, 1)
-        tag = self.shares.tag
-        return sorted(found, key=lambda one: (-one.priority, found[one], tag(one.tenant), one.due))
+        return sorted(found, key=lambda one: (-one.priority, found[one], one.due))
 
     def requests(self, rows: Indices) -> Floats:
         """Requests that wait for each replica."""
@@ -149,7 +154,7 @@ class Backlog(Generic[Request]):
         The first request that waits for a replica reserves it against requests of its model, and of
         lower priority; other models may pass until it is B seconds overdue.
         """
-        rank = self.shares.tag(place.tenant), place.due
+        rank = self.shares.tag((place.model, place.priority, place.tenant)), place.due
         moves = place.row is not None and place.row != row
         for model, line in self._replicas.get(row, {}).items():
             head = line.head()
@@ -157,12 +162,12 @@ class Backlog(Generic[Request]):
                 if head.priority > place.priority:
                     return True
                 continue
-            before = (self.shares.tag(head.tenant), head.due) < rank
+            before = (self.shares.tag(_key(head)), head.due) < rank
             if model == place.model:
                 own = line.next_due(place.priority, place.tenant)
                 if before or moves or own < place.due:
                     return True
-            elif before and head.due + OVERTAKEN_S < place.since:
+            elif head.due + OVERTAKEN_S < place.since:
                 return True
         return False
 
@@ -180,3 +185,7 @@ def _of(column: Floats, rows: Indices) -> Floats:
     known = rows < len(column)
     found[known] = column[rows[known]]
     return found
+
+
+def _key(one: Queued) -> Key:
+    return one.model, one.priority, one.tenant

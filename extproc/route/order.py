@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from heapq import nlargest
 from math import exp, inf
-from statistics import median
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 OVERTAKEN_S = 3.0
@@ -19,55 +19,62 @@ _LITTLE_S = 1e-3
 _MEMORY_S = 60.0  # seconds in which a tenant's recent share loses two thirds of its weight
 
 
-class Shares:
-    """Replica-seconds that each tenant received while requests waited.
+Key = tuple[str, int, str]  # model, priority and tenant
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996): the tenant with the lowest tag is next.
-    A request adds its cost to the tag of its tenant. A tenant without queued requests begins at the
-    tag that was served last, so nobody saves up service, and nobody pays for quiet hours of others.
+
+class Shares:
+    """Replica-seconds that each tenant received while its requests waited.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each model and priority: the tenant
+    with the lowest tag is next, and a request adds its cost to the tag of its tenant. A tenant
+    without queued requests begins at the tag that was served last, so nobody saves up service, and
+    nobody pays for quiet hours of others.
     """
 
     def __init__(self, now: float) -> None:
-        self._tags: dict[str, float] = {}
-        self._level = 0.0  # highest tag that was served
-        self._queued = Counter[str]()
-        self._recent: dict[str, float] = {}  # replica-seconds, decayed
+        self._tags: dict[Key, float] = {}
+        self._levels: dict[tuple[str, int], float] = {}  # by model and priority: highest tag served
+        self._queued = Counter[Key]()
+        self._recent: dict[str, float] = {}  # replica-seconds by tenant, decayed
         self._at = now
 
-    def tag(self, tenant: str) -> float:
-        """Position of a tenant among all, in replica-seconds."""
-        tag = self._tags.get(tenant, 0.0)
-        return tag if tenant in self._queued else max(tag, self._level)
+    def tag(self, key: Key) -> float:
+        """Position of a tenant among those of its model and priority, in replica-seconds."""
+        tag = self._tags.get(key, 0.0)
+        return tag if key in self._queued else max(tag, self._levels.get(key[:2], 0.0))
 
-    def enter(self, tenant: str) -> None:
-        self._tags[tenant] = self.tag(tenant)
-        self._queued[tenant] += 1
+    def enter(self, key: Key) -> None:
+        self._tags[key] = self.tag(key)
+        self._queued[key] += 1
+        self._forget()
 
-    def leave(self, tenant: str) -> None:
-        self._queued[tenant] -= 1
-        if not self._queued[tenant]:
-            del self._queued[tenant]
+    def leave(self, key: Key) -> None:
+        self._queued[key] -= 1
+        if not self._queued[key]:
+            del self._queued[key]
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether the tenant has requests queued."""
+        return key in self._queued
 
     def __len__(self) -> int:
         """Tenants with queued requests."""
         return len(self._queued)
 
-    def sent(self, tenant: str, cost: float) -> None:
+    def sent(self, key: Key, cost: float) -> None:
         """Count a dispatched request of ``cost`` replica-seconds."""
-        tag = self.tag(tenant)
-        self._level = max(self._level, tag)
-        self._tags[tenant] = tag + cost
+        tag, tenant = self.tag(key), key[2]
+        self._levels[key[:2]] = max(self._levels.get(key[:2], 0.0), tag)
+        self._tags[key] = tag + cost
         self._recent[tenant] = self._recent.get(tenant, 0.0) + cost
-        if len(self._tags) > 2 * _MOST_TENANTS:
-            self._forget()
+        self._forget()
 
     def _forget(self) -> None:
-        self._level = max(self._level, median(self._tags.values()))
-        self._tags = {
-            name: tag
-            for name, tag in self._tags.items()
-            if tag > self._level or name in self._queued
-        }
+        """Keep the tags of queued tenants, and of as many others as are remembered."""
+        if len(self._tags) <= 2 * _MOST_TENANTS + len(self._queued):
+            return
+        highest = nlargest(_MOST_TENANTS, self._tags.items(), key=itemgetter(1))
+        self._tags = {key: self._tags[key] for key in self._queued} | dict(highest)
         most = nlargest(_MOST_TENANTS // 2, self._recent, key=self._recent.__getitem__)
         self._recent = {name: self._recent[name] for name in most}
 
@@ -107,8 +114,9 @@ def due_at(since: float, due_s: float, cost: float) -> float:
 class Line(Generic[Request]):
     """Queued requests in order: by priority, then tag of the tenant, then due time."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: Shares, model: str) -> None:
         self._shares = shares
+        self._model = model
         self._groups: dict[tuple[int, str], list[tuple[float, int, Request]]] = {}
         self._turns: dict[int, list[tuple[float, str]]] = {}  # by priority: tags of its tenants
         self._tags: dict[tuple[int, str], float] = {}  # as they stand in the turns
@@ -158,14 +166,14 @@ class Line(Generic[Request]):
         """
         while True:
             tag, tenant = turn = self._turns[priority][0]
-            if self._shares.tag(tenant) == tag:
+            if self._shares.tag((self._model, priority, tenant)) == tag:
                 return turn
             self._displace((priority, tenant))
             self._place((priority, tenant))
 
     def _place(self, key: tuple[int, str]) -> None:
         priority, tenant = key
-        tag = self._tags[key] = self._shares.tag(tenant)
+        tag = self._tags[key] = self._shares.tag((self._model, priority, tenant))
         insort(self._turns.setdefault(priority, []), (tag, tenant))
 
     def _displace(self, key: tuple[int, str]) -> None:

@@ -26,7 +26,7 @@ Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
 
 from collections import Counter
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import exp
 
@@ -42,6 +42,7 @@ from extproc.route.waiting import ANEW_S, Waiting, cost
 LOOK_EVERY_S = 0.05  # seconds between two looks
 _MODELS = 16  # whose first request is looked at, by turns, when a replica has more room
 _TRIED = 32  # decisions at most when a replica has more room
+_STALE = 64  # entries of requests that have gone, kept at least
 _DUE = 16  # requests that are decided anew in one look
 _REPLICAS = 20  # looks in which each replica is looked at once
 _SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
@@ -61,6 +62,7 @@ class Queue:
         self._tenants = Tenants[Waiting]()
         self._due: list[tuple[float, int, Waiting]] = []  # when each is decided anew: a heap
         self._numbers = count(1)
+        self._members: dict[str, int] = {}  # rows of the replicas, at the last look
         self._moved_at = clock()  # when a request was dispatched, or ended
         self._turn = 0  # of the replicas, by looks
         self._rate, self._rate_at = 0.0, clock()  # dispatches a second
@@ -89,15 +91,20 @@ class Queue:
         return self._lines.shares.recent(self._clock())
 
     def must_wait(self, decision: Decision) -> bool:
-        """Whether a new request has to wait; one that has not is charged to its tenant."""
+        """Whether a new request has to wait. One that starts now is charged to its tenant while
+        others of that tenant wait."""
         if self.backlog is not None and decision.wait_s > 0.0:
             return True
-        if self._waiting:
-            self._lines.dispatched(decision.profile.tenant, cost(decision))
+        profile = decision.profile
+        key = profile.model, profile.objective.priority, profile.tenant
+        if key in self._lines.shares:
+            self._lines.shares.sent(key, cost(decision))
         return False
 
     def retry_after_s(self) -> float:
         """Seconds until the queue has drained, at the rate of the last half minute."""
+        if not self._waiting:
+            return 0.0
         rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)
         longest = self._settings.longest_s
         return min(len(self) / rate, longest) if rate > 0.0 else longest
@@ -142,9 +149,11 @@ class Queue:
     def look(self) -> None:
         """Refuse what waited too long and decide anew what is due: to be called often."""
         if not self._waiting:
+            self._due.clear()
             return
         now = self._clock()
         self._refuse(now)
+        self._leave_departed(now)
         for _ in range(_DUE):
             while self._due and self._is_over(self._due[0]):
                 heappop(self._due)
@@ -155,6 +164,17 @@ class Queue:
         self._turn = (self._turn + 1) % _REPLICAS
         for replica in list(self._fleet.members.rows)[self._turn :: _REPLICAS]:
             self._offer(replica)
+
+    def _leave_departed(self, now: float) -> None:
+        """Requests that wait for a replica that has left wait for any other."""
+        members = self._fleet.members.rows
+        if members != self._members:
+            self._members = dict(members)
+            for one in self._waiting:
+                if one.row is not None and members.get(one.replica) != one.row:
+                    self._awaits_no_more(one)
+                    one.decided(None, now)
+                    self._awaits(one)
 
     def _look_at_firsts(self, now: float) -> None:
         """Decide the first of each model anew, and those behind a request that was dispatched."""
@@ -180,9 +200,9 @@ class Queue:
             self._awaits(one)
             return False
         self._leave(one)
-        self._moved_at = now
         if decision is not None:
-            self._lines.dispatched(one.tenant, cost(decision))
+            self._moved_at = now
+            self._lines.shares.sent((one.model, one.priority, one.tenant), cost(decision))
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
         one.go(error or decision)
@@ -191,8 +211,8 @@ class Queue:
     def _stays(self, one: Waiting, decision: Decision | None, now: float) -> bool:
         """Whether a request goes on waiting: for room, or for a replica that serves it.
 
-        The first of a model goes wherever it would wait for, if nothing has moved for 5 s: then the
-        figures that it waits by cannot be trusted.
+        After 5 s without progress the first request of a model is sent to the replica that it waits
+        for, full or not: the gauges may be wrong.
         """
         if decision is None:
             since = one.unserved_since or now
@@ -201,12 +221,15 @@ class Queue:
             return False
         moved = now - max(self._moved_at, one.since) < _STUCK_S
         moved |= self._fleet.eligibility.progresses(decision.replica, _STUCK_S)
-        return moved or self._lines.depth(one) > 0.0
+        return moved or not self._lines.is_first(one)
 
     def _awaits(self, one: Waiting) -> None:
         if one.row is not None:
             self._lines.await_replica(one, one.row)
         heappush(self._due, (one.retry_at, one.number, one))
+        if len(self._due) > 2 * len(self._waiting) + _STALE:
+            self._due = [(one.retry_at, one.number, one) for one in self._waiting]
+            heapify(self._due)
 
     def _awaits_no_more(self, one: Waiting) -> None:
         if one.row is not None:
