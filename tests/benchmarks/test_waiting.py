@@ -49,9 +49,10 @@ def test_what_waits_is_neither_preempted_nor_later(two: FleetFile, routers: int)
     assert completion(held) < 0.9 * completion(at_once)
 
 
-def test_nothing_waits_where_there_is_room(two: FleetFile) -> None:
+def test_queue_changes_little_where_there_is_room(two: FleetFile) -> None:
+    """A request waits while the prompts ahead take more than 0.2 s, and then goes anywhere."""
     at_once, held = (play(two, 0.3, 200, hold=hold) for hold in (False, True))
-    assert completion(held) == completion(at_once)
+    assert completion(held) == pytest.approx(completion(at_once), rel=0.01)
 
 
 def test_urgent_requests_go_first(two: FleetFile) -> None:
