@@ -6,8 +6,9 @@ Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
   for, expected wait included, is earlier than on every replica that could start it now. The request
   is decided anew when that wait has passed; the first request of a model also every 0.2 s, and when
   a replica has more room. A request is never refused while a replica could start it, unless it
-  waited too long with more than 16 others at once, or would miss the target of its objective. A replica could start a request if it has room for it and
-  is not reserved (:meth:`~extproc.route.backlog.Backlog.reserves`).
+  waited too long with more than 16 others at once, or would miss the target of its objective. A
+  replica could start a request if it has room for it and is not reserved
+  (:meth:`~extproc.route.backlog.Backlog.reserves`).
 - *No blocking across models.* Each model has a line of its own on each replica. A head that cannot
   start holds up other models only on the replica it waits for, and only once it is B overdue.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
