@@ -1,6 +1,6 @@
-"""May this replica be used, and if not, why: what speaks against one, after how long, what ends it.
+"""Which replicas may be used, what excludes one, and what ends that.
 
-Envoy calls the like outlier detection, panic threshold and slow start.
+Envoy calls this outlier detection, panic threshold and slow start.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,10 +61,11 @@ ASLEEP = Reason(
 )
 UNHEALTHY = Reason(
     "unhealthy",
-    "a scrape that failed, or three timeouts without an answer",
+    "a scrape that failed, or two in a row without an answer",
     "a scrape that succeeds; for 5 s, an answer to a request of this router",
     "until either",
-    f"one request every {_TRIAL_S:g} s while no replica may be used, unless it refuses connections",
+    f"one request every {_TRIAL_S:g} s, if no other replica is usable and this one accepts "
+    "connections",
     "all",
     covers_all=True,
 )
@@ -104,8 +105,8 @@ FULL = Reason(
 )
 DRAINING = Reason(
     "draining",
-    "`extproc replicas drain`",
-    "`extproc replicas undrain`",
+    "`extproc replicas drain`; Kubernetes or DNS that takes it away",
+    "`extproc replicas undrain`; being named again",
     "until then",
     "none",
     "all but one",
@@ -193,9 +194,9 @@ class Eligibility:
             self._look_for_stalls()
 
     def sent(self, replica: str, told: bool = True) -> None:
-        """Note a request; ``told``: Envoy tells of its outcome.
+        """Note a request; ``told``: Envoy reports its outcome.
 
-        After an ejection one that is told of is the only trial, until its outcome is known or the
+        After an ejection such a request is the only trial until its outcome is known, or until the
         time of the ejection has passed again.
         """
         one = self._replicas[replica]
@@ -343,12 +344,12 @@ class Eligibility:
         return one is not None and not self._unhealthy(one) and not self._is_ejected(one)
 
     def frozen(self, replica: str) -> bool:
-        """Whether a member's gauges count for nothing: vLLM's keep their last values when all
-        requests are aborted at once, until the engine steps again (vllm#22545)."""
+        """Return True if a member's gauges count for nothing: those of vLLM up to 0.10.1 keep their
+        last values when all requests are aborted at once, until the engine steps (vllm#22545)."""
         return self._replicas[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
-        """Whether an engine with work moved within so many seconds."""
+        """Return True if an engine with work moved within so many seconds."""
         one = self._replicas.get(replica)
         return one is not None and self._steps(one, within)
 
@@ -384,7 +385,7 @@ class Eligibility:
         )
 
     def _on_trial(self, members: Iterable[str], model: str) -> str | None:
-        """Where none is usable: one that is not healthy, by polls, and may be tried again."""
+        """An unhealthy member that may be tried again, for pools in which none is usable."""
         now = self._clock()
         found = [
             one
@@ -406,7 +407,6 @@ class Eligibility:
             ids,
             [state.name or state.id for state in usable],
             tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
-            frozenset(ids),
         )
 
     def _rules(
@@ -443,7 +443,7 @@ class Eligibility:
         return "" if trials and self._clock() >= one.trial_at else one.stalled
 
     def _steps(self, one: _Replica, within: float = _FULL_S) -> bool:
-        """Whether it has work, and its engine moved lately."""
+        """Return True for an engine that has work and moved lately."""
         busy = one.state.running > 0 and one.state.healthy
         return busy and not one.frozen and self._clock() - one.moved_at < within
 

@@ -153,7 +153,7 @@ class Fleet:
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
 
     def _is_idle(self, replica: str) -> bool:
-        """Whether no router has a request on a replica, as far as is known."""
+        """Return True if no router is known to have a request on a replica."""
         row = self._rows[replica]
         return not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
 

@@ -112,7 +112,7 @@ class Members:
         self.departed_models = dict(both[-MODELS_REMEMBERED:])
 
     def served_lately(self, model: str, now: float) -> bool:
-        """Whether a member serves a model, if it is well, or one did within the last hour."""
+        """Return True if a member serves a model, well or not, or one did within the last hour."""
         lately = {name for name, at in self.departed_models.items() if now - at < REMEMBERED_S}
         known = self.names.known
         return known(model, lately) is not None or any(

@@ -273,9 +273,16 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)
 
 
-def add_queue_wait(prediction: Prediction, wait: Floats) -> None:
-    """Puts the wait at the router into a prediction: the engine admits the request after it."""
+def add_queue_wait(
+    prediction: Prediction, wait: Floats, queued: Floats | float, batch: Floats
+) -> None:
+    """Puts the wait at the router into a prediction: the engine admits the request after it.
+
+    Avoidable prefill counts once for each of the B sequences decoding and once for the cache
+    (:func:`predict`); it delays each of the requests ``queued`` for the replica, too.
+    """
     later = np.maximum(wait - prediction.admission, 0.0)
+    prediction.avoidable = prediction.avoidable * (1.0 + queued / (batch + 1.0))
     prediction.queue = wait
     prediction.ttft = prediction.ttft + later
     prediction.completion = prediction.completion + later

@@ -56,7 +56,6 @@ class Candidates:
     ids: list[str]  # ``ip:port`` of each
     names: list[str]  # what the configuration calls them
     excluded: tuple[Excluded, ...] = ()  # replicas of the pool that could not serve it now
-    all: frozenset[str] = frozenset()  # the same ids, to look one up
     unknown: bool = False  # all members told all they serve, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
 

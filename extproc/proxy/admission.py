@@ -92,17 +92,17 @@ async def _dispatch(
     def decide(**when: Any) -> Decision | None:
         return None if _is_unserved(services, profile) else among(**when)
 
-    decision = decide()
-    may_wait = exchange.subset is None and services.body_memory.free >= 0
-    if decision is None and not (may_wait and _is_awaited(services, profile)):
-        _check_model(services, profile)
-        _check_fallback(services, profile, exchange.has_fallback)
+    decision, has_memory = decide(), services.body_memory.free >= 0
+    if decision is not None:
+        services.demand.came(decision)
+        waits = _has_to_wait(services, decision) and has_memory
     else:
-        if decision is not None:
-            services.demand.came(decision)
-        waits = decision is None or _has_to_wait(services, decision)
-        if waits and services.body_memory.free >= 0:
-            return await _wait(exchange, asked, profile, decision, decide)
+        waits = exchange.subset is None and has_memory and _is_awaited(services, profile)
+        if not waits:
+            _check_model(services, profile)
+            _check_fallback(services, profile, exchange.has_fallback)
+    if waits:
+        return await _wait(exchange, asked, profile, decision, decide)
     exchange.book(asked, decision)
     services.metrics.decision_seconds.observe(services.clock() - started)
     return decision
@@ -156,21 +156,18 @@ async def _wait(
 
 
 def _is_unserved(services: Services, profile: RequestProfile) -> bool:
-    """Whether every replica tells which models it serves, and none serves this one."""
+    """Return True if every replica tells which models it serves, and none serves this one."""
     fleet = services.fleet
     listed = services.config.route.listed_models_only and fleet.known.is_set()
     return listed and profile.asked != "" and fleet.eligibility.candidates(profile.model).unknown
 
 
 def _is_awaited(services: Services, profile: RequestProfile) -> bool:
-    """Whether a request waits for a replica to come back: one served its model of late."""
+    """Return True if a request waits for a replica to come back: one served its model lately."""
     hold, fleet = services.config.hold, services.fleet
-    waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.known.is_set()
-    return (
-        waits
-        and profile.asked != ""
-        and fleet.members.served_lately(profile.model, services.clock())
-    )
+    if min(hold.longest_s, hold.empty_s) <= 0.0 or not fleet.known.is_set() or not profile.asked:
+        return False
+    return fleet.members.served_lately(profile.model, services.clock())
 
 
 def _check_model(services: Services, profile: RequestProfile) -> None:
@@ -200,7 +197,7 @@ def _check_fallback(services: Services, profile: RequestProfile, has_one: bool) 
 
 
 def _has_to_wait(services: Services, decision: Decision) -> bool:
-    """Asks the queue.
+    """Return True if the request has to wait.
 
     Raises:
         Saturated: its first token would come too late, or it is to be refused where it is late.

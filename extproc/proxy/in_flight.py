@@ -152,7 +152,7 @@ class InFlight:
             services.fleet.eligibility.answered(self.served_by)
 
     def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
-        """``counts``: the replica is at fault: a request that fails on two may be itself.
+        """``counts``: blame this replica. A request that fails on two may itself be the cause.
 
         A replica without other requests is not full.
         """

@@ -7,24 +7,23 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from extproc.predict.inputs import Floats, Indices
-from extproc.route.order import OVERTAKEN_S, Key, Line, Queued, Shares
+from extproc.route.order import OVERTAKEN_S, Line, Queued, Shares, key_of
 
 _RUNS_BEFORE = 0.3
-"""Share of the work ahead that delays a request: what waits may start elsewhere, and what has small
-prompts starts beside others. Simulated overload (azure-2023-conv ×2.4, mooncake ×3) is served
+"""Fraction of the queued work ahead that delays a request; the rest starts elsewhere, or beside it.
+Simulated overload (azure-2023-conv ×2.4, mooncake ×3) is served
 soonest with 0.3; with 1.0 requests leave replicas that hold their prefix, and hits fall by a
 tenth."""
 
 
 class Awaiting(Queued, Protocol):
-    """A queued request with the replicas that it may use, as rows of the fleet's table."""
+    """A queued request with the replicas that it may use."""
 
-    since: float  # arrival, seconds on the queue's clock
-    usable: frozenset[int]
-    declined: frozenset[int]  # could have started the request, which waits for another
+    usable: frozenset[int]  # rows of the fleet's table
 
 
 Request = TypeVar("Request", bound=Awaiting)
+Lines = dict[str, Line[Request]]  # by model
 
 
 @dataclass(slots=True)
@@ -46,8 +45,8 @@ class Backlog(Generic[Request]):
 
     def __init__(self, now: float) -> None:
         self.shares = Shares(now)
-        self._models: dict[str, Line[Request]] = {}
-        self._replicas: dict[int, dict[str, Line[Request]]] = {}  # by row and model
+        self._models: Lines[Request] = {}
+        self._replicas: dict[int, Lines[Request]] = {}  # by row
         self._seconds: dict[int, Floats] = {}  # replica-seconds by priority, of each row
         self._tenants: dict[tuple[int, str], float] = {}  # the same by tenant, of all rows
         self._counts = Counter[tuple[int, str]]()  # requests of each of these
@@ -57,15 +56,12 @@ class Backlog(Generic[Request]):
         return bool(self._models)
 
     def enter(self, one: Request) -> None:
-        self.shares.enter(_key(one))
-        self._models.setdefault(one.model, Line(self.shares, one.model)).enter(one)
+        self.shares.enter(key_of(one))
+        self._take_in(one, self._models)
 
     def leave(self, one: Request) -> None:
-        line = self._models[one.model]
-        line.leave(one)
-        if not line:
-            del self._models[one.model]
-        self.shares.leave(_key(one))
+        _take_out(one, self._models)
+        self.shares.leave(key_of(one))
 
     def await_replica(self, one: Request, row: int) -> None:
         self._widen(one.priority, row)
@@ -74,8 +70,7 @@ class Backlog(Generic[Request]):
         key = one.priority, one.tenant
         self._tenants[key] = self._tenants.get(key, 0.0) + one.cost
         self._counts[key] += 1
-        lines = self._replicas.setdefault(row, {})
-        lines.setdefault(one.model, Line(self.shares, one.model)).enter(one)
+        self._take_in(one, self._replicas.setdefault(row, {}))
 
     def await_no_more(self, one: Request, row: int) -> None:
         self._seconds[one.priority][row] -= one.cost
@@ -85,17 +80,19 @@ class Backlog(Generic[Request]):
         self._counts[key] -= 1
         if not self._counts[key]:
             del self._counts[key], self._tenants[key]
-        lines = self._replicas[row]
-        lines[one.model].leave(one)
-        if not lines[one.model]:
-            del lines[one.model]
-        if not lines:
+        _take_out(one, self._replicas[row])
+        if not self._replicas[row]:
             del self._replicas[row]
         if not self._replicas:
             self._seconds.clear()
 
+    def _take_in(self, one: Request, lines: Lines[Request]) -> None:
+        if one.model not in lines:
+            lines[one.model] = Line(self.shares, one.model)
+        lines[one.model].enter(one)
+
     def is_first(self, one: Request) -> bool:
-        """Whether a request is the first of its model."""
+        """Return True for the first request of its model."""
         return self._models[one.model].head() is one
 
     # -- what it tells ----------------------------------------------------------------------
@@ -131,8 +128,8 @@ class Backlog(Generic[Request]):
     def ahead_s(self, rows: Indices, place: Place) -> Floats:
         """Seconds for which each replica serves queued requests before one in that place.
 
-        Requests of higher priority go first. Of the same priority T tenants take turns: before the
-        last request of a tenant with work w go at most T·w, of all the work that waits.
+        Requests of higher priority go first. Of the same priority T tenants take turns: at most T·w
+        of work precedes the last request of a tenant with work w queued.
         """
         ahead = np.zeros(len(rows))
         for priority, seconds in self._seconds.items():
@@ -149,12 +146,13 @@ class Backlog(Generic[Request]):
         return place.depth * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:
-        """Whether a replica is reserved for a queued request that goes before that place.
+        """Return True if a replica is reserved for a queued request that goes before that place.
 
-        The first request that waits for a replica reserves it against requests of its model, and of
-        lower priority; other models may pass until it is B seconds overdue.
+        The head of a line reserves its replica against its own model, and against all lower
+        priorities. It reserves the replica against another model's request of the same priority
+        only if that arrived more than B seconds after the head was due.
         """
-        rank = self.shares.tag((place.model, place.priority, place.tenant)), place.due
+        rank = self.shares.tag(key_of(place)), place.due
         moves = place.row is not None and place.row != row
         for model, line in self._replicas.get(row, {}).items():
             head = line.head()
@@ -162,7 +160,7 @@ class Backlog(Generic[Request]):
                 if head.priority > place.priority:
                     return True
                 continue
-            before = (self.shares.tag(_key(head)), head.due) < rank
+            before = (self.shares.tag(key_of(head)), head.due) < rank
             if model == place.model:
                 own = line.next_due(place.priority, place.tenant)
                 if before or moves or own < place.due:
@@ -187,5 +185,7 @@ def _of(column: Floats, rows: Indices) -> Floats:
     return found
 
 
-def _key(one: Queued) -> Key:
-    return one.model, one.priority, one.tenant
+def _take_out(one: Request, lines: Lines[Request]) -> None:
+    lines[one.model].leave(one)
+    if not lines[one.model]:
+        del lines[one.model]

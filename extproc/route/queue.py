@@ -10,16 +10,18 @@ Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
   replica could start a request if it has room for it and is not reserved
   (:meth:`~extproc.route.backlog.Backlog.reserves`).
 - *No blocking across models.* Each model has a line of its own on each replica. A head that cannot
-  start holds up other models only on the replica it waits for, and only once it is B overdue.
+  start holds up other models of its priority only on the replica it waits for, and only requests
+  that arrive more than B seconds after it was due.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
   tenant overtake it only if they arrived at most B seconds after it. Between tenants *Fair*
   decides.
 - *Priority.* No request is refused or delayed because of queued requests of lower priority. The
   router preempts nothing that runs. When the queue is full, the victim is, among the lowest
-  priority, the newest request of the tenant with the most queued; perhaps the newcomer.
+  priority, the newest request of the tenant with the most queued. It may be the newcomer.
 - *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds
   (start-time fair queueing), so a tenant waits at most for its backlog divided by its share.
 - *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
+  A look decides a bounded number, so thousands that could start at once take seconds to go.
 - *Isolation.* A client that leaves frees its place and changes nothing else.
 - *Every wait ends* with a dispatch, with a refusal that names the reason and when to come again, or
   when the client leaves.
@@ -36,16 +38,16 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.request.errors import Saturated
 from extproc.route.backlog import Backlog
-from extproc.route.order import Tenants
+from extproc.route.order import Tenants, key_of
 from extproc.route.router import Decision
 from extproc.route.waiting import ANEW_S, Waiting, cost
 
 LOOK_EVERY_S = 0.05  # seconds between two looks
-_MODELS = 16  # whose first request is looked at, by turns, when a replica has more room
+_MODELS = 16  # models whose first request is tried per look, in rotation
 _TRIED = 32  # decisions at most when a replica has more room
 _STALE = 64  # entries of requests that have gone, kept at least
 _DUE = 16  # requests that are decided anew in one look
-_REPLICAS = 20  # looks in which each replica is looked at once
+_REPLICAS = 20  # looks until every replica has been offered to the queue
 _SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
 _STUCK_S = 5.0  # seconds in which no request is dispatched or ends, and no engine moves
 _DRAIN_S = 30.0  # time constant of the rate of dispatches
@@ -70,7 +72,7 @@ class Queue:
 
     @property
     def backlog(self) -> Backlog[Waiting] | None:
-        """What waits, for predictions; None where nothing ever does."""
+        """Queued requests as predictions see them; None where no request ever waits."""
         return self._lines if self._settings.longest_s > 0.0 else None
 
     def __iter__(self) -> Iterator[Waiting]:
@@ -92,8 +94,8 @@ class Queue:
         return self._lines.shares.recent(self._clock())
 
     def must_wait(self, decision: Decision) -> bool:
-        """Whether a new request has to wait. One that starts now is charged to its tenant while
-        others of that tenant wait."""
+        """Return True if a new request has to wait. One that starts now is charged to its tenant
+        while others of that tenant wait."""
         if self.backlog is not None and decision.wait_s > 0.0:
             return True
         profile = decision.profile
@@ -113,7 +115,7 @@ class Queue:
     # -- events -----------------------------------------------------------------------------
 
     def enter(self, one: Waiting) -> None:
-        """Queue a request that has to wait; where the queue is full, one of them leaves."""
+        """Queue a request that has to wait; if the queue is full, dismiss the victim."""
         one.number = next(self._numbers)
         self._waiting[one] = None
         self._tenants.enter(one)
@@ -124,7 +126,7 @@ class Queue:
             self._dismiss(self._tenants.victim(), others, "too_many_waiting")
 
     def abandon(self, one: Waiting) -> None:
-        """The client has left."""
+        """Remove a request whose client has left."""
         self._leave(one)
         self._offer(one.replica)
 
@@ -203,14 +205,14 @@ class Queue:
         self._leave(one)
         if decision is not None:
             self._moved_at = now
-            self._lines.shares.sent((one.model, one.priority, one.tenant), cost(decision))
+            self._lines.shares.sent(key_of(one), cost(decision))
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
         one.go(error or decision)
         return True
 
     def _stays(self, one: Waiting, decision: Decision | None, now: float) -> bool:
-        """Whether a request goes on waiting: for room, or for a replica that serves it.
+        """Return True if a request goes on waiting: for room, or for a replica that serves it.
 
         After 5 s without progress the first request of a model is sent to the replica that it waits
         for, full or not: the gauges may be wrong.
@@ -243,7 +245,7 @@ class Queue:
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
         until = now - longest_s + min(_SOONER_S, longest_s / 2)
-        tries = _DUE  # of thousands that are refused at once hardly any but the first could start
+        tries = _DUE  # of thousands that time out together hardly any but the first could start
         while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
             waited = f"the request has waited for {now - oldest.since:.0f} s"
             self._dismiss(oldest, waited, "waited_too_long", tries > 0)

@@ -112,7 +112,7 @@ class Decision:
 
     @property
     def among_others(self) -> bool:
-        """Whether other routers send to the same replicas."""
+        """True if other routers send to the same replicas."""
         return self.news_age is not None
 
     @property
@@ -231,7 +231,7 @@ class Router:
             add_adapter(prediction, adapter)
         wait = self._wait_s(profile, prediction, p90, view, sequences, place)
         if wait is not None:
-            add_queue_wait(prediction, wait)
+            add_queue_wait(prediction, wait, self._queued(view), view.batch)
         missing = len(fleet.members.by_row) - len(self._turns)
         if missing > 0:
             self._turns = np.append(self._turns, np.zeros(missing))
@@ -282,10 +282,11 @@ class Router:
         for at in (wait <= 0.0).nonzero()[0].tolist():
             if backlog.reserves(view.rows.item(at), place):
                 wait[at] = SOONEST_S
-        # Who waits for a replica waits for what it prefills in vain, too.
-        delayed = 1.0 + backlog.requests(view.rows) / (view.batch + 1.0)
-        prediction.avoidable = prediction.avoidable * delayed
         return wait + backlog.ahead_s(view.rows, place) * (wait > 0.0)
+
+    def _queued(self, view: FleetView) -> Floats | float:
+        """Requests that wait at the router for each candidate."""
+        return self._backlog.requests(view.rows) if self._backlog else 0.0
 
     def _newest(self, profile: RequestProfile, prediction: Prediction, view: FleetView) -> Place:
         objective, now = profile.objective, self.fleet.now
@@ -458,7 +459,7 @@ def _teaches_alone(forecast: Forecast) -> bool:
 
 def _without_idle_wait(choice: Choice, prediction: Prediction, at_once: bool) -> Choice:
     """The choice; or, where the request would wait and end no sooner than on a replica that could
-    start it now, the best of those; ``at_once``: wherever it would end sooner."""
+    start it now, the best of those. ``at_once``: the best of those even if waiting ends sooner."""
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:
         return choice

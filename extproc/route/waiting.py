@@ -75,12 +75,12 @@ class Waiting:
             self.tokens = max(self.tokens - prediction.yielded.item(first), prompt)
 
     def place(self, depth: float, last_chance: bool = False) -> Place:
-        """Where it stands; ``depth`` is the share of its tenant's requests that go before it."""
+        """Place in the queue; ``depth`` is the share of its tenant's requests that go before."""
         key = self.model, self.priority, self.tenant, self.since, self.due
         return Place(*key, self.row, depth, last_chance)
 
     def declines(self, row: int, now: float) -> bool:
-        """Whether the request was just offered room on a replica, and waits for another one."""
+        """Return True if the last decision, at most 0.2 s ago, passed a replica with room over."""
         return row in self.declined and self.decided_at > now - ANEW_S
 
 

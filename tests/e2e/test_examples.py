@@ -174,7 +174,7 @@ async def test_nothing_but_the_api_reaches_a_replica(client: Client) -> None:
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
 async def test_every_path_of_the_api_reaches_a_replica(client: Client) -> None:
-    """Whether the simulated replica knows the path or not: Envoy's own 404 has no body."""
+    """An answer of the simulated replica has a body; Envoy's own 404 has none."""
     for path in (*PATHS, "/v1/messages/count_tokens", "/v1/responses/resp_1/cancel", "/v1/models"):
         answer = await client.request("POST", path, {})
         assert answer.body, path
