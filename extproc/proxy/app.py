@@ -15,6 +15,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import monotonic, wall
+from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
@@ -202,10 +203,19 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:
-    """What waits may go, too, when a poll or another router told of room; for ever."""
+    """Lets queued requests go when a poll or another router told of room; for ever.
+
+    An unforeseen error is logged; other pools, and requests in flight, go on.
+    """
+    begins, over = "queued requests cannot be looked at, retrying", "queued requests are looked at"
+    outages = [OutageLog(logger, begins, over, pool=one.config.pool) for one in pools]
     while True:
-        for one in pools:
-            one.queue.look()
+        for one, outage in zip(pools, outages, strict=True):
+            try:
+                one.queue.look()
+                outage.works()
+            except Exception as error:  # unforeseen: it must not end the router
+                outage.failed(error, traceback=error)
         await asyncio.sleep(LOOK_EVERY_S)
 
 

@@ -307,3 +307,24 @@ async def test_model_never_served_gets_404_at_once(
         services.fleet.remove(replica(number))
     put_replicas(services, 3, models=("other",))
     assert status_of(await envoy.ask_body_first(CHAT | {"model": "nobody's"})) == 404
+
+
+async def test_error_in_one_look_stops_neither_the_queue_nor_the_router(
+    services: Services, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[int] = []
+
+    def look(queue: Queue) -> None:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(Queue, "look", look)
+    looking = asyncio.create_task(dispatch_queued([services]))
+    await until(lambda: len(looks) == 3 or looking.done())
+    assert not looking.done()
+    assert [record.getMessage() for record in caplog.records] == [
+        "queued requests cannot be looked at, retrying",
+        "queued requests are looked at",
+    ]
+    looking.cancel()
