@@ -87,16 +87,23 @@ class Owners:
         self._others_until = clock()  # none of them counts as gone before
         self._part: frozenset[str] = frozenset()
         self._is_new = True
-        self.stood_still = False  # since the last heartbeat: others may have the part
+        self._awake_at = clock()  # last seen to run
+        self._stood_still = False  # before that, and since the last heartbeat
         self.beat_at: float | None = None
         """When the last heartbeat ended, well or not, by the clock; None: none has yet."""
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether the process stood still since the last heartbeat, so long that others may have
+        its part: the heartbeat was up to ``BEAT_S`` old by then, and Redis may have been late."""
+        return self._stood_still or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
 
     async def watch(self) -> NoReturn:
         """Notices that the process stands still, until cancelled."""
         while True:
-            before = self._clock()
+            self._stood_still = self.stood_still
+            self._awake_at = self._clock()
             await asyncio.sleep(BEAT_S)
-            self.stood_still |= self._clock() - before > LIFE_S
 
     async def beat(self, replicas: Collection[str]) -> Part:
         """Tells the others of this poller and its list, and returns its part."""
@@ -121,7 +128,7 @@ class Owners:
                 self._outage.works()
         self.beat_at = self._clock()
         others_may_have_it = self.stood_still and bool(self._others)
-        self.stood_still = False
+        self._stood_still, self._awake_at = False, self.beat_at
         listed_by_others = frozenset().union(*self._others.values())
         return Part(self._part, listed_by_others, others_may_have_it, redis_forgot)
 

@@ -152,10 +152,25 @@ async def test_poller_that_stood_still_is_a_newcomer(
         assert not a.part.stood_still
 
 
-async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis) -> None:
-    a = Poller(redis_client, "a")
+async def test_poller_that_wakes_writes_nothing_before_it_beats(redis_client: Redis) -> None:
+    """Its heartbeat was one interval old when it stopped, so it ends that much sooner."""
+    clock = ManualClock()
+    a = Poller(redis_client, "a", clock=clock)
     await a.beat()
-    a.owners.stood_still = True
+    clock.advance(owners.BEAT_S)
+    assert not a.owners.stood_still
+    clock.advance(LIFE_S - 2 * owners.BEAT_S)
+    assert a.owners.stood_still  # at once, before any other task runs
+    await a.beat()
+    assert not a.owners.stood_still
+
+
+async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis) -> None:
+    clock = ManualClock()
+    a = Poller(redis_client, "a", clock=clock)
+    await a.beat()
+    clock.advance(LIFE_S)
+    assert a.owners.stood_still
     assert await a.beat() == Part(TEN)
 
 
