@@ -58,15 +58,6 @@ def room_wait_s(
     return np.where(tight, wait, 0.0)
 
 
-def costs(profile: RequestProfile, prediction: Prediction, view: FleetView) -> Floats:
-    """Replica-seconds of a request: its share of the KV cache or of the batch, whichever is more,
-    for as long as it is there."""
-    new = profile.prompt_tokens - prediction.cached
-    tokens = new + profile.sequences * prediction.output_tokens / 2  # on average
-    share = np.maximum(tokens / view.kv_capacity, profile.parts / view.max_num_seqs)
-    return np.minimum(share, 1.0) * (prediction.prefill + prediction.decode)
-
-
 def full_at(priority: int, among_others: bool) -> float:
     """KV pressure from which on a replica can carry no other request of that priority.
 

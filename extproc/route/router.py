@@ -8,7 +8,7 @@ import numpy as np
 
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
-from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict
+from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import Margins
 from extproc.predict.firsthand import Served
 from extproc.predict.inputs import (
@@ -27,7 +27,7 @@ from extproc.route.order import due_at
 from extproc.route.overrides import ByPolicy, Chooser, Holder, Session, Target, lateness
 from extproc.route.policies import POLICIES, Choice, Situation, runner_up
 from extproc.route.reasons import seconds
-from extproc.route.room import SOONEST_S, costs, room_wait_s
+from extproc.route.room import SOONEST_S, room_wait_s
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -290,9 +290,9 @@ class Router:
 
     def _newest(self, profile: RequestProfile, prediction: Prediction, view: FleetView) -> Place:
         objective, now = profile.objective, self.fleet.now
-        best = prediction.completion.argmin()
+        best = int(prediction.completion.argmin())
         due_s = objective.due_s(prediction.decode.item(best))
-        due = due_at(now, due_s, costs(profile, prediction, view).item(best))
+        due = due_at(now, due_s, work(profile, prediction, view, best))
         return Place(profile.model, objective.priority, profile.tenant, now, due)
 
     def _with_holder(

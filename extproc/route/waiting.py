@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
+from extproc.predict.completion import work
 from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Place
 from extproc.route.order import due_at
 from extproc.route.reasons import seconds
-from extproc.route.room import costs, full_at
+from extproc.route.room import full_at
 from extproc.route.router import Decision
 
 ANEW_S = 0.2  # seconds between two decisions about a request, unless a replica has more room
@@ -90,9 +91,9 @@ def _why(decision: Decision) -> str:
 
 
 def cost(decision: Decision) -> float:
-    """Replica-seconds of a request on the replica chosen."""
-    situation, first = decision.situation, decision.choice.first
-    return costs(decision.profile, decision.prediction, situation.view).item(first)
+    """Replica-seconds of a request: for how long it keeps the replica chosen busy by itself."""
+    view, first = decision.situation.view, decision.choice.first
+    return work(decision.profile, decision.prediction, view, first)
 
 
 def _tokens(decision: Decision) -> float:
