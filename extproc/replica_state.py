@@ -74,10 +74,6 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     asleep: bool = False  # vLLM's sleep mode: an engine answers no inference until it is woken up
     started_at: Finite = 0.0  # of its process: seconds since the epoch, its clock; 0: not known
-    unreached_s: Finite = 0.0
-    """Seconds since the poller's last answer of any kind from the replica, where it is not healthy
-    for that reason: others may reach it. 0: the poller reaches it, or Kubernetes says not ready."""
-
     refuses: bool = False  # connections: no process listens there
 
 

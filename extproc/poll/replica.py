@@ -87,7 +87,6 @@ class PolledReplica:
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
-        self._reached_at = monotonic()  # when the replica last answered, in whatever way
         self._silent_scrapes = 0  # in a row
         self._typical = typical
         self._start = hardware_profile(target.profile).step
@@ -169,7 +168,7 @@ class PolledReplica:
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self.target.who})
         self._backoff.reset()
-        self._reached_at, self._silent_scrapes = self._monotonic(), 0
+        self._silent_scrapes = 0
         self._metrics.seconds.observe(seconds)
         self._figures = figures
         learned = {
@@ -201,15 +200,10 @@ class PolledReplica:
         if isinstance(error, UnreachableError):
             self._models.forget()  # it may come back with others
         last = self.state or self._blank()
-        now = self._monotonic()
-        if not isinstance(error, UnreachableError | SilentError):
-            self._reached_at = now
-        unreached_s = now - self._reached_at
         update = {
             "healthy": False,
             "problem": problem,
             "kv_news": None,
-            "unreached_s": unreached_s,
             "refuses": isinstance(error, RefusedError),
         }
         if not is_silent:
