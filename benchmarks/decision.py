@@ -34,8 +34,9 @@ from extproc.request.prefix import prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
+from extproc.route.decision import Decision
 from extproc.route.queue import Queue
-from extproc.route.router import Decision, Router
+from extproc.route.router import Router
 from extproc.route.waiting import Waiting
 
 POLICIES = ("completion", "least_request")

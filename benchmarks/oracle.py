@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from random import Random
-from typing import ClassVar
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
 from extproc.request.profile import RequestProfile
-from extproc.route.policies import Choice, Situation, lowest
-from extproc.route.router import Decision
+from extproc.route.decision import Choice, Decision, Situation
+from extproc.route.policies import lowest
 
 WEIGHTS = (0.5, 1.0, 2.0)
 """Weights of the cost to others to try. Of these, 0, ¼ and the policy's own rule, 1 had the lowest
@@ -33,16 +32,14 @@ class Weighed:
     """
 
     weight: float
-    name: ClassVar[str] = "oracle"
 
     def choose(self, situation: Situation) -> Choice:
         prediction = situation.prediction
         cost_to_others = self.weight * prediction.cost_to_others
         scores = prediction.completion + cost_to_others + prediction.avoidable
-        return Choice(lowest(scores, situation.random), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        return f"finishes in {situation.prediction.completion[choice.first]:.2f} s"
+        first = lowest(scores, situation.random)
+        reason = f"finishes in {prediction.completion[first]:.2f} s"
+        return Choice("oracle", first, scores, lambda _: reason)
 
 
 class Oracle(Routers):
@@ -85,11 +82,10 @@ class Oracle(Routers):
         sequences = _sequences(exact)
         prediction = predict(profile, float(output), view, sequences, held.cached)
         prediction = self._with_step_ends(prediction, machines)
-        situation = Situation(profile, view, held, prediction, sequences, self._random, np.zeros(0))
+        situation = Situation(profile, view, held, prediction, sequences, self._random, {})
         choice = self._policy.choose(situation)
-        return Decision(
-            self._policy.name, situation, choice, self._policy, output, retry=choice.second
-        )
+        second = None if choice.second is None else view.ids[choice.second]
+        return Decision(situation, choice, output, second)
 
     def tell(self, served: Served, news: News) -> None:
         """Ignores events, which it sees in the engines."""

@@ -14,8 +14,9 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.observe.decision import Candidate, DecisionRecord, ExcludedCandidate, Outcome, Terms
 from extproc.predict.inputs import Floats
+from extproc.route.decision import Decision
 from extproc.route.queue import Queue
-from extproc.route.router import Decision, Router
+from extproc.route.router import Router
 
 TERMS = Terms.__struct_fields__
 _OUTCOME = Outcome.__struct_fields__

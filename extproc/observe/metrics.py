@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.ground.clock import Clock
 from extproc.observe.tally import OTHER, Counts, Spread
-from extproc.predict.completion import work
-from extproc.route.router import Decision
+from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
 _TENANTS = 5  # those with the most; there may be as many as users, and each is a series
@@ -236,9 +235,8 @@ class Demand:
         self._at = clock()
 
     def came(self, decision: Decision) -> None:
-        view, first = decision.situation.view, decision.choice.first
         self._fade()
-        self._work += work(decision.profile, decision.prediction, view, first)
+        self._work += decision.work_s
 
     def replicas(self, waiting: Iterable[Waiting], routers: int = 1) -> float:
         """Replicas kept busy by the work that arrives, and by doing what waits in a minute.

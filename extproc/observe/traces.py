@@ -13,7 +13,7 @@ from extproc.ground.clock import monotonic
 from extproc.observe.decision import Outcome
 from extproc.observe.decision_log import TERMS, summary_of
 from extproc.request.endpoint import Endpoint
-from extproc.route.router import Decision
+from extproc.route.decision import Decision
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -15,9 +15,8 @@ from extproc.request.inspect import inspect
 from extproc.request.media import of_length
 from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
-from extproc.route.backlog import Place
-from extproc.route.router import Decision
-from extproc.route.waiting import Waiting
+from extproc.route.decision import Decision
+from extproc.route.waiting import Place, Waiting
 
 NONE_READY = "no replica is ready to serve this request"
 Decide = Callable[..., Decision | None]
@@ -133,10 +132,9 @@ async def _wait(
         outcome.set_result(found)
 
     def decide_anew(place: Place) -> Decision | None:
-        so_far = services.clock() - since
-        decision = decide(waited=so_far, place=place)
+        decision = decide(place=place)
         if decision is not None:
-            _refuse_late(services, decision, so_far)
+            _refuse_late(services, decision)
         return decision
 
     one = Waiting(profile, decision, since, decide_anew, go)
@@ -206,20 +204,19 @@ def _has_to_wait(services: Services, decision: Decision) -> bool:
     if most is not None and (soonest := least(decision.prediction.ttft)) > most:
         late = f"the first token would come in {soonest:.0f} s"
         raise Saturated(f"every replica is busy: {late}", "saturated", soonest - most)
-    _refuse_late(services, decision, 0.0)
+    _refuse_late(services, decision)
     return services.queue.must_wait(decision)
 
 
-def _refuse_late(services: Services, decision: Decision, waited: float) -> None:
-    """Nothing, unless it is to be refused where it misses a target, and would if it were sent so
-    many seconds after it came.
+def _refuse_late(services: Services, decision: Decision) -> None:
+    """Refuse a sheddable request that would miss its target.
 
     Raises:
         Saturated: it would.
     """
-    objective = decision.profile.objective
-    if not (objective.sheddable and objective.has_target):
+    lateness = decision.situation.late
+    if lateness is None or not decision.profile.objective.sheddable:
         return
-    if (late := services.router.late(decision, waited)) > 0.0:
+    if (late := least(lateness)) > 0.0:
         message = f"on every replica it would miss its target, by {late:.2f} s at least"
         raise Saturated(message, "too_late", max(services.queue.retry_after_s(), late))

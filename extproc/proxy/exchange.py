@@ -31,7 +31,7 @@ from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
 from extproc.request.profile import RequestProfile
 from extproc.request.rewrite import rename, with_priority
-from extproc.route.router import Decision
+from extproc.route.decision import Decision
 
 HUNG = "the replica that had this request hangs: send it again"
 

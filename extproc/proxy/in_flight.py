@@ -7,7 +7,7 @@ from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.errors import NoReplica
 from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
-from extproc.route.router import Decision
+from extproc.route.decision import Decision
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy's own answer, where a circuit breaker is full
 _LOST = NoReplica.status  # status of the answer to a request that is given up, where none had begun

@@ -16,7 +16,6 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.backlog import Backlog
 from extproc.route.queue import Queue
 from extproc.route.router import Router
-from extproc.route.waiting import Waiting
 
 _RESPONSES_PER_S = 100.0
 """Responses that one pool in one router is told of: a replica that gets a hundredth of the requests
@@ -98,7 +97,7 @@ def router_of(
     route: RouteSettings,
     fleet: Fleet,
     random: random.Random,
-    backlog: "Backlog[Waiting] | None" = None,
+    backlog: Backlog | None = None,
 ) -> Router:
     """A router as it is configured."""
     return Router(fleet, route.policy, random, route.session_cost_s, backlog)

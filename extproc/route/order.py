@@ -1,38 +1,49 @@
-"""The order in which requests wait for a replica."""
+"""The order in which requests wait for a replica, and in which a full queue refuses them."""
 
 from bisect import bisect_left, insort
 from collections import Counter
 from heapq import nlargest
 from math import exp, inf
 from operator import itemgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-OVERTAKEN_S = 3.0
-"""The bound B: on the replica that a request waits for, requests of its model, priority and tenant
-overtake it only if they arrived at most this many seconds after it. With 10 s first tokens come
-sooner in the mean, but the p99 of simulated overload (azure-2023-conv ×2.4) is 1.4 times as long.
-"""
-_SMALL_FIRST = 10.0  # seconds of delay per replica-second of cost: small requests go first
+from extproc.route.waiting import Key, Place, Waiting
 
 _MOST_TENANTS = 10_000  # remembered, with requests in the queue or without
 _LITTLE_S = 1e-3
 _MEMORY_S = 60.0  # seconds in which a tenant's recent share loses two thirds of its weight
 
-
-Key = tuple[str, int, str]  # model, priority and tenant
-
-
-class Keyed(Protocol):
-    """A request, or its place, by what it shares replicas with."""
-
-    model: str
-    priority: int
-    tenant: str
+Item = TypeVar("Item")
 
 
-def key_of(one: Keyed) -> Key:
-    """Scale of fair queueing (model and priority), and the tenant on it."""
-    return one.model, one.priority, one.tenant
+class Ranked(Generic[Item]):
+    """Items in the order of their ranks, tuples that differ."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[object, tuple[Any, ...]] = {}
+        self._order: list[tuple[tuple[Any, ...], Item]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def put(self, item: Item, *rank: Any) -> None:
+        """Add an item, or change its rank."""
+        self.drop(item)
+        self._ranks[item] = rank
+        insort(self._order, (rank, item))
+
+    def drop(self, item: Item) -> None:
+        if item in self._ranks:
+            del self._order[self.position(item)], self._ranks[item]
+
+    def position(self, item: object) -> int:
+        """Number of items before this one; of all where it is none of them."""
+        rank = self._ranks.get(item)
+        return len(self._order) if rank is None else bisect_left(self._order, (rank, item))
+
+    def first(self) -> tuple[tuple[Any, ...], Item]:
+        """The first item, behind its rank."""
+        return self._order[0]
 
 
 class Shares:
@@ -100,141 +111,82 @@ class Shares:
         return self._recent
 
 
-class Queued(Keyed, Protocol):
-    """A request in a line."""
-
-    number: int  # by arrival
-    due: float  # from :func:`due_at`
-    cost: float  # replica-seconds
-
-
-Request = TypeVar("Request", bound=Queued)
-
-
-def due_at(since: float, due_s: float, cost: float) -> float:
-    """Key of a request within its tenant, in seconds on the clock of ``since``, its arrival.
-
-    A request with a target, due in ``due_s`` seconds, and a request of little ``cost`` go earlier
-    than one that arrived with them. The key is at most B later than the arrival, so a request is
-    overtaken only by requests that arrive within B seconds.
-    """
-    return since + min(max(min(due_s, _SMALL_FIRST * cost), 0.0), OVERTAKEN_S)
-
-
-class Line(Generic[Request]):
+class Line:
     """Queued requests in order: by priority, then tag of the tenant, then due time."""
 
-    def __init__(self, shares: Shares, model: str) -> None:
+    def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._model = model
-        self._groups: dict[tuple[int, str], list[tuple[float, int, Request]]] = {}
-        self._turns: dict[int, list[tuple[float, str]]] = {}  # by priority: tags of its tenants
-        self._tags: dict[tuple[int, str], float] = {}  # as they stand in the turns
+        self._groups: dict[Key, Ranked[Waiting]] = {}
+        self._turns = Ranked[Key]()  # of the groups
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def __len__(self) -> int:
+        return len(self._groups)
 
-    def enter(self, one: Request) -> None:
-        key = one.priority, one.tenant
-        if key not in self._groups:
-            self._groups[key] = []
-            self._place(key)
-        insort(self._groups[key], (one.due, one.number, one))
+    def enter(self, one: Waiting) -> None:
+        if one.key not in self._groups:
+            self._groups[one.key] = Ranked()
+            self._turns.put(one.key, *self._turn(one.key))
+        self._groups[one.key].put(one, one.due, one.number)
 
-    def leave(self, one: Request) -> None:
-        key = one.priority, one.tenant
-        group = self._groups[key]
-        del group[bisect_left(group, (one.due, one.number))]
+    def leave(self, one: Waiting) -> None:
+        group = self._groups[one.key]
+        group.drop(one)
         if not group:
-            del self._groups[key]
-            self._displace(key)
+            del self._groups[one.key]
+            self._turns.drop(one.key)
 
-    def depth(self, one: Request) -> float:
-        """Share of its tenant's requests that go before a request, 0…1."""
-        group = self._groups[one.priority, one.tenant]
-        return bisect_left(group, (one.due, one.number)) / len(group)
-
-    def next_due(self, priority: int, tenant: str) -> float:
-        """Due time of the first request of a tenant; infinite where it has none."""
-        group = self._groups.get((priority, tenant))
-        return group[0][0] if group else inf
-
-    def head(self) -> Request:
-        """The first request.
-
-        Raises:
-            ValueError: the line is empty.
-        """
-        priority = max(self._turns)
-        _, tenant = self._first_turn(priority)
-        return self._groups[priority, tenant][0][2]
-
-    def _first_turn(self, priority: int) -> tuple[float, str]:
-        """The turn of the tenant with the lowest tag.
+    def head(self) -> Waiting:
+        """The first request of a line that is not empty.
 
         Tags only grow, each by a dispatch, so a turn that is up to date precedes all others.
         """
         while True:
-            tag, tenant = turn = self._turns[priority][0]
-            if self._tag(priority, tenant) == tag:
-                return turn
-            self._displace((priority, tenant))
-            self._place((priority, tenant))
+            turn, key = self._turns.first()
+            if turn == (current := self._turn(key)):
+                return self._groups[key].first()[1]
+            self._turns.put(key, *current)
 
-    def _tag(self, priority: int, tenant: str) -> float:
-        return self._shares.tag((self._model, priority, tenant))
+    def depth(self, place: Place) -> float:
+        """Share of its tenant's requests that go before that place, 0…1."""
+        group = self._groups.get(place.key)
+        return group.position(place) / len(group) if group else 1.0
 
-    def _place(self, key: tuple[int, str]) -> None:
-        priority, tenant = key
-        tag = self._tags[key] = self._tag(priority, tenant)
-        insort(self._turns.setdefault(priority, []), (tag, tenant))
+    def next_due(self, key: Key) -> float:
+        """Due time of the first request of a tenant; infinite where it has none."""
+        group = self._groups.get(key)
+        return group.first()[1].due if group else inf
 
-    def _displace(self, key: tuple[int, str]) -> None:
-        priority, tenant = key
-        turns = self._turns[priority]
-        del turns[bisect_left(turns, (self._tags.pop(key), tenant))]
-        if not turns:
-            del self._turns[priority]
+    def _turn(self, key: Key) -> tuple[int, float, Key]:
+        return -key[1], self._shares.tag(key), key
 
 
-class Tenants(Generic[Request]):
+class Tenants:
     """Queued requests by priority and tenant, the oldest first; finds whom to refuse."""
 
     def __init__(self) -> None:
-        self._queued: dict[int, dict[str, dict[Request, None]]] = {}
-        self._by_count: dict[tuple[int, int], dict[str, None]] = {}
-        """By priority and number of queued requests: the tenants."""
-        self._most: dict[int, int] = {}  # by priority: the highest of these numbers
+        self._queued: dict[tuple[int, str], dict[Waiting, None]] = {}
+        self._most = Ranked[tuple[int, str]]()  # the lowest priority first, the largest group
 
-    def enter(self, one: Request) -> None:
-        queued = self._queued.setdefault(one.priority, {}).setdefault(one.tenant, {})
-        queued[one] = None
-        self._count(one, len(queued) - 1, len(queued))
+    def __contains__(self, tenant: tuple[int, str]) -> bool:
+        return tenant in self._queued
 
-    def leave(self, one: Request) -> None:
-        tenants = self._queued[one.priority]
-        queued = tenants[one.tenant]
-        del queued[one]
-        self._count(one, len(queued) + 1, len(queued))
-        if not queued:
-            del tenants[one.tenant]
-        if not tenants:
-            del self._queued[one.priority], self._most[one.priority]
+    def enter(self, one: Waiting) -> None:
+        self._queued.setdefault(one.key[1:], {})[one] = None
+        self._rank(one)
 
-    def victim(self) -> Request:
+    def leave(self, one: Waiting) -> None:
+        del self._queued[one.key[1:]][one]
+        self._rank(one)
+
+    def _rank(self, one: Waiting) -> None:
+        tenant = one.key[1:]
+        if many := len(self._queued[tenant]):
+            self._most.put(tenant, one.priority, -many, one.tenant)
+        else:
+            del self._queued[tenant]
+            self._most.drop(tenant)
+
+    def victim(self) -> Waiting:
         """Among the lowest priority, the newest request of the tenant with the most queued."""
-        lowest = min(self._queued)
-        tenants = self._by_count[lowest, self._most[lowest]]
-        return next(reversed(self._queued[lowest][next(iter(tenants))]))
-
-    def _count(self, one: Request, before: int, now: int) -> None:
-        priority, by_count = one.priority, self._by_count
-        if before:
-            del by_count[priority, before][one.tenant]
-            if not by_count[priority, before]:
-                del by_count[priority, before]
-        if now:
-            by_count.setdefault((priority, now), {})[one.tenant] = None
-        most = self._most.get(priority, 0)
-        if now > most or (priority, most) not in by_count:
-            self._most[priority] = now
+        _, tenant = self._most.first()
+        return next(reversed(self._queued[tenant]))

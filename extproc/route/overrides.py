@@ -1,9 +1,8 @@
-"""Overrides of the policy: the owner of the response that a request continues, its target
-or its session, each with the policy as the alternative."""
+"""Choices by a policy, and overrides: the owner of the response that a request continues, its
+target, its session."""
 
-from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -11,7 +10,8 @@ from extproc.predict.completion import Prediction
 from extproc.predict.correction import Margins
 from extproc.predict.inputs import Floats, least
 from extproc.request.objective import Objective
-from extproc.route.policies import Choice, Situation, choose, lowest
+from extproc.route.decision import Choice, Situation
+from extproc.route.policies import choose, lowest
 from extproc.route.reasons import seconds, why
 
 _OWN = 0.5
@@ -19,84 +19,43 @@ _OWN = 0.5
 its end."""
 
 
-class Chooser(Protocol):
-    """Chooses a replica among at least one candidate."""
-
-    @property
-    def name(self) -> str: ...
-
-    def choose(self, situation: Situation) -> Choice: ...
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """The reason for a choice, for people; made only when somebody looks."""
-        ...
+def by_policy(policy: str, situation: Situation) -> Choice:
+    """The candidate that the policy scores lowest."""
+    first, scores = choose(policy, situation)
+    return Choice(policy, first, scores, partial(why, policy, situation))
 
 
-@dataclass(frozen=True, slots=True)
-class ByPolicy:
-    """The candidate with the lowest score."""
-
-    name: str
-
-    def choose(self, situation: Situation) -> Choice:
-        return choose(self.name, situation)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        return why(self.name, situation, choice)
+def by_owner(owner: str, situation: Situation) -> Choice:
+    """The replica that holds the response, a candidate; any other would answer 404."""
+    first = situation.view.ids.index(owner)
+    scores = np.full(len(situation.view), np.inf)
+    scores[first] = situation.prediction.completion[first]
+    response = situation.profile.previous_response
+    reason = f"it holds {response}, which the request goes on from"
+    return Choice("holder", first, scores, lambda _: reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """No replica but the one that holds the response; any other would answer 404."""
+def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
+    """The session's replica, if the request ends there at most ``most_s`` seconds later than on the
+    best one; then the other choice comes second at any rate."""
+    view, completion = situation.view, situation.prediction.completion
+    there = view.ids.index(home) if home in view.ids else None
+    ends = inf if there is None else completion.item(there)
+    later = inf if ends == inf else ends - least(completion)
+    stays = there is not None and later <= most_s
 
-    replica: str  # ip:port; a candidate
-    name: ClassVar[str] = "holder"
-
-    def choose(self, situation: Situation) -> Choice:
-        first = situation.view.ids.index(self.replica)
-        scores = np.full(len(situation.view), np.inf)
-        scores[first] = situation.prediction.completion[first]
-        return Choice(first, scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        return f"it holds {situation.profile.previous_response}, which the request goes on from"
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Stays where the session is if the request is finished there soon enough."""
-
-    replica: str  # ip:port; may be no candidate
-    most_s: float  # seconds by which it may be finished later than on the best
-    otherwise: Chooser  # where it cannot stay
-    name: ClassVar[str] = "session"
-
-    def choose(self, situation: Situation) -> Choice:
-        """The session's replica, or the other choice; that is the second, at any rate."""
-        choice = self.otherwise.choose(situation)
-        if self._later(situation) > self.most_s:
-            return choice
-        return Choice(situation.view.ids.index(self.replica), choice.scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        later, view = self._later(situation), situation.view
+    def reason(choice: Choice) -> str:
         much = f"finished {seconds(later)} later than on the best"
-        if later <= self.most_s:
+        if stays:
             much = much if later else "finished no later than elsewhere"
             return f"its session is there, and it is {much}"
-        reason = self.otherwise.why(situation, choice)
-        if later == inf:
-            return f"its session was on {self.replica}, which cannot serve it now; {reason}"
-        name = view.names[view.ids.index(self.replica)]
-        return f"its session was on {name}, where it would be {much}; {reason}"
+        other = otherwise.reason(choice)
+        if there is None or later == inf:
+            return f"its session was on {home}, which cannot serve it now; {other}"
+        return f"its session was on {view.names[there]}, where it would be {much}; {other}"
 
-    def _later(self, situation: Situation) -> float:
-        """Seconds that the session's replica takes more than the best; infinite where it cannot."""
-        view, completion = situation.view, situation.prediction.completion
-        if self.replica not in view.ids:
-            return inf
-        there = float(completion[view.ids.index(self.replica)])
-        return inf if there == inf else there - least(completion)
+    first = there if there is not None and stays else otherwise.first
+    return Choice("session", first, otherwise.scores, reason)
 
 
 def lateness(
@@ -118,9 +77,9 @@ def lateness(
     return worst
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Of the replicas that meet the target, one that costs others little.
+def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
+    """Of the replicas that meet the target, one that costs others little; the other choice comes
+    second at any rate.
 
     Where a target says how long the request may decode, ``own/2 + cost to others + avoidable
     prefill`` decides, own being its completion: it leaves the fast replicas to requests that have
@@ -128,34 +87,27 @@ class Target:
     late. To go by lateness where none is in time would fill the replica with the soonest first
     token with what is late anyway: all requests would take 4% longer, and no more of them be in
     time (azure-2023-conv at 8 times its speed on ``mixed``).
+
+    ``late``: from :func:`lateness`.
     """
+    prediction, meets, scores = situation.prediction, late <= 0.0, otherwise.scores
 
-    late: Floats  # from lateness()
-    otherwise: Chooser  # where none is in time
-    name: ClassVar[str] = "target"
+    def reason(choice: Choice) -> str:
+        at = choice.first
+        if late[at] > 0.0:
+            return f"no replica meets its target; {otherwise.reason(choice)}"
+        ends, cost = prediction.completion.item(at), prediction.cost_to_others.item(at)
+        return (
+            f"{meets.sum()} of {len(late)} meet its target; {situation.view.names[at]} finishes it "
+            f"in {seconds(ends)}, with {seconds(-late.item(at))} to spare, and it costs the "
+            f"requests in flight there {seconds(cost)} in all"
+        )
 
-    def choose(self, situation: Situation) -> Choice:
-        """A replica that meets the target; the second is the other choice, at any rate."""
-        choice, meets = self.otherwise.choose(situation), self.late <= 0.0
-        bounded = situation.profile.objective.bounds_end
-        if not meets.any() or (meets[choice.first] and not bounded):
-            return choice
-        scores, prediction = choice.scores, situation.prediction
+    first, bounded = otherwise.first, situation.profile.objective.bounds_end
+    if meets.any() and (bounded or not meets[first]):
         if bounded:
             scores = _OWN * prediction.completion + prediction.cost_to_others + prediction.avoidable
         elif not (meets & (scores < np.inf)).any():  # power_of_two drew others
             scores = prediction.completion
-        best = lowest(np.where(meets, scores, np.inf), situation.random)
-        return Choice(best, choice.scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        late, name = self.late.item(choice.first), situation.view.names[choice.first]
-        if late > 0.0:
-            return f"no replica meets its target; {self.otherwise.why(situation, choice)}"
-        ends = seconds(situation.prediction.completion.item(choice.first))
-        cost = seconds(situation.prediction.cost_to_others.item(choice.first))
-        meet = f"{(self.late <= 0.0).sum()} of {len(self.late)} meet its target"
-        return (
-            f"{meet}; {name} finishes it in {ends}, with {seconds(-late)} to spare, and it costs "
-            f"the requests in flight there {cost} in all"
-        )
+        first = lowest(np.where(meets, scores, np.inf), situation.random)
+    return Choice("target", first, otherwise.scores, reason)

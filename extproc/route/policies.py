@@ -4,15 +4,13 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 
-from extproc.fleet.prefixes import Held
-from extproc.predict.completion import AdapterTimes, Prediction
-from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
-from extproc.request.profile import RequestProfile
+from extproc.predict.completion import Prediction
+from extproc.predict.inputs import Floats, Indices, least, most
+from extproc.route.decision import Situation
 
 _NEAR_TIE = 0.1  # scores this close are as good as equal: about the error of a prediction
 SAME_TTFT = 0.02  # times to first token this close are
@@ -29,54 +27,19 @@ _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
 _TIE = 1e-6  # added to the score of the second of two replicas that were drawn
 
 
-@dataclass(slots=True)
-class Situation:
-    """A request and the fleet at the moment it came."""
-
-    profile: RequestProfile
-    view: FleetView
-    held: Held
-    prediction: Prediction
-    sequences: Sequences  # in flight on the candidates; good until the fleet changes
-    random: Random
-    turns: Floats  # by row of the fleet's table; round_robin numbers its choices here
-    adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-
-    @property
-    def cached_share(self) -> Floats:
-        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
-
-        By what was sent there alone, as other routers know it.
-        """
-        return self.held.expected / max(self.profile.prompt_tokens, 1)
-
-
-@dataclass(slots=True)
-class Choice:
-    """Choice of a policy: indices into the view."""
-
-    first: int
-    scores: Floats  # per candidate, lower is better; the policy defines the unit
-
-    @property
-    def second(self) -> int | None:
-        """The next best, for a retry; None where no other candidate could serve it."""
-        return runner_up(self.scores, self.first)
-
-
-def choose(policy: str, situation: Situation) -> Choice:
-    """The candidate with the lowest score, at random among equals.
+def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
+    """The candidate with the lowest score, at random among equals, and all scores.
 
     ``completion`` takes scores within its band for equal, and of these the soonest first token.
     """
     scores = POLICIES[policy](situation)
     if policy != "completion":
-        return Choice(lowest(scores, situation.random), scores)
+        return lowest(scores, situation.random), scores
     near = near_lowest(scores, band(situation.prediction))
     if len(near) == 1:
-        return Choice(near.item(), scores)
+        return near.item(), scores
     ttft = situation.prediction.ttft[near]
-    return Choice(near.item(lowest(ttft, situation.random, SAME_TTFT)), scores)
+    return near.item(lowest(ttft, situation.random, SAME_TTFT)), scores
 
 
 def band(prediction: Prediction) -> float:
@@ -99,14 +62,6 @@ def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
     return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
 
 
-def runner_up(scores: Floats, first: int) -> int | None:
-    """The index of the lowest score but for ``first``; None where no other is finite."""
-    others = scores.copy()
-    others[first] = np.inf
-    second = int(others.argmin())
-    return second if others[second] < np.inf else None
-
-
 def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
@@ -123,20 +78,15 @@ def completion(situation: Situation) -> Floats:
     return prediction.completion + cost_to_others + prediction.avoidable
 
 
-def least_request(situation: Situation) -> Floats:
-    """Requests in flight, live: the router's own and those the poll saw."""
-    return situation.view.requests
-
-
 def round_robin(situation: Situation) -> Floats:
     """The candidate's last turn, whatever it is doing; of several that had none, the first.
 
     Replicas take turns one after another, also where requests for several models meet overlapping
     sets of replicas.
     """
-    rows, turns = situation.view.rows, situation.turns
-    last = turns[rows] + np.linspace(0.0, 0.5, len(rows))
-    turns[rows[last.argmin()]] = most(turns) + 1.0
+    rows, turns = situation.view.rows.tolist(), situation.turns
+    last = np.array([turns.get(row, 0) for row in rows]) + np.linspace(0.0, 0.5, len(rows))
+    turns[rows[last.argmin()]] = max(turns.values(), default=0) + 1
     return last
 
 
@@ -157,11 +107,6 @@ def power_of_two(situation: Situation) -> Floats:
     scores[drawn] = requests[drawn]
     scores[drawn[1:]] += _TIE
     return scores
-
-
-def least_kv(situation: Situation) -> Floats:
-    """Fraction of the KV cache in use at the last poll, as AIBrix's ``least-kv-cache``."""
-    return situation.view.polled_kv_usage
 
 
 def queue_kv(situation: Situation) -> Floats:
@@ -209,11 +154,11 @@ def cache_aware(situation: Situation) -> Floats:
 
 POLICIES: dict[str, Callable[[Situation], Floats]] = {
     "completion": completion,
-    "least_request": least_request,
+    "least_request": lambda situation: situation.view.requests,  # in flight, live
     "round_robin": round_robin,
     "random": any_one,
     "power_of_two": power_of_two,
-    "least_kv": least_kv,
+    "least_kv": lambda situation: situation.view.polled_kv_usage,  # AIBrix's least-kv-cache
     "queue_kv": queue_kv,
     "lmetric": lmetric,
     "cache_aware": cache_aware,

@@ -1,6 +1,6 @@
 """The queue: requests that wait at the router while no replica can carry them to their end.
 
-Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
+Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 
 - *No idle waiting.* A request waits only while its predicted completion on the replica it waits
   for, expected wait included, is earlier than on every replica that could start it now. The request
@@ -29,7 +29,6 @@ Guarantees, with B = 3 s (:data:`~extproc.route.order.OVERTAKEN_S`):
 
 from collections import Counter
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 from itertools import count
 from math import exp
 
@@ -38,14 +37,13 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.request.errors import Saturated
 from extproc.route.backlog import Backlog
-from extproc.route.order import Tenants, key_of
-from extproc.route.router import Decision
-from extproc.route.waiting import ANEW_S, Waiting, cost
+from extproc.route.decision import Decision
+from extproc.route.order import Ranked
+from extproc.route.waiting import ANEW_S, Waiting, key_of
 
 LOOK_EVERY_S = 0.05  # seconds between two looks
 _MODELS = 16  # models whose first request is tried per look, in rotation
 _TRIED = 32  # decisions at most when a replica has more room
-_STALE = 64  # entries of requests that have gone, kept at least
 _DUE = 16  # requests that are decided anew in one look
 _REPLICAS = 20  # looks until every replica has been offered to the queue
 _SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
@@ -60,10 +58,9 @@ class Queue:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._lines = Backlog[Waiting](clock())
+        self._lines = Backlog(clock())
         self._waiting: dict[Waiting, None] = {}  # all, the oldest first
-        self._tenants = Tenants[Waiting]()
-        self._due: list[tuple[float, int, Waiting]] = []  # when each is decided anew: a heap
+        self._due = Ranked[Waiting]()  # by when each is decided anew
         self._numbers = count(1)
         self._members: dict[str, int] = {}  # rows of the replicas, at the last look
         self._moved_at = clock()  # when a request was dispatched, or ended
@@ -71,7 +68,7 @@ class Queue:
         self._rate, self._rate_at = 0.0, clock()  # dispatches a second
 
     @property
-    def backlog(self) -> Backlog[Waiting] | None:
+    def backlog(self) -> Backlog | None:
         """Queued requests as predictions see them; None where no request ever waits."""
         return self._lines if self._settings.longest_s > 0.0 else None
 
@@ -98,10 +95,9 @@ class Queue:
         while others of that tenant wait."""
         if self.backlog is not None and decision.wait_s > 0.0:
             return True
-        profile = decision.profile
-        key = profile.model, profile.objective.priority, profile.tenant
+        key = key_of(decision.profile)
         if key in self._lines.shares:
-            self._lines.shares.sent(key, cost(decision))
+            self._lines.shares.sent(key, decision.work_s)
         return False
 
     def retry_after_s(self) -> float:
@@ -118,12 +114,11 @@ class Queue:
         """Queue a request that has to wait; if the queue is full, dismiss the victim."""
         one.number = next(self._numbers)
         self._waiting[one] = None
-        self._tenants.enter(one)
+        self._due.put(one, one.retry_at, one.number)
         self._lines.enter(one)
-        self._awaits(one)
         if len(self._waiting) > self._settings.most:
             others = f"{self._settings.most} requests wait already"
-            self._dismiss(self._tenants.victim(), others, "too_many_waiting")
+            self._dismiss(self._lines.tenants.victim(), others, "too_many_waiting")
 
     def abandon(self, one: Waiting) -> None:
         """Remove a request whose client has left."""
@@ -152,17 +147,14 @@ class Queue:
     def look(self) -> None:
         """Refuse what waited too long and decide anew what is due: to be called often."""
         if not self._waiting:
-            self._due.clear()
             return
         now = self._clock()
         self._refuse(now)
         self._leave_departed(now)
         for _ in range(_DUE):
-            while self._due and self._is_over(self._due[0]):
-                heappop(self._due)
-            if not self._due or self._due[0][0] > now:
+            if not self._due or (one := self._due.first()[1]).retry_at > now:
                 break
-            self._try(self._due[0][2], now)
+            self._try(one, now)
         self._look_at_firsts(now)
         self._turn = (self._turn + 1) % _REPLICAS
         for replica in list(self._fleet.members.rows)[self._turn :: _REPLICAS]:
@@ -175,9 +167,7 @@ class Queue:
             self._members = dict(members)
             for one in self._waiting:
                 if one.row is not None and members.get(one.replica) != one.row:
-                    self._awaits_no_more(one)
-                    one.decided(None, now)
-                    self._awaits(one)
+                    self._waits_on(one, None, now)
 
     def _look_at_firsts(self, now: float) -> None:
         """Decide the first of each model anew, and those behind a request that was dispatched."""
@@ -193,19 +183,18 @@ class Queue:
     def _try(self, one: Waiting, now: float, last_chance: bool = False) -> bool:
         """Decide anew; returns whether the request has left the queue."""
         decision, error = None, None
+        one.last_chance = last_chance
         try:
-            decision = one.decide(one.place(self._lines.depth(one), last_chance))
+            decision = one.decide(one)
         except Exception as raised:  # concerns this request alone
             error = raised
         if error is None and self._stays(one, decision, now):
-            self._awaits_no_more(one)
-            one.decided(decision, now)
-            self._awaits(one)
+            self._waits_on(one, decision, now)
             return False
         self._leave(one)
         if decision is not None:
             self._moved_at = now
-            self._lines.shares.sent(key_of(one), cost(decision))
+            self._lines.shares.sent(one.key, decision.work_s)
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
         one.go(error or decision)
@@ -226,21 +215,11 @@ class Queue:
         moved |= self._fleet.eligibility.progresses(decision.replica, _STUCK_S)
         return moved or not self._lines.is_first(one)
 
-    def _awaits(self, one: Waiting) -> None:
-        if one.row is not None:
-            self._lines.await_replica(one, one.row)
-        heappush(self._due, (one.retry_at, one.number, one))
-        if len(self._due) > 2 * len(self._waiting) + _STALE:
-            self._due = [(one.retry_at, one.number, one) for one in self._waiting]
-            heapify(self._due)
-
-    def _awaits_no_more(self, one: Waiting) -> None:
-        if one.row is not None:
-            self._lines.await_no_more(one, one.row)
-
-    def _is_over(self, due: tuple[float, int, Waiting]) -> bool:
-        at, _, one = due
-        return one not in self._waiting or one.retry_at != at
+    def _waits_on(self, one: Waiting, decision: Decision | None, now: float) -> None:
+        self._lines.await_no_more(one)
+        one.decided(decision, now)
+        self._lines.await_replica(one)
+        self._due.put(one, one.retry_at, one.number)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
@@ -261,6 +240,5 @@ class Queue:
 
     def _leave(self, one: Waiting) -> None:
         del self._waiting[one]
-        self._awaits_no_more(one)
-        self._tenants.leave(one)
+        self._due.drop(one)
         self._lines.leave(one)

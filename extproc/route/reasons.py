@@ -1,7 +1,8 @@
 """Why a candidate was chosen, in one clause; the decision record has every figure as a table."""
 
 from extproc.predict.inputs import Floats
-from extproc.route.policies import SAME_TTFT, Choice, Situation, band, near_lowest
+from extproc.route.decision import Choice, Situation
+from extproc.route.policies import SAME_TTFT, band, near_lowest
 
 _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
 

@@ -1,8 +1,7 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -11,160 +10,21 @@ from extproc.fleet.lone_requests import Baseline
 from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import Margins
 from extproc.predict.firsthand import Served
-from extproc.predict.inputs import (
-    NO_SEQUENCES,
-    FleetView,
-    Floats,
-    Sequences,
-    least,
-    most,
-    usual_step,
-)
-from extproc.request.prefix import NO_PREFIX
+from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
 from extproc.request.profile import RequestProfile
-from extproc.route.backlog import Backlog, Place
-from extproc.route.order import due_at
-from extproc.route.overrides import ByPolicy, Chooser, Holder, Session, Target, lateness
-from extproc.route.policies import POLICIES, Choice, Situation, runner_up
+from extproc.route.backlog import Backlog
+from extproc.route.decision import Choice, Decision, Forecast, Situation, runner_up
+from extproc.route.overrides import by_owner, by_policy, by_session, by_target, lateness
+from extproc.route.policies import POLICIES
 from extproc.route.reasons import seconds
 from extproc.route.room import SOONEST_S, room_wait_s
+from extproc.route.waiting import Place
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
 
 _STEPS, _SHARE = 2.0, 0.02  # tokens, and share of an answer, by which the ledger may fall short
-
-
-@dataclass(slots=True)
-class Forecast:
-    """What a decision said of the replica chosen: all that is kept of it until its request ends.
-
-    The comparison of a thousand replicas takes a quarter of a megabyte, and thousands of requests
-    may be in flight.
-    """
-
-    profile: RequestProfile
-    replica: str  # ip:port
-    predicted_ttft: float
-    predicted_completion: float
-    decode_time_per_token: float  # seconds, before the correction of its decode time
-    expected_hits: float  # this and the next as in Held
-    hits_depth: int
-    adapter_load: float  # seconds to load its LoRA adapter, unless it waits for others before
-    adapter_wait: float  # seconds until there is a place in the batch for it
-    adapter_overrun: float  # as in AdapterTimes
-    stretch: float  # correction of its decode time, in the completion
-    usual_step: float  # seconds, as in usual_step()
-    step: float  # seconds of a step with what decoded then
-    first_step_s: float | None  # to the first token by steps alone; None where it waits for others
-
-
-@dataclass(slots=True)
-class Decision:
-    """Which replica gets a request, and everything the choice was made from."""
-
-    policy: str
-    situation: Situation
-    choice: Choice
-    made_by: Chooser
-    p90_output_tokens: float  # nine of ten sequences like its own generate no more
-    name: str = ""  # of its model on the replica chosen; empty: as the request has it
-    retry: int | None = None  # index of the second choice
-    news_age: float | None = None
-    """Seconds since the newest news of other routers was sent; None where there are no others."""
-    stale: bool = False  # news_age is too high for others' load to count
-
-    @property
-    def fallback(self) -> str:
-        """Why others' requests did not count, in a few words; empty where they did."""
-        if not self.stale or self.news_age is None:
-            return ""
-        return f"news of other routers is {seconds(self.news_age)} old and does not count"
-
-    @property
-    def why(self) -> str:
-        """The reason for people, in words and figures; worked out anew each time."""
-        reason = self.made_by.why(self.situation, self.choice)
-        return f"{self.fallback}: {reason}" if self.stale else reason
-
-    @property
-    def replica(self) -> str:
-        return self.situation.view.ids[self.choice.first]
-
-    @property
-    def second(self) -> str | None:
-        return None if self.retry is None else self.situation.view.ids[self.retry]
-
-    @property
-    def profile(self) -> RequestProfile:
-        return self.situation.profile
-
-    @property
-    def prediction(self) -> Prediction:
-        return self.situation.prediction
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the request is expected to wait at the router; 0: the replica can start
-        it."""
-        return self.prediction.queue.item(self.choice.first)
-
-    @property
-    def among_others(self) -> bool:
-        """True if other routers send to the same replicas."""
-        return self.news_age is not None
-
-    @property
-    def cached(self) -> float:
-        """Tokens of the prompt that it is believed to have in its prefix cache."""
-        return self.prediction.cached.item(self.choice.first)
-
-    @property
-    def predicted_ttft(self) -> float:
-        return self.prediction.ttft.item(self.choice.first)
-
-    @property
-    def predicted_completion(self) -> float:
-        return self.prediction.completion.item(self.choice.first)
-
-    def forget_what_is_large(self) -> None:
-        """Once it is carried out: a decision is kept for long, and thousands of sequences in flight
-        take 100 kB, as the token ids of a long prompt do."""
-        self.situation.sequences = NO_SEQUENCES
-        prefix = self.profile.prefix
-        if len(prefix.ids):
-            known = replace(prefix, ids=NO_PREFIX.ids)
-            self.situation.profile = replace(self.profile, prefix=known)
-
-    def forecast(self) -> Forecast:
-        first, situation, adapter = self.choice.first, self.situation, self.situation.adapter
-        wait = 0.0 if adapter is None else adapter.wait.item(first)
-        stretch = situation.view.stretch.item(first)
-        later = max(self.prediction.output_tokens - 1.0, 1.0)
-        return Forecast(
-            situation.profile,
-            self.replica,
-            self.predicted_ttft,
-            self.predicted_completion,
-            self.prediction.decode.item(first) / stretch / later,
-            situation.held.expected.item(first),
-            situation.held.depths.item(first),
-            0.0 if adapter is None or wait else adapter.load.item(first),
-            wait,
-            1.0 if adapter is None else adapter.overrun,
-            stretch,
-            usual_step(situation.view, first),
-            situation.view.decode_step.item(first),
-            self._by_steps(),
-        )
-
-    def _by_steps(self) -> float | None:
-        situation, prediction, first = self.situation, self.prediction, self.choice.first
-        waits = situation.view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
-        if waits or situation.adapter is not None or self.profile.fetches:
-            return None
-        return self.predicted_ttft - prediction.beside.item(first)
 
 
 class Router:
@@ -176,7 +36,7 @@ class Router:
         policy: str,
         random: Random,
         session_cost_s: float = 0.0,
-        backlog: "Backlog[Any] | None" = None,
+        backlog: Backlog | None = None,
     ) -> None:
         """Start without a request.
 
@@ -194,8 +54,7 @@ class Router:
         self._backlog = backlog
         self._default = policy
         self._random = random
-        self._policies = {name: ByPolicy(name) for name in POLICIES}
-        self._turns = np.zeros(0)
+        self._turns: dict[int, int] = {}
 
     def decide(
         self,
@@ -203,7 +62,6 @@ class Router:
         policy: str = "",
         among: frozenset[str] | None = None,
         told: bool = True,
-        waited: float = 0.0,
         place: Place | None = None,
     ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
@@ -213,13 +71,13 @@ class Router:
             policy: name of a policy for this request alone; one that does not exist is passed over.
             among: the only replicas that may be chosen, ``ip:port``; None: all.
             told: Envoy tells of its response, so that it may try a replica that failed.
-            waited: seconds since it came, by which its targets are nearer.
-            place: among those that wait; None: the last one of its tenant.
+            place: among those that wait; None: the request has come just now.
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, told, profile.priority)
-        if profile.previous_response:
-            view = self._with_holder(profile, view, among, told)
+        owner = fleet.holder(profile.previous_response) if profile.previous_response else None
+        if owner is not None and owner not in view.ids:
+            view = self._with_owner(owner, profile, view, among, told)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
@@ -229,34 +87,32 @@ class Router:
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
-        wait = self._wait_s(profile, prediction, p90, view, sequences, place)
-        if wait is not None:
-            add_queue_wait(prediction, wait, self._queued(view), view.batch)
-        missing = len(fleet.members.by_row) - len(self._turns)
-        if missing > 0:
-            self._turns = np.append(self._turns, np.zeros(missing))
+        waits = self._add_wait(profile, prediction, p90, view, sequences, place)
         situation = Situation(
             profile, view, held, prediction, sequences, self._random, self._turns, adapter
         )
-        chooser = self._chooser(situation, policy, waited)
-        choice = chooser.choose(situation)
-        if wait is not None and not isinstance(chooser, Holder):
-            at_once = place is not None and place.last_chance
-            choice = _without_idle_wait(choice, prediction, at_once)
-        model = fleet.members.name_on(view.ids[choice.first], profile.model)
+        if profile.objective.has_target:
+            waited = fleet.now - place.since if place else 0.0
+            situation.late = lateness(profile.objective, prediction, self.margins, waited)
+        if owner is not None and owner in view.ids:
+            choice = by_owner(owner, situation)
+        else:
+            choice = self._chosen(situation, policy)
+            if waits:
+                choice = _without_idle_wait(choice, prediction, place)
+        name = fleet.members.name_on(view.ids[choice.first], profile.model)
+        retry, peers = self._retry(situation, choice, name), fleet.peers
         return Decision(
-            chooser.name,
             situation,
             choice,
-            chooser,
             p90,
-            model,
-            self._retry(situation, choice, model),
-            fleet.peers.news_age,
-            fleet.peers.stale,
+            None if retry is None else view.ids[retry],
+            name,
+            peers.news_age,
+            self._fallback(),
         )
 
-    def _wait_s(
+    def _add_wait(
         self,
         profile: RequestProfile,
         prediction: Prediction,
@@ -264,55 +120,73 @@ class Router:
         view: FleetView,
         sequences: Sequences,
         place: Place | None,
-    ) -> Floats | None:
-        """Seconds that the request would wait at the router for each candidate: until there is room
-        for it, after those that go before; None where each can start it now."""
+    ) -> bool:
+        """Add to a prediction how long the request would wait at the router for each candidate:
+        until there is room for it, after those that go before. False: each can start it now."""
         backlog, peers = self._backlog, self.fleet.peers
+        queued: Floats | float = 0.0
         if backlog is None or peers.stale:
-            return None
+            return False
         among_others = peers.news_age is not None
         wait = room_wait_s(profile, prediction, p90, view, sequences, among_others)
         if wait is not None:
             wait *= self.fleet.tells_room(view.rows)
-        if not backlog:
-            return wait
-        place = place or self._newest(profile, prediction, view)
+        if backlog:
+            place = place or self._newest(profile, prediction, view)
+            wait = np.zeros(len(view)) if wait is None else wait
+            for at in (wait <= 0.0).nonzero()[0].tolist():
+                if backlog.reserves(view.rows.item(at), place):
+                    wait[at] = SOONEST_S
+            queued, ahead_s = backlog.ahead(view.rows, place)
+            wait += ahead_s * (wait > 0.0)
         if wait is None:
-            wait = np.zeros(len(view))
-        for at in (wait <= 0.0).nonzero()[0].tolist():
-            if backlog.reserves(view.rows.item(at), place):
-                wait[at] = SOONEST_S
-        return wait + backlog.ahead_s(view.rows, place) * (wait > 0.0)
-
-    def _queued(self, view: FleetView) -> Floats | float:
-        """Requests that wait at the router for each candidate."""
-        return self._backlog.requests(view.rows) if self._backlog else 0.0
+            return False
+        add_queue_wait(prediction, wait, queued, view.batch)
+        return True
 
     def _newest(self, profile: RequestProfile, prediction: Prediction, view: FleetView) -> Place:
-        objective, now = profile.objective, self.fleet.now
         best = int(prediction.completion.argmin())
-        due_s = objective.due_s(prediction.decode.item(best))
-        due = due_at(now, due_s, work(profile, prediction, view, best))
-        return Place(profile.model, objective.priority, profile.tenant, now, due)
+        cost = work(profile, prediction, view, best)
+        return Place(profile, self.fleet.now, prediction.decode.item(best), cost)
 
-    def _with_holder(
-        self, profile: RequestProfile, view: FleetView, among: frozenset[str] | None, told: bool
+    def _with_owner(
+        self,
+        owner: str,
+        profile: RequestProfile,
+        view: FleetView,
+        among: frozenset[str] | None,
+        told: bool,
     ) -> FleetView:
-        """The view; or one of the replica alone that holds the response that the request goes on
-        from, where that is only held up: any other would answer 404."""
-        holder = self.fleet.holder(profile.previous_response) or ""
-        state = self.fleet.members.get(holder)
-        if holder in view.ids or state is None or state.draining:
+        """A view of the replica alone that holds the response that the request goes on from, where
+        that is only held up: any other would answer 404. Else the same view."""
+        state = self.fleet.members.get(owner)
+        if state is None or state.draining:
             return view
-        only = frozenset({holder}) if among is None else among & {holder}
+        only = frozenset({owner}) if among is None else among & {owner}
         alone = self.fleet.view(profile.model, only, told, profile.priority)
         return alone if len(alone) else view
 
-    def late(self, decision: Decision, waited: float) -> float:
-        """Seconds by which a request misses its targets at the least, if it is sent ``waited``
-        seconds after it came; below zero: to spare."""
-        objective = decision.profile.objective
-        return least(lateness(objective, decision.prediction, self.margins, waited))
+    def _chosen(self, situation: Situation, policy: str) -> Choice:
+        choice = by_policy(policy if policy in POLICIES else self._default, situation)
+        if situation.late is not None:
+            choice = by_target(situation.late, situation, choice)
+        session = situation.profile.session
+        home = self.fleet.sessions.holder(session) if session else None
+        return choice if home is None else by_session(home, self._session_cost_s, situation, choice)
+
+    def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
+        """The next best replica of those that know the model by the name that is sent."""
+        fleet, model = self.fleet, situation.profile.model
+        if fleet.members.names.served(model) == (model,):
+            return choice.second
+        alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
+        return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
+
+    def _fallback(self) -> str:
+        age = self.fleet.peers.news_age
+        if age is None or not self.fleet.peers.stale:
+            return ""
+        return f"news of other routers is {seconds(age)} old and does not count"
 
     def model(
         self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
@@ -341,27 +215,6 @@ class Router:
         served = served or [one for one in models if one in fleet.members.models]
         draws = Random(session) if session else self._random
         return fleet.members.names.draw(asked, served, draws)
-
-    def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
-        """The next best replica of those that know the model by the name that is sent."""
-        fleet, model = self.fleet, situation.profile.model
-        if fleet.members.names.served(model) == (model,):
-            return choice.second
-        alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
-        return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
-
-    def _chooser(self, situation: Situation, policy: str, waited: float) -> Chooser:
-        profile = situation.profile
-        if profile.previous_response:
-            holder = self.fleet.holder(profile.previous_response)
-            if holder in situation.view.ids:
-                return Holder(holder)
-        chooser: Chooser = self._policies.get(policy) or self._policies[self._default]
-        if (objective := profile.objective).has_target:
-            late = lateness(objective, situation.prediction, self.margins, waited)
-            chooser = Target(late, chooser)
-        home = self.fleet.sessions.holder(profile.session) if profile.session else None
-        return chooser if home is None else Session(home, self._session_cost_s, chooser)
 
     def learn(
         self,
@@ -457,16 +310,17 @@ def _teaches_alone(forecast: Forecast) -> bool:
     return forecast.profile.sequences <= 1 and not forecast.adapter_load
 
 
-def _without_idle_wait(choice: Choice, prediction: Prediction, at_once: bool) -> Choice:
+def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:
     """The choice; or, where the request would wait and end no sooner than on a replica that could
-    start it now, the best of those. ``at_once``: the best of those even if waiting ends sooner."""
+    start it now, the best of those. At its last chance the best of those even so."""
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:
         return choice
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)
-    if soonest == np.inf or (ends[choice.first] < soonest and not at_once):
+    last_chance = place is not None and place.last_chance
+    if soonest == np.inf or (ends[choice.first] < soonest and not last_chance):
         return choice
     scores = np.where(starts & (ends < np.inf), choice.scores, np.inf)
     best = int((scores if least(scores) < np.inf else ends_there).argmin())
-    return Choice(best, choice.scores)
+    return replace(choice, first=best)

@@ -10,10 +10,10 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
-from extproc.route.backlog import Place
+from extproc.route.decision import Decision
 from extproc.route.queue import Queue
-from extproc.route.router import Decision, Router
-from extproc.route.waiting import Waiting
+from extproc.route.router import Router
+from extproc.route.waiting import Place, Waiting
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
 A10 = "llama-8b-a10"

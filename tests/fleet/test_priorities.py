@@ -11,7 +11,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Backlog
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"

@@ -9,8 +9,9 @@ from msgspec.json import decode, encode
 from extproc.observe.decision_log import DecisionLog, KeptDecision
 from extproc.predict.inputs import Excluded
 from extproc.route import overrides
-from extproc.route.policies import POLICIES, Choice, Situation
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Choice, Decision, Situation
+from extproc.route.policies import POLICIES
+from extproc.route.router import Router
 from tests.fakes import ManualClock, chat, fleet_of, replica
 
 

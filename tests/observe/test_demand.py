@@ -10,7 +10,8 @@ from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 from extproc.observe.metrics import Demand
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, fleet_of
 

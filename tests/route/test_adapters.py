@@ -15,7 +15,8 @@ from extproc.predict.completion import AdapterTimes
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 
 A10 = "llama-8b-a10"

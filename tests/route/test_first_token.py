@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from extproc.request.profile import RequestProfile
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from tests.fakes import ManualClock, chat, fleet_of, replica
 
 A10 = "llama-8b-a10"

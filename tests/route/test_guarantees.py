@@ -24,11 +24,12 @@ from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route import queue, router
-from extproc.route.backlog import Backlog, Place
-from extproc.route.order import OVERTAKEN_S, Shares, Tenants
+from extproc.route.backlog import Backlog
+from extproc.route.decision import Decision
+from extproc.route.order import Shares, Tenants
 from extproc.route.queue import LOOK_EVERY_S, Queue
-from extproc.route.router import Decision, Router
-from extproc.route.waiting import ANEW_S, Waiting, cost
+from extproc.route.router import Router
+from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -85,7 +86,7 @@ class Node:
         self.fleet = fleet_of(clock, *[A10 for _ in models])
         self.queue = Queue(self.fleet, HoldSettings.model_validate(limits), clock)
         self.router = Router(self.fleet, policy, LowestIndex(), backlog=self.queue.backlog)
-        nothing = Backlog[Waiting](clock())
+        nothing = Backlog(clock())
         self.room = Router(self.fleet, policy, LowestIndex(), backlog=nothing)
         self.last: dict[Waiting, Seen] = {}
         self.could_start_since: dict[Waiting, float] = {}
@@ -199,7 +200,8 @@ class World:
 
         def go(outcome: Decision | Exception | None) -> None:
             if isinstance(outcome, Exception):
-                last = node.router.decide(profile, place=one.place(0.0, last_chance=True))
+                one.last_chance = True
+                last = node.router.decide(profile, place=one)
                 self.refused.append((request, outcome, last))
             else:
                 self.send(node, node.last[one])
@@ -302,7 +304,9 @@ def check_priority(world: World) -> None:
     for seen in world.arrived:
         if all(one.priority < seen.request.priority for one, _ in seen.queued):
             assert seen.room is not None
-            assert (seen.decision.prediction.queue == seen.room.prediction.queue).all()
+            mine, alone = seen.decision.prediction, seen.room.prediction
+            assert (mine.queue == alone.queue).all()
+            assert (mine.avoidable == alone.avoidable).all()
 
 
 def check_fairness(world: World) -> None:
@@ -310,7 +314,7 @@ def check_fairness(world: World) -> None:
     got, largest = defaultdict[str, float](float), defaultdict[str, float](float)
     for seen in world.sent:
         if {one.tenant for one, _ in seen.queued} == {"few", "many"}:
-            tenant, seconds = seen.request.tenant, cost(seen.decision)
+            tenant, seconds = seen.request.tenant, seen.decision.work_s
             got[tenant] += seconds
             largest[tenant] = max(largest[tenant], seconds)
     few, many = got["few"], got["many"]
@@ -320,7 +324,7 @@ def check_fairness(world: World) -> None:
             came = next(one for one in world.arrived if one.request is seen.request)
             backlog_s = sum(one.cost for one, _ in came.queued if one.tenant == "few")
             others_s = sum(
-                cost(one.decision)
+                one.decision.work_s
                 for one, sent_at in zip(world.sent, world.sent_at, strict=True)
                 if one.request.tenant == "many" and seen.since < sent_at < at
             )
@@ -567,17 +571,17 @@ def test_arrival_and_end_cost_the_same_however_many_are_queued(tenants: int, mod
 # -- each check fails on a fault ------------------------------------------------------------
 
 
-def _blocking(self: Backlog[Waiting], row: int, place: Place) -> bool:
+def _blocking(self: Backlog, row: int, place: Place) -> bool:
     return row in self._replicas
 
 
-def _everyone(self: Backlog[Waiting], row: int, models: int) -> list[Waiting]:
+def _everyone(self: Backlog, row: int, models: int) -> list[Waiting]:
     groups = [group for line in self._models.values() for group in line._groups.values()]
-    return [one for group in groups for _, _, one in group]
+    return [one for group in groups for _, one in group._order]
 
 
-def _oldest(self: Tenants[Waiting]) -> Waiting:
-    return next(iter(next(iter(self._queued[min(self._queued)].values()))))
+def _oldest(self: Tenants) -> Waiting:
+    return next(iter(self._queued[min(self._queued)]))
 
 
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [

@@ -8,7 +8,8 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from tests.fakes import ManualClock, chat, replica, state
 
 NAMES = ModelNames(

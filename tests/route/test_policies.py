@@ -8,8 +8,9 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
+from extproc.route.decision import Decision
 from extproc.route.policies import POLICIES
-from extproc.route.router import Decision, Router
+from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"

@@ -20,11 +20,11 @@ from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route import room
-from extproc.route.backlog import Place
+from extproc.route.decision import Decision
 from extproc.route.order import Shares
 from extproc.route.queue import Queue
-from extproc.route.router import Decision, Router
-from extproc.route.waiting import Waiting
+from extproc.route.router import Router
+from extproc.route.waiting import Place, Waiting
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -80,7 +80,7 @@ class System:
         since = self.clock()
 
         def decide(place: Place) -> Decision | None:
-            return self.router.decide(profile, waited=self.clock() - since, place=place)
+            return self.router.decide(profile, place=place)
 
         one = Waiting(profile, decision, since, decide, go)
         self.queue.enter(one)

@@ -8,7 +8,8 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.request.objective import session_key, session_of
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"

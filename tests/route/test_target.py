@@ -9,7 +9,9 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
-from extproc.route.router import Decision, Router
+from extproc.route.decision import Decision
+from extproc.route.router import Router
+from extproc.route.waiting import Place
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
@@ -39,7 +41,8 @@ def slow_and_fast() -> Fleet:
 
 
 def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Decision:
-    decision = router.decide(profile, waited=waited)
+    came = Place(profile, router.fleet.now - waited, decode_s=0.0, cost=0.0)
+    decision = router.decide(profile, place=came)
     assert decision is not None
     return decision
 

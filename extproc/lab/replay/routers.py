@@ -19,8 +19,8 @@ from extproc.proxy.services import Reader, router_of
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
+from extproc.route.decision import Decision
 from extproc.route.queue import Queue
-from extproc.route.router import Decision
 
 
 class VirtualClock:

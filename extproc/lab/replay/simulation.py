@@ -11,10 +11,9 @@ from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, Traced, VirtualClock
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
-from extproc.route.backlog import Place
+from extproc.route.decision import Decision
 from extproc.route.queue import LOOK_EVERY_S
-from extproc.route.router import Decision
-from extproc.route.waiting import Waiting
+from extproc.route.waiting import Place, Waiting
 
 _LONGEST_DRAIN = 7200.0  # seconds after the last request in which all must have ended
 
@@ -104,7 +103,7 @@ class Simulation(ABC):
         node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
 
         def decide(place: Place) -> Decision | None:
-            return node.router.decide(profile, waited=self.clock() - now, place=place)
+            return node.router.decide(profile, place=place)
 
         node.queue.enter(Waiting(profile, decision, now, decide, go))
 
