@@ -304,9 +304,9 @@ def check_priority(world: World) -> None:
     for seen in world.arrived:
         if all(one.priority < seen.request.priority for one, _ in seen.queued):
             assert seen.room is not None
-            mine, alone = seen.decision.prediction, seen.room.prediction
-            assert (mine.queue == alone.queue).all()
-            assert (mine.avoidable == alone.avoidable).all()
+            beside, alone = seen.decision.prediction, seen.room.prediction
+            assert (beside.queue == alone.queue).all()
+            assert (beside.avoidable == alone.avoidable).all()
 
 
 def check_fairness(world: World) -> None:
