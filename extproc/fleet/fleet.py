@@ -138,7 +138,7 @@ class Fleet:
         if fresh:
             self.lone.polled(row, state, asked_at)
         known = usual_step(self._replicas, row)
-        self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
+        self._reconciliation.set_hardware(row, state, self.lone.step(row, state))
         self._corrections.slowed(row, self._slower(row, known))
         self._replicas.tells[row] = state.kv_tokens > 0 and state.measured
         if not fresh:

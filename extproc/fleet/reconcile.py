@@ -11,9 +11,6 @@ from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds: no engine steps faster, whatever was learned
 _LATE = 0.3  # seconds of a scrape after which others' load can no longer be told
-_MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts are seldom right
-_NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
-_ALL_DECODE = 0.95  # share of the tokens that a batch without prefill would have generated
 _UNDER_WAY = 0.1  # seconds until a request reaches the engine, parsed and tokenized
 _TOKENIZED = 5e-6  # the same for each token of its prompt
 
@@ -28,18 +25,8 @@ class Reconciliation:
         self._replicas = replicas
         self._requests = requests
 
-    def set_hardware(
-        self, row: int, state: ReplicaState, before: ReplicaState | None, step: StepModel
-    ) -> None:
-        """Speed and limits of the replica in that row: learned or said by itself, else its
-        profile's.
-
-        Args:
-            row: the replica's.
-            state: what this poll saw.
-            before: what the poll before saw, if there was one.
-            step: its step times.
-        """
+    def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
+        """Sets step times and limits of a replica: those of its state, or else of its profile."""
         replicas, profile = self._replicas, profile_or_default(state.profile)
         for name in COSTS:
             getattr(replicas, name)[row] = getattr(step, name)
@@ -53,15 +40,9 @@ class Reconciliation:
         replicas.by_priority[row] = state.by_priority
         replicas.token_budget[row] = profile.token_budget * engines
         replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
-        limit = max(profile.max_num_seqs * engines, state.running)
-        if before is not None and before.running == state.running and _queues(before, state):
-            limit = min(limit, state.running)
-        replicas.max_num_seqs[row] = max(limit, 1)
-        replicas.tokens_per_step[row] = 1.0
-        if state.accepted_tokens > 0 and state.generated_tokens > 0:
-            # Drafts count before they are cut at an answer's end: with short answers too many do.
-            kept = 1.0 - state.accepted_tokens / state.generated_tokens
-            replicas.tokens_per_step[row] = 1.0 / min(max(kept, 1.0 / _MOST_PER_STEP), 1.0)
+        limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
+        replicas.max_num_seqs[row] = limit
+        replicas.tokens_per_step[row] = state.tokens_per_step
 
     def restarted(self, row: int, steps: float) -> None:
         """The replica's process is a new one: its step count begins anew, and so does it here."""
@@ -261,13 +242,3 @@ def fade(replicas: Replicas, now: float) -> None:
         ):
             column[old] = 0.0
         sampled_at[old] = inf  # forgotten, once and for all
-
-
-def _queues(before: ReplicaState, after: ReplicaState) -> bool:
-    """Requests wait, poll after poll, while KV space is left and all that run decode: the batch is
-    full. (While a long prompt is prefilled, others wait for the token budget.)"""
-    steps = after.steps - before.steps
-    generated = after.generated_tokens - before.generated_tokens
-    generated -= after.accepted_tokens - before.accepted_tokens
-    waiting = all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in (before, after))
-    return waiting and steps > 0 and generated >= _ALL_DECODE * steps * after.running

@@ -14,6 +14,7 @@ from extproc.config import POLL_JITTER, PollSettings
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
+from extproc.poll.batch import batch_fields
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
@@ -139,7 +140,9 @@ class PolledReplica:
             return self._backoff.next()
         self._clear_doubt()
         seconds = self._monotonic() - started
+        before = self.state
         if self._restarted(figures):
+            before = None
             self._models.forget()
             self._calibration.interrupted()
         if self._another_model(figures):
@@ -150,7 +153,8 @@ class PolledReplica:
         else:  # the moment of the figures is known too roughly
             self._metrics.late.inc()
             self._calibration.interrupted()
-        self._succeeded(figures, self._wall(), seconds)
+        batch = batch_fields(before or self._blank(), figures)
+        self._succeeded(figures, batch, self._wall(), seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = self._monotonic() - started
@@ -164,7 +168,9 @@ class PolledReplica:
             self._health_asked_at = now
         return asks
 
-    def _succeeded(self, figures: EngineFigures, scraped_at: float, seconds: float) -> None:
+    def _succeeded(
+        self, figures: EngineFigures, batch: dict[str, Any], scraped_at: float, seconds: float
+    ) -> None:
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self.target.who})
         self._backoff.reset()
@@ -176,7 +182,7 @@ class PolledReplica:
             "measured": self._calibration.ratio is not None,
         }
         times = {"scraped_at": scraped_at, "scrape_seconds": seconds}
-        values = {**figures.fields(), **self._models.fields, **learned, **times}
+        values = {**figures.fields(), **self._models.fields, **learned, **batch, **times}
         self._publish(checked(self._blank(**values, kv_news=self._kv_news(figures))))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:

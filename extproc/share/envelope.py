@@ -12,7 +12,7 @@ from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 
 T = TypeVar("T", bound=Struct)
 

@@ -17,6 +17,7 @@ def page(
     running: int = 2,
     waiting: int = 1,
     steps: int = 100,
+    generated: int = 0,
     model: str = "tiny",
     started_at: float | None = None,
     asleep: bool = False,
@@ -28,6 +29,7 @@ def page(
         f"vllm:num_requests_waiting{labels} {waiting}.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
         f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="100"}} 1.0\n'
         f"vllm:iteration_tokens_total_count{labels} {steps}.0\n{start}"
+        f"vllm:generation_tokens_total{labels} {generated}.0\n"
         f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(not asleep)}.0\n'
     )
 

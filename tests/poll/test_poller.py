@@ -95,6 +95,25 @@ async def test_poller_knows_what_the_one_before_learned(redis_server: RedisServe
             assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
 
 
+async def test_limit_of_sequences_outlives_the_poller_and_ends_with_the_process(
+    redis_server: RedisServer,
+) -> None:
+    def learned(limit: int, steps: int, state: ReplicaState) -> bool:
+        return (state.max_num_seqs, state.steps) == (limit, steps)
+
+    async with serving() as replica:
+        settings = config(redis_server, replica)
+        async with watching(settings) as seen:
+            await seen.replica(replica, partial(learned, 0, 100))
+            replica.answers["/metrics"] = text(page(steps=200, generated=200))
+            await seen.replica(replica, partial(learned, 2, 200))
+        replica.answers["/metrics"] = text(page(running=1, waiting=0, steps=300, generated=250))
+        async with watching(settings) as seen:
+            await seen.replica(replica, partial(learned, 2, 300))
+            replica.answers["/metrics"] = text(page(steps=3))
+            await seen.replica(replica, partial(learned, 0, 3))
+
+
 async def test_poller_knows_whether_list_was_read_before(redis_server: RedisServer) -> None:
     async with serving() as secret, serving() as told:
         secret.answers["/v1/models"] = text("", 401)

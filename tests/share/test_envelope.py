@@ -155,7 +155,7 @@ def test_message_fields_match_version() -> None:
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)
     found["news"] = " ".join(BlockNews.__struct_fields__)
-    assert VERSION == 3
+    assert VERSION == 4
     assert found == {
         "put": "state",
         "removed": "id",
@@ -172,6 +172,6 @@ def test_message_fields_match_version() -> None:
             "engines running waiting kv_usage kv_tokens block_size prefix_caching steps "
             "prompt_tokens cached_tokens generated_tokens first_tokens accepted_tokens "
             "preemptions kv_news output_lengths scraped_at scrape_seconds life_s asleep "
-            "started_at refuses"
+            "started_at refuses max_num_seqs tokens_per_step"
         ),
     }

@@ -10,6 +10,7 @@ from extproc.ground.runtime import Backoff
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import TOKENS
 from extproc.lab.simulator.steps import Histogram, Outcome, Sequence
+from extproc.poll.batch import batch_fields
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.calibration import Calibration, Typical
 from extproc.predict.step import HardwareProfile, StepModel
@@ -153,6 +154,9 @@ class Watch:
             self._typical.report(self._machine.name, calibration.ratio)
             learned, measured = calibration.model, calibration.ratio is not None
         update = {"learned": learned, "measured": measured, "scraped_at": now}
+        restarted = figures.steps < self._state.steps
+        before = ReplicaState(id=self.told.id) if restarted else self._state
+        update |= batch_fields(before, figures)
         return structs.replace(self.told, **(figures.fields() | update))
 
     def _figures(self) -> EngineFigures:

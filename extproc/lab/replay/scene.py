@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def scene_of(recorded: Recorded) -> Scene:
     try:
         # The engine decodes a token a step: with accepted drafts there are fewer steps.
         per_step = {
-            name: next(line.tokens_per_step for line in reversed(lines) if line.state is not None)
+            name: fmean(line.tokens_per_step for line in lines if line.state is not None)
             for name, lines in recorded.replicas.items()
         }
         requests = list(_asked(recorded.requests, began, per_step))
@@ -183,7 +183,7 @@ def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) 
         step=steps[0],
         kv_tokens=last.kv_tokens or profile.kv_tokens,
         token_budget=int(there[-1].token_budget),
-        max_num_seqs=int(min(line.max_num_seqs for line in there)),
+        max_num_seqs=max(one.max_num_seqs for one in states) or int(there[-1].max_num_seqs),
     )
     step, state = steps[0], states[0]
     known = zip(steps, states, strict=True)

@@ -1,0 +1,80 @@
+"""Properties of an engine's batch that its page does not tell, learned from poll to poll.
+
+- *Limit.* The most sequences seen to run in this process, once two polls in a row have shown
+  requests that wait while KV space is free and all that run decode.
+- *Tokens per step.* The ratio of tokens to steps of a sequence in each stretch between two polls,
+  averaged over about the last thousand tokens.
+"""
+
+from math import exp
+from typing import Any, Protocol
+
+from extproc.replica_state import ReplicaState
+
+_NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
+_ALL_DECODE = 0.95  # share of the tokens that a batch without prefill would have generated
+_MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts are seldom right
+_MEMORY = 1000.0  # generated tokens over which a ratio loses two thirds of its weight
+
+
+class Figures(Protocol):
+    """What a poll reads."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
+    @property
+    def steps(self) -> float: ...
+    @property
+    def generated_tokens(self) -> float: ...
+    @property
+    def accepted_tokens(self) -> float: ...
+
+
+def batch_fields(before: ReplicaState, now: Figures) -> dict[str, Any]:
+    """Fields of a ``ReplicaState`` that describe the batch.
+
+    ``before``: what the last poll of the same process told; a blank state for a new process.
+    """
+    return {
+        "max_num_seqs": _limit(before, now),
+        "tokens_per_step": _tokens_per_step(before, now),
+    }
+
+
+def _limit(before: ReplicaState, now: Figures) -> int:
+    """A poll shows what is left after a step: the limit less the sequences that ended in it.
+
+    vLLM's limit never changes, so the most that ran is nearest to it.
+    """
+    if not before.max_num_seqs and not _is_full(before, now):
+        return 0
+    return max(before.max_num_seqs, before.running, now.running)
+
+
+def _is_full(before: ReplicaState, now: Figures) -> bool:
+    """Return True if requests wait for a place in the batch, and for nothing else.
+
+    While a prompt is prefilled, others wait for the token budget. Requests that wait in one poll
+    alone may have come a moment ago.
+    """
+    waiting = all(one.waiting > 0 and one.kv_usage < _NEARLY_FULL for one in (before, now))
+    steps = now.steps - before.steps
+    decoded = now.generated_tokens - before.generated_tokens
+    decoded -= now.accepted_tokens - before.accepted_tokens
+    return waiting and steps > 0 and decoded >= _ALL_DECODE * steps * now.running
+
+
+def _tokens_per_step(before: ReplicaState, now: Figures) -> float:
+    """Drafts count before they are cut at the end of an answer: with short ones too many do."""
+    generated = now.generated_tokens - before.generated_tokens
+    if generated <= 0.0:
+        return before.tokens_per_step
+    accepted = now.accepted_tokens - before.accepted_tokens
+    latest = min(max(1.0 - accepted / generated, 1.0 / _MOST_PER_STEP), 1.0)
+    steps_per_token = 1.0 / before.tokens_per_step
+    steps_per_token += (1.0 - exp(-generated / _MEMORY)) * (latest - steps_per_token)
+    return 1.0 / steps_per_token

@@ -1,0 +1,148 @@
+"""Limit and pace of a batch, as polls of a simulated engine tell them to a router."""
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from random import Random
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.lab.replay.machine import Machine, Watch
+from extproc.lab.replay.routers import VirtualClock
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.features import Speculation
+from extproc.lab.simulator.steps import Sequence
+from extproc.poll.batch import batch_fields
+from extproc.predict.calibration import Typical
+from extproc.predict.completion import predict
+from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import hardware_profile
+from extproc.replica_state import ReplicaState
+from tests.fakes import MODEL, chat, replica
+
+A10 = "llama-8b-a10"
+POLL_S = 0.2
+TOKENS = 200
+
+
+class Loaded:
+    """One replica with so many requests in flight, and the router that sent them."""
+
+    def __init__(self, in_flight: int, speculation: Speculation | None = None) -> None:
+        self.clock = VirtualClock()
+        self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
+        engine = partial(Engine, max_num_seqs=64, speculation=speculation)
+        self.machine = Machine(replica(1), hardware_profile(A10), engine)
+        told = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
+        self.fleet.put(told)
+        step = self.machine.profile.step
+        self._watch = Watch(self.machine, told, step, Typical(), POLL_S, Random(0))
+        self._in_flight = in_flight
+        self._random = Random(1)
+        self._numbers = count(1)
+        self._tickets: dict[int, Ticket] = {}
+
+    def polls(self, seconds: float) -> Iterator[ReplicaState]:
+        """States that reach the router; ended requests are replaced at once."""
+        end = self.clock.time + seconds
+        while self.clock.time < end:
+            self._run_until(self.clock.time + POLL_S)
+            if (state := self._watch.poll(self.clock.time)) is not None:
+                self.fleet.put(state)
+                yield state
+
+    def wait_s(self) -> float:
+        """Predicted wait for a place in the batch."""
+        view = self.fleet.view(MODEL)
+        sequences = self.fleet.sequences(view)
+        return predict(chat(50, TOKENS), 100.0, view, sequences, np.zeros(1)).admission.item()
+
+    def _run_until(self, until: float) -> None:
+        while (ends_at := self._next_step()) <= until:
+            for at, outcome in self.machine.advance(ends_at):
+                self.clock.time = at
+                for sequence in outcome.finished:
+                    self.fleet.release(self._tickets.pop(sequence.id))
+        self.clock.time = until
+
+    def _next_step(self) -> float:
+        while len(self._tickets) < self._in_flight:
+            number = next(self._numbers)
+            self._tickets[number] = self.fleet.dispatch(replica(1), chat(50, TOKENS))
+            tokens = self._random.randint(1, TOKENS)
+            self.machine.add(Sequence(number, 50, tokens), self.clock.time)
+        if self.machine.step_ends_at is None:
+            self.machine.advance(self.clock.time)
+        assert self.machine.step_ends_at is not None
+        return self.machine.step_ends_at
+
+
+def test_limit_stays_while_sequences_end_between_polls() -> None:
+    loaded = Loaded(in_flight=80)
+    states = deque(loaded.polls(5.0), 10)
+    running = set[int]()
+    for state in loaded.polls(20.0):
+        running.add(state.running)
+        assert loaded.fleet.view(MODEL).max_num_seqs.tolist() == [64]
+        assert loaded.wait_s() > 0.0
+    assert len(running) > 1, "sequences end in some steps"
+    assert states[0].max_num_seqs == 64
+
+
+@pytest.mark.parametrize("tokens", [1.0, 4.0])
+def test_tokens_per_step_follow_a_change_within_a_minute(tokens: float) -> None:
+    """Ten hours with drafts that are mostly right; then of each draft none is, or all are."""
+    drafts = Speculation(3, 0.7, Random(0))
+    loaded = Loaded(in_flight=1, speculation=drafts)
+    deque(loaded.polls(60.0), 0)
+    [usual] = loaded.fleet.view(MODEL).tokens_per_step
+    assert usual == pytest.approx(drafts.tokens_per_step, rel=0.1)
+    counters = loaded.machine.engine.counters
+    counters.generated_tokens *= 600
+    counters.accepted_tokens *= 600
+    next(loaded.polls(1.0))
+    loaded.machine.engine.speculation = Speculation(3, float(tokens == 4.0), Random(0))
+    deque(loaded.polls(60.0), 0)
+    [after] = loaded.fleet.view(MODEL).tokens_per_step
+    assert after == pytest.approx(tokens, rel=0.1)
+
+
+def polled(steps: int, **figures: float) -> ReplicaState:
+    """Four sequences have decoded since the start of the process, and another one waits."""
+    usual = {"running": 4, "waiting": 1, "kv_usage": 0.05, "generated_tokens": 4.0 * steps}
+    return structs.replace(ReplicaState(id=replica(1), steps=steps), **(usual | figures))
+
+
+def limit(*polls: ReplicaState) -> int:
+    """Limit that polls of one process teach."""
+    state = polls[0]
+    for now in polls[1:]:
+        state = structs.replace(now, **batch_fields(state, now))
+    return state.max_num_seqs
+
+
+def test_limit_is_the_most_that_ran() -> None:
+    assert limit(polled(10), polled(20)) == 4
+    assert limit(polled(10), polled(20, running=3)) == 4
+    assert limit(polled(10, running=3), polled(20, running=3), polled(30)) == 4
+    assert limit(polled(10), polled(20), polled(30, running=9, waiting=0)) == 9
+
+
+@pytest.mark.parametrize(
+    "polls",
+    [
+        (polled(10), polled(20, waiting=0)),
+        (polled(10, waiting=0), polled(20)),
+        (polled(10), polled(10)),  # the engine is paused
+        (polled(10), polled(20, kv_usage=0.95)),
+        (polled(10), polled(20, running=5)),  # the fifth is in prefill
+        (polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)),  # two decode
+    ],
+)
+def test_requests_that_wait_for_anything_else_teach_no_limit(polls: list[ReplicaState]) -> None:
+    assert limit(*polls) == 0
