@@ -357,7 +357,7 @@ class Fleet:
 
     def room(self, replica: str) -> float:
         """KV tokens that nothing takes there, nor waits for. Without end where nothing is in flight
-        that could make room, or it is no member; less than none where every seat is taken."""
+        that could make room, or it is no member; less than none where one waits for a seat."""
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
@@ -366,7 +366,7 @@ class Fleet:
             return inf
         queued = table.queued.item(row) + table.peers_queued.item(row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
-        if not table.by_priority.item(row) and table.max_num_seqs.item(row) - taken < 1.0:
+        if not table.by_priority.item(row) and taken > table.max_num_seqs.item(row):
             return -inf  # by priority, a request may go before those that are queued
         backlog = table.joining.item(row) + table.foreign_backlog.item(row)
         backlog += table.peers_backlog.item(row)

@@ -34,14 +34,16 @@ def room_wait_s(
 ) -> Floats | None:
     """Seconds until each candidate has room for the request; None where all have room now.
 
-    A replica has no room where its KV cache would overflow, where all places of the batch are
-    taken, or where the prompts ahead take more than 0.2 s: some might go elsewhere sooner. It has
-    room where nothing is in flight that could end, and where it can never hold the whole
-    request.
+    A replica has no room where its KV cache would overflow, where a request waits for a place in
+    the batch, or where the prompts ahead take more than 0.2 s: some might go elsewhere sooner. The
+    one that waits takes the next place at once, and shows if the batch has more places than was
+    learned. A replica has room where nothing is in flight that could end, and where it can never
+    hold the whole request.
     """
-    queue_s = backlog_s(view)
+    queue_s, others = backlog_s(view), max(profile.sequences, 1) - 1
+    behind_one = admission(view, sequences, others, profile.prompt_tokens - prediction.cached)
     full = full_at(profile.objective.priority, among_others)
-    waits = (prediction.admission > 0.0) | (queue_s > _PREFILLS_S)
+    waits = (behind_one > 0.0) | (queue_s > _PREFILLS_S)
     tight = waits | (prediction.kv_pressure + prediction.growth / view.kv_capacity >= full)
     if not tight.any():
         return None
@@ -52,8 +54,8 @@ def room_wait_s(
         return None
     missing = (peak - full) * view.kv_capacity
     needed = missing + (view.kv_capacity - view.taken)
-    wait = admission(view, sequences, max(profile.sequences, 1), needed)
-    for least in (prediction.admission, queue_s - _PREFILLS_S, SOONEST_S):
+    wait = admission(view, sequences, others, needed)
+    for least in (behind_one, queue_s - _PREFILLS_S, SOONEST_S):
         wait = np.maximum(wait, least)
     return np.where(tight, wait, 0.0)
 
