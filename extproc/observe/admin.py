@@ -33,6 +33,7 @@ async def serve_admin(
     access: AdminSettings = _OPEN,
     live: Check = str,  # no problem: "" is what str() returns
     ready: Check = str,
+    setting: str = "serve.admin",
 ) -> AsyncIterator[str]:
     """Serve metrics, health and ``routes``; yields the address, which matters for port 0.
 
@@ -44,9 +45,10 @@ async def serve_admin(
         access: TLS, and the token.
         live: for ``/livez`` and ``/healthz``: a process with a problem should be restarted.
         ready: for ``/readyz``: a process with a problem should get no work for now.
+        setting: key of the address in the configuration.
 
     Raises:
-        OSError: the address is taken, or is not one of this machine.
+        OSError: the address is taken, or is not one of this machine; names the setting.
         ValueError: not ``host:port``, or a file of ``access`` cannot be used.
     """
     health = {"/livez": live, "/healthz": live, "/readyz": ready}
@@ -78,7 +80,10 @@ async def serve_admin(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=context).start()
+        except OSError as error:
+            raise OSError(f"cannot listen on {address} ({setting}): {error.strerror}") from None
         bound_host, bound_port, *_ = runner.addresses[0]
         yield join_address(bound_host, bound_port)
     finally:

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from random import Random
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -61,15 +61,14 @@ async def run_poller(config: Config) -> None:
     metrics = PollMetrics(registry)
     names = [pool.pool for pool in config.each_pool]
     health = Health(names, monotonic)
-    admin = serve_admin(
-        config.poll.admin, registry, access=config.admin, live=health.live, ready=health.ready
-    )
-    async with AsyncExitStack() as stack:
-        try:
-            address = await stack.enter_async_context(admin)
-        except OSError as error:
-            reason = f"cannot listen on {config.poll.admin} (poll.admin): {error.strerror}"
-            raise OSError(reason) from None
+    async with serve_admin(
+        config.poll.admin,
+        registry,
+        access=config.admin,
+        live=health.live,
+        ready=health.ready,
+        setting="poll.admin",
+    ) as address:
         log.info("poller ready", extra={"pool": ", ".join(names), "admin": address})
         await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))
 

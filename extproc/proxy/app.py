@@ -4,8 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -19,20 +19,19 @@ from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
-from extproc.observe.metrics import Demand, RouterMetrics
+from extproc.observe.metrics import RouterMetrics
 from extproc.observe.traces import Traces
 from extproc.poll.destination import IntoFleet
 from extproc.poll.discovery import names_replicas
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
-from extproc.predict.lengths import OutputLengths
 from extproc.proxy.admin import admin_routes, readiness
 from extproc.proxy.service import GrpcServer
-from extproc.proxy.services import Reader, Services, recorder_of, router_of
+from extproc.proxy.services import Reader, Services, parts_of_pool
 from extproc.proxy.sharing import share
 from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
-from extproc.route.queue import LOOK_EVERY_S, Queue
+from extproc.route.queue import LOOK_EVERY_S
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
@@ -61,12 +60,22 @@ async def run_router(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = GrpcServer(services, others)
+    parts = (
+        server.look_after(),
+        dispatch_queued(pools),
+        _states(pools, registry),
+        _housekeeping(pools),
+    )
     async with (
-        _admin(pools, registry, stopping) as admin,
-        _background(server.look_after(), stopping) as ending,
-        _background(dispatch_queued(pools), stopping) as letting_go,
-        _background(_states(pools, registry), stopping) as state,
-        _background(_housekeeping(pools), stopping) as housekeeping,
+        serve_admin(
+            config.serve.admin,
+            registry,
+            admin_routes(*pools),
+            page_routes(),
+            config.admin,
+            ready=readiness(pools, stopping),
+        ) as admin,
+        _background(parts, stopping) as tasks,
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(one.config.pool for one in pools)
@@ -78,31 +87,9 @@ async def run_router(config: Config) -> None:
         await server.stop(config.serve.drain_s)
         if services.traces is not None:
             await asyncio.to_thread(services.traces.close)
-    for part in (state, housekeeping, letting_go, ending):
-        if part.done() and not part.cancelled():
-            part.result()
-
-
-@asynccontextmanager
-async def _admin(
-    pools: Sequence[Services], registry: CollectorRegistry, stopping: asyncio.Event
-) -> AsyncIterator[str]:
-    address = pools[0].config.serve.admin
-    async with AsyncExitStack() as stack:
-        try:
-            serving = serve_admin(
-                address,
-                registry,
-                admin_routes(*pools),
-                page_routes(),
-                pools[0].config.admin,
-                ready=readiness(pools, stopping),
-            )
-            bound = await stack.enter_async_context(serving)
-        except OSError as error:
-            reason = f"cannot listen on {address} (serve.admin): {error.strerror}"
-            raise OSError(reason) from None
-        yield bound
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 def build(config: Config, registry: CollectorRegistry) -> Services:
@@ -111,23 +98,17 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     Raises:
         ValueError: as :func:`run_router`.
     """
-    generator = Random(config.route.seed)
-    fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
-    queue = Queue(fleet, config.hold, monotonic)
+    random, names = Random(config.route.seed), ModelNames(config.route.models)
     return Services(
-        config=config,
-        router=router_of(config.route, fleet, generator, queue.backlog),
+        **parts_of_pool(config, names, random, monotonic, wall),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),
         clock=monotonic,
         wall=wall,
-        random=generator,
+        random=random,
         reader=Reader(config.serve.chunks_per_s),
-        queue=queue,
-        demand=Demand(monotonic),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
-        recorder=recorder_of(config, fleet, monotonic, wall),
     )
 
 
@@ -221,14 +202,15 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
 
 @asynccontextmanager
 async def _background(
-    part: Coroutine[Any, Any, None], stopping: asyncio.Event
-) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs a part of the router beside the rest; should it end, the router stops."""
-    task = asyncio.create_task(part)
-    task.add_done_callback(lambda _: stopping.set())
+    parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Runs parts of the router beside the rest; should one end, the router stops."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    for task in tasks:
+        task.add_done_callback(lambda _: stopping.set())
     try:
-        yield task
+        yield tasks
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

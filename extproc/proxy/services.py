@@ -1,10 +1,12 @@
 """The parts of a router that its exchanges share, and the budgets of what they read and hold."""
 
-import random
 from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
 
-from extproc.config import Config, RouteSettings
+from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock
 from extproc.observe.decision_log import Accuracy, ObservedPool
 from extproc.observe.metrics import Demand, RouterMetrics
@@ -13,7 +15,6 @@ from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.body_memory import BodyMemory
 from extproc.request.tokens import TokenCounter
-from extproc.route.backlog import Backlog
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 
@@ -93,23 +94,13 @@ class Reader:
         self._chunks.spend(chunks - expected)
 
 
-def router_of(
-    route: RouteSettings,
-    fleet: Fleet,
-    random: random.Random,
-    backlog: Backlog | None = None,
-) -> Router:
-    """A router as it is configured."""
-    return Router(fleet, route.policy, random, route.session_cost_s, backlog)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services(ObservedPool):
     """The parts of a router, for one pool; pools share what :meth:`of_pool` leaves."""
 
     tokens: TokenCounter
     metrics: RouterMetrics
-    random: random.Random
+    random: Random
     reader: Reader
     demand: Demand
     traces: Traces | None = None  # None: no spans are made
@@ -118,19 +109,28 @@ class Services(ObservedPool):
     watch: Watch = field(default_factory=Watch)
 
     def of_pool(self, config: Config) -> "Services":
-        fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
-        queue = Queue(fleet, config.hold, self.clock)
-        router = router_of(config.route, fleet, self.random, queue.backlog)
-        return replace(
-            self,
-            config=config,
-            router=router,
-            queue=queue,
-            demand=Demand(self.clock),
-            recorder=recorder_of(config, fleet, self.clock, self.wall),
-            watch=Watch(),
-            accuracy=Accuracy(),
-        )
+        names = self.fleet.members.names
+        parts = parts_of_pool(config, names, self.random, self.clock, self.wall)
+        return replace(self, **parts, watch=Watch(), accuracy=Accuracy())
+
+
+def parts_of_pool(
+    config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
+) -> dict[str, Any]:
+    """Fields of :class:`Services` that each pool has of its own.
+
+    Raises:
+        OSError: there can be no record.
+    """
+    fleet, route = Fleet(OutputLengths(), clock, wall, names), config.route
+    queue = Queue(fleet, config.hold, clock)
+    return {
+        "config": config,
+        "queue": queue,
+        "router": Router(fleet, route.policy, random, route.session_cost_s, queue.backlog),
+        "demand": Demand(clock),
+        "recorder": recorder_of(config, fleet, clock, wall),
+    }
 
 
 def recorder_of(config: Config, fleet: Fleet, clock: Clock, wall: Clock) -> Recorder | None:

@@ -114,7 +114,7 @@ class TestNever:
     ) -> None:
         on = await sent_to(stream)
         hangs(services, on, 1000.0)
-        await server._processor.end_lost()
+        await server.end_lost()
         assert services.fleet.in_flight_on(on) == 1
         await stream.end()
 

@@ -15,12 +15,13 @@ from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.services import Reader, router_of
+from extproc.proxy.services import Reader
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.queue import Queue
+from extproc.route.router import Router
 
 
 class VirtualClock:
@@ -135,10 +136,12 @@ class Node:
     """Router of the simulation: its decisions, and its events of requests."""
 
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
-        names = ModelNames(config.route.models)
+        route, names = config.route, ModelNames(config.route.models)
         self.fleet = Fleet(OutputLengths(), clock, clock, names)
         self.queue = Queue(self.fleet, config.hold, clock)
-        self.router = router_of(config.route, self.fleet, random, self.queue.backlog)
+        self.router = Router(
+            self.fleet, route.policy, random, route.session_cost_s, self.queue.backlog
+        )
         self._reader = Reader(config.serve.chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
