@@ -165,7 +165,7 @@ async def test_what_pollers_see_otherwise_is_told(redis_server: RedisServer, che
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
             one.answers["/health"] = text("", 503)
-            await seen.replica(one, lambda state: not state.healthy)
+            await seen.replica(one, healthy=False)
         one.answers["/health"] = text("")
         lines = bad(await check(settings, status=1))
     assert any("it answers here, and pollers say: /health answered 503" in one for one in lines)

@@ -91,7 +91,7 @@ def test_resources_of_envoy_gateway_lack_only_what_no_field_is_for() -> None:
 def test_a_misspelt_field_of_envoy_gateway_is_refused() -> None:
     resources = copy.deepcopy(GATEWAY)
     resources[3]["spec"]["extProc"][0]["failOpened"] = True
-    with pytest.raises(ValueError, match="no field failOpened"):
+    with pytest.raises(ValueError, match=r"no field EnvoyExtensionPolicy\.extProc\.failOpened"):
         translated(resources)
 
 

@@ -1,10 +1,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from extproc.config import Config
 from extproc.lab.harness.processes import free_port
@@ -87,24 +88,29 @@ class Seen:
                 await self._changed.wait()
 
     async def replica(
-        self, replica: Replica, holds: Callable[[ReplicaState], bool]
+        self,
+        replica: Replica,
+        holds: Callable[[ReplicaState], bool] = lambda _: True,
+        /,
+        **fields: object,
     ) -> ReplicaState:
-        await self.until(lambda states: replica.id in states and holds(states[replica.id]))
+        """The first state with these fields for which the condition holds."""
+
+        def so(state: ReplicaState) -> bool:
+            return holds(state) and fields.items() <= structs.asdict(state).items()
+
+        await self.until(lambda states: replica.id in states and so(states[replica.id]))
         return self.states[replica.id]
 
 
 @asynccontextmanager
 async def watching(settings: Config) -> AsyncIterator[Seen]:
     seen = Seen()
-    async with polling(settings), asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(seen.follow(settings))
-        yield seen
-        following.cancel()
-
-
-def healthy(state: ReplicaState) -> bool:
-    return state.healthy
-
-
-def unhealthy(state: ReplicaState) -> bool:
-    return not state.healthy
+    async with polling(settings):
+        following = asyncio.create_task(seen.follow(settings))
+        try:
+            yield seen
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following

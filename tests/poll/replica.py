@@ -75,6 +75,19 @@ class Once:
         return await self._first(request)
 
 
+class Held:
+    """Answers when it is released."""
+
+    def __init__(self, then: Handler) -> None:
+        self._then = then
+        self.asked, self.released = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.asked.set()
+        await self.released.wait()
+        return await self._then(request)
+
+
 def late(seconds: float, body: str) -> Handler:
     async def answer(_: web.Request) -> web.Response:
         await asyncio.sleep(1.2 * seconds)

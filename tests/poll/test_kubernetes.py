@@ -30,7 +30,7 @@ from tests.kubernetes_api import (
     recorded_watch,
     terminating,
 )
-from tests.poll.polling import config, healthy, polling, unhealthy, watching
+from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
@@ -436,17 +436,17 @@ async def test_routers_hear_of_pod_changes(api: ApiServer, redis_server: RedisSe
         put(second, ready=False)
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
         async with watching(config(redis_server, replicas=[source])) as seen:
-            state = await seen.replica(first, healthy)
+            state = await seen.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
             state = await seen.replica(second, lambda state: bool(state.models))
             assert (state.healthy, state.problem) == (False, "not ready, by its EndpointSlice")
             put(second)
-            assert (await seen.replica(second, healthy)).problem == ""
+            assert (await seen.replica(second, healthy=True)).problem == ""
             put(first, ready=False, serving=True, terminating=True)
-            state = await seen.replica(first, lambda state: state.draining)
+            state = await seen.replica(first, draining=True)
             assert state.healthy
             await first.stop()
-            state = await seen.replica(first, unhealthy)
+            state = await seen.replica(first, healthy=False)
             assert state.draining
             api.delete(str(first.port))
             await seen.until(lambda states: [*states] == [second.id])
@@ -460,11 +460,11 @@ async def test_terminating_pod_is_told_at_once(api: ApiServer, redis_server: Red
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
         settings = config(redis_server, replicas=[source])
         async with watching(settings) as seen:
-            await seen.replica(replica, healthy)
+            await seen.replica(replica, healthy=True)
             replica.answers["/metrics"] = hang  # no scrape ends from now on
             await replica.asked_for("/metrics", replica.asked.count("/metrics") + 1)
             api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
-            state = await seen.replica(replica, lambda state: state.draining)
+            state = await seen.replica(replica, draining=True)
             assert state.healthy
 
 

@@ -1,11 +1,11 @@
 """Several pollers, one of them a process that is killed or stopped, and a real Redis."""
 
-import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,7 +19,7 @@ from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.poll.polling import Seen, config, polling, watching
-from tests.poll.replica import Handler, Replica, page, serving, text
+from tests.poll.replica import Handler, Held, Replica, page, serving, text
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -103,17 +103,9 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
     async with several(4) as replicas:
         settings, others = (config(redis_server, *replicas) for _ in range(2))
         writer = StateWriter(redis_client, "default", ttl_s=60)
-        known = (
-            ReplicaState(
-                id=replica.id,
-                profile=DEFAULT_PROFILE,
-                learned=learned,
-                measured=True,
-                models=("tiny",),
-            )
-            for replica in replicas
-        )
-        await writer.put(list(known))
+        known: dict[str, Any] = {"learned": learned, "measured": True, "models": ("tiny",)}
+        for each in replicas:
+            await writer.put([ReplicaState(id=each.id, profile=DEFAULT_PROFILE, **known)])
         async with poller_process(others, tmp_path) as other:
             await shared(4, others)
             async with watching(settings) as seen:
@@ -133,22 +125,16 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
 async def test_stopped_poller_tells_no_old_state(redis_server: RedisServer, tmp_path: Path) -> None:
     async with several(2) as replicas:
         settings, others = (config(redis_server, *replicas) for _ in range(2))
-        asked, stopped = asyncio.Event(), asyncio.Event()
-
-        async def late(_: web.Request) -> web.Response:
-            asked.set()
-            await stopped.wait()
-            return web.Response(text=page(steps=50))
-
+        old = Held(text(page(steps=50)))
         async with poller_process(others, tmp_path) as other:
             await shared(2, others)
             for replica in replicas:
-                asked.clear()
-                replica.answers["/metrics"] = late
-                await asked.wait()
+                old.asked.clear()
+                replica.answers["/metrics"] = old
+                await old.asked.wait()
                 replica.answers["/metrics"] = counting(100)
             other.signal(signal.SIGSTOP)
-            stopped.set()
+            old.released.set()
             async with watching(settings) as seen:
                 await seen.until(lambda states: len(states) == 2 and min_steps(states) > 100)
                 other.signal(signal.SIGCONT)
@@ -177,7 +163,7 @@ async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
                 await replica.asked_for("/metrics", times=5)
             replicas[0].answers["/metrics"] = text(page(running=77))
             await redis_server.start()
-            await seen.replica(replicas[0], lambda state: state.running == 77)
+            await seen.replica(replicas[0], running=77)
             await fresh(seen, replicas)
             assert await shared(12, first, second) == before
 
