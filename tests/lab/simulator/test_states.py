@@ -112,12 +112,6 @@ async def test_going_to_sleep_ends_every_request_with_what_it_has(
     assert (replica.engine.running, replica.engine.waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("level", ["3", "-1", "deep"])
-async def test_there_are_three_levels_of_sleep(client: ClientSession, level: str) -> None:
-    answer = await reply(client, f"/sleep?level={level}", {}, status=400)
-    assert answer["error"]["param"] == "query.level"
-
-
 ADVICE = "Please try again later or on a different instance."
 
 

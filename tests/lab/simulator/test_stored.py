@@ -32,13 +32,6 @@ async def test_a_response_is_kept_and_gone_on_from(client: ClientSession) -> Non
     assert second["usage"]["input_tokens_details"]["cached_tokens"] > before * 0.8
 
 
-async def test_of_another_nothing_is_known(client: ClientSession) -> None:
-    for known in (look, cancel):
-        error = (await known(client, "resp_other", 404))["error"]
-        assert error["message"] == "Response with id 'resp_other' not found."
-    await ask(client, 404, previous_response_id="resp_other")
-
-
 async def test_a_response_not_to_be_stored_is_not(client: ClientSession) -> None:
     answer = await ask(client, store=False)
     await look(client, answer["id"], 404)
