@@ -81,6 +81,14 @@ async def found(api: ApiServer) -> AsyncIterator[Found]:
     watching.discovery.stop()
 
 
+@pytest.fixture
+async def watched(api: ApiServer, found: Found) -> Found:
+    """Both pods were found, and a watch has begun."""
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    return found
+
+
 class Recorded:
     """Answers as a real server did: a list, then watches, one after the other."""
 
@@ -153,18 +161,16 @@ async def test_another_namespace_and_names_for_people(api: ApiServer) -> None:
 @pytest.mark.parametrize("cut", [ApiServer.drop_watches, ApiServer.end_watches])
 async def test_what_happens_between_two_watches_is_found_out(
     api: ApiServer,
-    found: Found,
+    watched: Found,
     logged: Logged,
     cut: Callable[[ApiServer, bytes], None],
     last: bytes,
 ) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
     api.put(endpoint_slice(TWO[0], terminating("10.1.0.2", "vllm-1")))
-    await found.has(vllm_0="serves", vllm_1="drains")
+    await watched.has(vllm_0="serves", vllm_1="drains")
     cut(api, last)
     api.put(endpoint_slice(TWO[0]))  # while nobody watches
-    await found.has(vllm_0="serves")
+    await watched.has(vllm_0="serves")
     await api.watched(2)
     assert not logged.lines(LOST)
 
@@ -199,15 +205,13 @@ async def test_a_server_that_takes_a_connection_and_says_nothing(
     assert (await logged.line(LOST))["error"] == "no answer from the API server: ConnectTimeout"
 
 
-async def test_server_that_went_back_in_time_is_listed_anew(api: ApiServer, found: Found) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
+async def test_server_that_went_back_in_time_is_listed_anew(api: ApiServer, watched: Found) -> None:
     api.put(endpoint_slice(TWO[1]))
-    await found.has(vllm_1="serves")
+    await watched.has(vllm_1="serves")
     api.go_back(50)
     api.put(endpoint_slice(*TWO))
     api.drop_watches()
-    await found.has(vllm_0="serves", vllm_1="serves")
+    await watched.has(vllm_0="serves", vllm_1="serves")
 
 
 async def test_known_pods_stay_without_api(api: ApiServer, found: Found, logged: Logged) -> None:
@@ -225,9 +229,7 @@ async def test_known_pods_stay_without_api(api: ApiServer, found: Found, logged:
     assert len(logged.lines(LOST)) == len(logged.lines(FOUND)) == 1
 
 
-async def test_renewed_token_is_used(api: ApiServer, found: Found, logged: Logged) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
+async def test_renewed_token_is_used(api: ApiServer, watched: Found, logged: Logged) -> None:
     api.token = "token-2"
     api.drop_watches()
     line = await logged.line(LOST)
@@ -236,7 +238,7 @@ async def test_renewed_token_is_used(api: ApiServer, found: Found, logged: Logge
     api.mount_token("token-2")
     await logged.line(FOUND)
     api.put(endpoint_slice(TWO[0]))
-    await found.has(vllm_0="serves")
+    await watched.has(vllm_0="serves")
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
@@ -296,23 +298,19 @@ async def test_service_without_replicas_is_logged_with_the_reason(
     found.discovery.stop()
 
 
-async def test_a_slice_as_large_as_they_get(api: ApiServer, found: Found) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
+async def test_a_slice_as_large_as_they_get(api: ApiServer, watched: Found) -> None:
     many = [endpoint(f"10.1.{n // 250}.{n % 250}", f"vllm-{n}") for n in range(1000)]
     large = endpoint_slice(*many)
     large["metadata"]["annotations"] = {"what": "x" * 1_000_000}
     api.put(large)
-    await until_read(found.pods, lambda now: len(now) == 1000)
+    await until_read(watched.pods, lambda now: len(now) == 1000)
     assert len(api.asked_for("list")) == 1  # the event itself told
 
 
-async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, found: Found) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
+async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, watched: Found) -> None:
     api.send("MODIFIED", metadata=None)
     await until(lambda: len(api.asked_for("list")) == 2)
-    await found.has(vllm_0="serves", vllm_1="serves")
+    await watched.has(vllm_0="serves", vllm_1="serves")
 
 
 async def test_failures_in_a_row_are_ever_further_apart_until_a_watch_begins(

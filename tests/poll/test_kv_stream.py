@@ -1,7 +1,7 @@
 """The stream of KV events over real sockets: gaps, replays, publishers that start anew or hang."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -23,6 +23,9 @@ from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
+
+UNTOLD = "replica's KV events do not tell its blocks"
+TOLD = "replica's KV events tell its blocks again"
 
 
 class Engine:
@@ -235,7 +238,7 @@ async def test_what_the_replica_no_longer_keeps_is_not_made_up(
     await engine.tell(stored(1, [12], parent=11))
     del engine.kept[0]
     async with following(context, engine) as followed:
-        line = await logged.line("replica's KV events do not tell its blocks")
+        line = await logged.line(UNTOLD)
         assert line["replica"] == "one (127.0.0.1:8000)"
         assert "buffer_steps" in str(line["error"])
         assert followed.stream.number is None
@@ -313,19 +316,41 @@ async def test_a_router_that_polls_itself_dumps_nothing(
     assert not dumps
 
 
-async def test_a_batch_that_never_comes_is_not_waited_for(
-    followed: Followed, engine: Engine, logged: Logged
+async def skip_a_number(engine: Engine) -> None:
+    """As vLLM does where it cannot encode a batch."""
+    engine._number += 1
+    await engine.tell(stored(1, [12], parent=11))
+
+
+async def tell_garbage(engine: Engine) -> None:
+    await engine.tell({"type": "BlockStored"})
+
+
+@pytest.mark.parametrize(
+    ("mislead", "error"),
+    [
+        (skip_a_number, "a batch of its events is lost"),
+        (tell_garbage, "not understood"),
+    ],
+)
+async def test_misleading_engine_is_logged_once_until_it_clears_its_cache(
+    followed: Followed,
+    engine: Engine,
+    logged: Logged,
+    mislead: Callable[[Engine], Awaitable[None]],
+    error: str,
 ) -> None:
     await engine.tell(stored(0, [11]))
     await followed.holds(KEYS[0])
-    engine._number += 1  # vLLM skips a number where it cannot encode a batch
-    await engine.tell(stored(1, [12], parent=11))
-    line = await logged.line("replica's KV events do not tell its blocks")
-    assert line["error"] == "a batch of its events is lost"
+    await mislead(engine)
+    line = await logged.line(UNTOLD)
+    assert error in str(line["error"])
     replays = engine.replays
     await followed.until(lambda: engine.replays > replays + 2)
+    assert followed.stream.number is None
     await engine.tell(CLEARED)
     await followed.holds()
+    assert [line["msg"] for line in logged.lines()] == [UNTOLD, TOLD]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -340,23 +365,9 @@ async def test_one_that_does_not_answer_is_not_believed_until_it_does(
     engine.silent = False
     await followed.holds(*KEYS[:2])
     assert [line["msg"] for line in logged.lines()][:2] == [
-        "replica's KV events do not tell its blocks",
-        "replica's KV events tell its blocks again",
+        UNTOLD,
+        TOLD,
     ]
-
-
-async def test_garbage_logs_once(followed: Followed, engine: Engine, logged: Logged) -> None:
-    await engine.tell(stored(0, [11]))
-    await followed.holds(KEYS[0])
-    await engine.tell({"type": "BlockStored"})
-    line = await logged.line("replica's KV events do not tell its blocks")
-    assert "not understood" in str(line["error"])
-    replays = engine.replays
-    await followed.until(lambda: engine.replays > replays + 2)
-    assert followed.stream.number is None
-    await engine.tell(CLEARED)
-    await followed.holds()
-    assert len(logged.lines()) == 2
 
 
 async def test_bad_frames_are_passed_over(followed: Followed, engine: Engine) -> None:
@@ -367,7 +378,7 @@ async def test_bad_frames_are_passed_over(followed: Followed, engine: Engine) ->
     await followed.holds(KEYS[0])
 
 
-async def test_others_have_their_turns_between_many_batches(
+async def test_many_batches_are_all_had_and_others_have_their_turns_between_them(
     context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_turn = most = 0
@@ -389,10 +400,10 @@ async def test_others_have_their_turns_between_many_batches(
     turning = asyncio.create_task(turns())
     async with following(context, engine) as followed:
         await followed.holds()
-        for number in range(500):
+        for number in range(5_000):
             of_its_own = {"token_ids": [number] * 16}
             await engine.tell(stored(0, [number]) | of_its_own, pushed=False)
-        await followed.until(lambda: len(followed.held) == 500)
+        await followed.until(lambda: len(followed.held) == 5_000)
     turning.cancel()
     assert most <= 2
 
@@ -402,7 +413,7 @@ async def test_too_large_is_refused(followed: Followed, engine: Engine, logged: 
     await followed.holds()
     engine.kept.append((bytes(8), bytes(2**26 + 1)))
     await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
-    line = await logged.line("replica's KV events do not tell its blocks")
+    line = await logged.line(UNTOLD)
     assert "does not answer" in str(line["error"])
     engine.kept.clear()
     await engine.tell(stored(0, [11]))
@@ -414,7 +425,7 @@ async def test_bad_number_is_skipped(
 ) -> None:
     engine.kept.append(((2**70).to_bytes(9, "big"), as_maps([])))
     async with following(context, engine) as followed:
-        await logged.line("replica's KV events do not tell its blocks")
+        await logged.line(UNTOLD)
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
         engine.kept.clear()
@@ -444,14 +455,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
         assert followed.stream.number is None
     await followed.holds(KEYS[0])
     assert [line.getMessage() for line in caplog.records] == [
-        "replica's KV events do not tell its blocks",
-        "replica's KV events tell its blocks again",
+        UNTOLD,
+        TOLD,
     ]
     assert vars(caplog.records[0])["error"] == "RuntimeError: odd"
-
-
-async def test_many_batches_are_all_had(context: zmq.asyncio.Context, engine: Engine) -> None:
-    for number in range(5_000):
-        await engine.tell(stored(0, [number]) | {"token_ids": [number] * 16}, pushed=False)
-    async with following(context, engine) as followed:
-        await followed.until(lambda: len(followed.held) == 5_000)

@@ -437,22 +437,6 @@ async def test_replicas_come_and_go_with_file(redis_server: RedisServer, tmp_pat
             assert await redis.keys("*:replica:*") == [f"{{default}}:replica:{two.id}".encode()]
 
 
-async def test_redis_restarts_empty(redis_server: RedisServer, logged: Logged) -> None:
-    async with serving() as one, serving() as two:
-        async with watching(config(redis_server, one, two)) as seen:
-            await seen.until(lambda states: len(states) == 2)
-            await redis_server.kill()
-            await logged.line("redis is lost, retrying", times=2)  # the reader's and the poller's
-            one.answers["/metrics"] = text(page(running=77))
-            await redis_server.start()
-            await seen.replica(one, running=77)
-            await seen.until(lambda states: set(states) == {one.id, two.id})
-        async with connect(redis_server.url, "default") as redis:
-            assert len(await redis.keys()) == 2
-    assert len(logged.lines("redis is lost, retrying")) == 2
-    assert len(logged.lines("redis is back")) == 2
-
-
 async def test_a_replica_that_leaves_while_redis_hangs(
     redis_server: RedisServer, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,21 +454,27 @@ async def test_a_replica_that_leaves_while_redis_hangs(
             await seen.until(lambda states: set(states) == {two.id})
 
 
-async def test_poller_goes_on_without_redis(
+async def test_poller_goes_on_without_redis_and_fills_it_again(
     redis_server: RedisServer, replica: Replica, logged: Logged
 ) -> None:
     dead = Replica()
     settings = config(redis_server, replica, dead)
-    async with polling(settings):
+    async with watching(settings) as seen:
         ready = await logged.line("poller ready")
-        await logged.line("replica is healthy")
-        await logged.line("replica is not healthy")
+        await seen.until(lambda states: len(states) == 2)
         await redis_server.kill()
-        await logged.line("redis is lost, retrying")
+        await logged.line("redis is lost, retrying", times=2)  # the reader's and the poller's
         replica.asked.clear()
         await replica.asked_for("/metrics", times=20)
         await until(answers(f"http://{ready['admin']}/healthz"))
         metrics = await metrics_of(settings)
+        replica.answers["/metrics"] = text(page(running=77))
+        await redis_server.start()
+        await seen.replica(replica, running=77)
+        await seen.until(lambda states: set(states) == {replica.id, dead.id})
+        async with connect(redis_server.url, "default") as redis:
+            assert len(await redis.keys("*:replica:*")) == 2
+    assert len(logged.lines("redis is lost, retrying")) == len(logged.lines("redis is back")) == 2
     assert 'extproc_poll_replicas{pool="default"} 2.0' in metrics
     assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in metrics
     assert 'extproc_poll_scrapes_total{result="failed"}' in metrics
