@@ -6,14 +6,22 @@ from math import isfinite
 import msgspec
 import numpy as np
 
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Floats
 
-FIGURES = 9
-REQUESTS, QUEUED, JOINING, BACKLOG, DECODING, KV, DECODED, EXPECTED, PARTS = range(FIGURES)
-"""Of each replica: requests; of these, without a token yet; sequences of those; their prompt tokens
-not prefilled; sequences decoding; KV tokens of these; seconds that requests decoded of late, and
-that they were predicted to; sequences as the engine counts them."""
-PER_SEQUENCE = 3  # of sequences alike: how many, KV tokens of each, tokens to generate still
+FIGURES = 10
+(
+    REQUESTS,
+    QUEUED,  # requests without a token yet
+    JOINING,  # sequences of those
+    BACKLOG,  # their prompt tokens that are not prefilled
+    DECODING,  # sequences
+    KV,  # tokens: of the sequences decoding, and of prompts prefilled in part
+    REMAINING,  # tokens that all sequences are expected to generate still
+    DECODED,  # seconds that requests decoded of late
+    EXPECTED,  # seconds that they were predicted to
+    PARTS,  # sequences as the engine counts them
+) = range(FIGURES)
+"""Rows of a digest's figures, which has a column a replica."""
 
 EVERY_S = 0.02  # seconds between two digests, at least
 ALIVE_S = 0.04
@@ -46,30 +54,18 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     kind: Kind
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # a row for each of the FIGURES, a column a replica
-    bars: bytes  # of each replica's histogram of remaining lengths, how many
-    sequences: Floats  # all histograms: a row for each of the figures PER_SEQUENCE, a column a bar
 
     def __post_init__(self) -> None:
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))
-        self.sequences = self.sequences.reshape(PER_SEQUENCE, sum(self.bars))
-        if len(self.bars) != len(self.replicas):
-            raise ValueError("parts that do not fit together")
         if not isfinite(self.sent_at):
-            raise ValueError("a digest with figures that are none")
-
-    @property
-    def on(self) -> Indices:
-        """Which of ``replicas`` each bar is of."""
-        return np.repeat(np.arange(len(self.bars)), np.frombuffer(self.bars, np.uint8))
+            raise ValueError("a digest whose time is not finite")
 
     def encode(self) -> bytes:
-        """MessagePack: some 50 bytes and, a replica, 38 and its name, and 12 for each bar of its
-        histogram."""
+        """MessagePack: some 50 bytes and, a replica, 40 and its name."""
         return _ENCODER.encode(self)
 
 
-NOTHING = np.zeros((FIGURES, 0)), b"", np.zeros((PER_SEQUENCE, 0))
-"""Figures, bars and sequences of a digest that names no replica."""
+NOTHING = np.zeros((FIGURES, 0))  # figures of a digest that names no replica
 
 
 def decode(data: bytes) -> Digest:

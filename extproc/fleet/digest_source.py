@@ -22,7 +22,6 @@ from extproc.replica_state import ReplicaState
 
 _SOON = EVERY_S / 2  # seconds: what is due before the next time it is asked is due
 _NOTABLE = 0.1  # seconds of decoding that are worth to be told, though nothing is in flight there
-_BARS = 18  # of a histogram, one a doubling of the remaining length, to 131,072 tokens
 
 
 class DigestSource:
@@ -96,15 +95,14 @@ class DigestSource:
 
     def _digest(self, kind: Kind, rows: Indices, now: float) -> Digest:
         self._number += 1
-        figures, bars, sequences = NOTHING
+        figures = NOTHING
         if len(rows):
             self._progress.advance(now)
             self._progress.refresh()
             self._progress.look_ahead()
             figures = self._figures(now)[:, rows]
-            bars, sequences = self._histogram(rows)
         ids = tuple(self._states[row].id for row in rows)
-        return Digest(self._router, self._number, self._wall(), kind, ids, figures, bars, sequences)
+        return Digest(self._router, self._number, self._wall(), kind, ids, figures)
 
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests
@@ -112,6 +110,7 @@ class DigestSource:
         joining = np.bincount(on, requests.weight * (requests.steps_before == inf), count)
         generated = np.bincount(on, requests.weight * requests.generated, count)
         backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
+        remaining = np.bincount(on, requests.weight * requests.remaining, count)
         decoded, expected = self._corrections.sums(now)
         return np.array(
             [
@@ -121,31 +120,9 @@ class DigestSource:
                 backlog,
                 np.maximum(replicas.decoding, 0.0),
                 np.maximum(replicas.held + generated + replicas.prefilling, 0.0),
+                remaining,
                 decoded,
                 expected,
                 np.bincount(on, requests.parts, count),
             ]
         )
-
-    def _histogram(self, rows: Indices) -> tuple[bytes, Floats]:
-        """Remaining lengths of the sequences on these replicas: how many bars each has, and
-        these."""
-        requests = self._requests
-        place = np.full(len(self._replicas), -1, dtype=np.intp)
-        place[rows] = np.arange(len(rows))
-        on = place[requests.replica]
-        here = ((on >= 0) & (requests.weight > 0.0)).nonzero()[0]
-        weight, remaining = requests.weight[here], requests.remaining[here]
-        doublings = np.log2(np.maximum(remaining, 1.0)).astype(np.intp)
-        bars, bar = np.unique(
-            on[here] * _BARS + np.minimum(doublings, _BARS - 1), return_inverse=True
-        )
-        together = np.bincount(bar, weight, len(bars))
-        sequences = np.array(
-            [
-                together,
-                np.bincount(bar, weight * requests.context[here], len(bars)) / together,
-                np.bincount(bar, weight * remaining, len(bars)) / together,
-            ]
-        )
-        return np.bincount(bars // _BARS, minlength=len(rows)).astype(np.uint8).tobytes(), sequences

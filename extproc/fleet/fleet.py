@@ -31,6 +31,7 @@ from extproc.predict.inputs import (
     Candidates,
     Columns,
     FleetView,
+    Floats,
     Indices,
     Sequences,
     most,
@@ -97,7 +98,7 @@ class Fleet:
         self.first_tokens = FirstTokens()
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
-        self._reconciliation = Reconciliation(replicas, requests)
+        self._reconciliation = Reconciliation(replicas, requests, self.peers)
         self.digests = DigestSource(
             self.router,
             replicas,
@@ -327,8 +328,8 @@ class Fleet:
         told = digest.replicas or digest.kind is not Kind.CHANGES
         if told and digest.router != self.router:
             self._progress.advance(self._clock())
+        if self.peers.hear(digest, age):
             self._progress.changed()
-        self.peers.hear(digest, age)
 
     def hear_prompts(self, router: str, prompts: bytes) -> None:
         """A router sent these prompts, by its :attr:`sent`.
@@ -361,14 +362,14 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.foreign.item(row) + table.peers_requests.item(row)
+        others = table.external.item(row) + table.peers_requests.item(row)
         if table.requests.item(row) + others <= 0.0:
             return inf
         queued = table.queued.item(row) + table.peers_queued.item(row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
         if not table.by_priority.item(row) and taken > table.max_num_seqs.item(row):
             return -inf  # by priority, a request may go before those that are queued
-        backlog = table.joining.item(row) + table.foreign_backlog.item(row)
+        backlog = table.joining.item(row) + table.external_backlog.item(row)
         backlog += table.peers_backlog.item(row)
         return table.kv_capacity.item(row) - table.kv_used.item(row) - backlog
 
@@ -393,7 +394,7 @@ class Fleet:
         candidates = self.eligibility.candidates(model, among, told)
         if self.eligibility.any_new:
             table = self._replicas
-            requests = table.requests + table.foreign
+            requests = table.requests + table.external
             if self.peers.counted:
                 requests += table.peers_requests
             candidates = self.eligibility.without_full(candidates, requests)
@@ -439,16 +440,16 @@ class Fleet:
         rows, table = candidates.rows, self._replicas
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
         view = FleetView(candidates, columns, adapters)
-        view.taken = view.kv_used + view.joining + view.foreign_backlog
+        view.taken = view.kv_used + view.joining + view.external_backlog
         view.beside_steps = self.first_tokens.beside_steps
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]
             view.enqueued += table.peers_backlog[rows]
             view.taken += table.peers_backlog[rows]
-        view.requests += view.foreign
+        view.requests += view.external
         view.waiting = np.maximum(view.queued, view.polled_waiting)
-        view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
+        view.backlog = view.enqueued - view.prefilled + view.external_backlog
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:
@@ -468,29 +469,26 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.
 
-        The ledger's sequences, those other routers tell of, and those only polls saw, as one entry
-        a replica.
+        The ledger's sequences, and beside them one entry a replica for the peers' together, and
+        one for those only polls saw.
         """
         self._progress.look_ahead()
-        on, figures, rows = self._requests.replica, self._requests.first(SEEN), view.rows
-        if self.peers.counted:
-            on, figures = self.peers.beside(on, figures)
-        if len(rows) < len(self._replicas):
-            candidate = np.full(len(self._replicas), -1, dtype=np.intp)
+        table, rows = self._replicas, view.rows
+        on, figures = self._requests.replica, self._requests.first(SEEN)
+        if len(rows) < len(table):
+            candidate = np.full(len(table), -1, dtype=np.intp)
             candidate[rows] = np.arange(len(rows))
             on = candidate[on]
             keep = (on >= 0).nonzero()[0]
             on, figures = on[keep], figures.take(keep, axis=1)
-        foreign = self._replicas.foreign[rows]
-        theirs = foreign.nonzero()[0]
-        if len(theirs):
-            others = np.empty((SEEN, len(theirs)))
-            others[0] = foreign = foreign[theirs]
-            others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
-            others[2] = self.lengths.expected(0, _UNBOUNDED)
-            others[3] = inf
-            on = np.concatenate([on, theirs])
-            figures = np.concatenate([figures, others], axis=1)
+        if self.peers.counted:
+            weight = (table.peers_joining + table.peers_decoding)[rows]
+            tokens = (table.peers_kv + table.peers_backlog)[rows]
+            on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
+        if (external := table.external[rows]).any():
+            tokens = np.maximum(table.kv_unattributed[rows], 0.0)
+            remaining = external * self.lengths.expected(0, _UNBOUNDED)
+            on, figures = _beside(on, figures, external, tokens, remaining)
         return Sequences(on, *figures)
 
     def adapter_times(self, view: FleetView) -> AdapterTimes | None:
@@ -507,3 +505,14 @@ class Fleet:
             return ()
         names = (members.name_on(replica, model) for replica in replicas)
         return [name if name in adapters else "" for name in names]
+
+
+def _beside(
+    on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
+) -> tuple[Indices, Floats]:
+    """Adds an entry for each candidate with sequences of others: ``weight`` of them, which have and
+    will have so many tokens together. Their priority is not known."""
+    there = weight.nonzero()[0]
+    weight = weight[there]
+    entries = weight, tokens[there] / weight, remaining[there] / weight, np.full(len(there), inf)
+    return np.concatenate([on, there]), np.hstack([figures, entries])

@@ -48,7 +48,7 @@ class LoneRequests:
         beside = (
             replicas.requests.item(row) > 1
             or replicas.peers_requests.item(row)
-            or replicas.beyond.item(row)
+            or replicas.unattributed.item(row) > 0.0
         )
         if beside or profile.fetches:
             self._now.pop(row, None)

@@ -1,8 +1,7 @@
-"""What peers, the other routers, have in flight, by their digests, moved forward in between."""
+"""Load of the other routers, the peers: their digests, moved forward in between."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from extproc.fleet.digest import (
     JOINING,
     KV,
     PARTS,
-    PER_SEQUENCE,
+    REMAINING,
     REQUESTS,
     WHOLE_EVERY_S,
     Digest,
@@ -22,26 +21,26 @@ from extproc.fleet.digest import (
 )
 from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Floats
 
 STALE_S = 0.1  # seconds: in simulation, sharing later than this is worse than none
 DEAD_S = 1.5  # seconds of silence after which a router is gone: three whole digests
 
-
-@dataclass(slots=True)
-class _Peer:
-    place: int  # where its load stands
-    number: int
-    heard_at: float
-    busy: bool
+SEEN, SEEN_BEFORE, SEEN_KV = ROWS = range(FIGURES, FIGURES + 3)
+"""Rows of the load after a digest's figures: what of a peer the last poll saw (sequences), the poll
+before (sequences), and the last poll (KV tokens); NaN where the peer did not count then."""
 
 
 class Peers:
-    """Peers' load: sums per replica in the table, and sequences.
+    """Sums of the peers' load, in the table of replicas.
 
-    It counts while its news is fresh; else what the last poll saw of it does, as of nobody known.
-    The age of news is the time since it arrived, and what the router's own digests take to come
-    back to it: so clocks of two machines are never compared.
+    The load on a replica is ``own + Σ peers + external``, over the peers that count: those whose
+    last digest is fresh, at most 0.1 s old, or 0.6 s from a peer without requests. External is what
+    polls saw and nobody accounts for: ``max(0, polled − own − Σ peers)``, by what each had at the
+    poll; and so the requests of a peer that is late are external meanwhile.
+
+    The age of a digest is the time since it arrived, and what the router's own digests take to come
+    back to it: clocks of two machines are never compared.
     """
 
     def __init__(
@@ -53,133 +52,111 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._peers: dict[str, _Peer] = {}
-        self._load = np.zeros((FIGURES, 0, 0))
-        self._lag = 0.0
-        self._cut_off_since = inf
-        self._dead_at = inf
-        self._left_out_at = inf  # when the load stopped counting
-        self._owner = np.zeros(0, np.intp)  # the peer's place, for each bar of all histograms
-        self._on = np.zeros(0, np.intp)  # row of the replica
-        self._since = np.zeros(0)  # the replica's step count when it was heard of
-        self._sequences = np.zeros((PER_SEQUENCE, 0))
-        self.counted = False  # whether there are others whose load counts
-        self.news_age: float | None = None
-        """Seconds since the newest news was sent, at the last look; None where there are no others.
-        Of those with requests in flight, if any: the rest speak less often."""
-        self.stale = False  # there are others, and their news is too old to count
+        self._numbers: dict[str, int] = {}  # by peer, in the arrays' order: of its last digest
+        self._load = np.zeros((ROWS.stop, 0, 0))  # figures, peers, replicas
+        self._heard_at = np.zeros(0)
+        self._patience = np.zeros(0)  # seconds that the peer's last digest stays fresh
+        self._counts = np.zeros(0)  # 1: the peer counts
+        self._echo_s = 0.0  # seconds that the router's last digest took to come back
+        self._connected_at = -inf  # infinite while nothing can be heard
+        self.counted = False  # any peer counts
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._numbers)
 
     @property
-    def expected(self) -> bool:
-        """Whether there are others, or were when nothing could be heard any more."""
-        return bool(self._peers) or self._cut_off_since < inf
+    def news_age(self) -> float | None:
+        """Seconds since the newest digest of a peer was sent; None where there are no peers."""
+        return self._clock() - self._heard_at.max().item() + self._echo_s if len(self) else None
+
+    @property
+    def stale(self) -> bool:
+        """True if there are peers and none counts."""
+        return len(self) > 0 and not self.counted
 
     # -- what is heard ----------------------------------------------------------------------
 
-    def hear(self, digest: Digest, age: float = 0.0) -> None:
-        """A digest arrived, ``age`` seconds after Redis got it.
+    def hear(self, digest: Digest, age: float = 0.0) -> bool:
+        """Takes in a digest that Redis got ``age`` seconds ago, unless it is older than the last.
 
-        Progress must be up to date. One that is older than the last is passed over.
+        Progress must be up to date. Returns True if the sums changed.
         """
-        now = self._clock() - age
-        if digest.router == self._own:
-            self._lag = max(self._wall() - age - digest.sent_at, 0.0)
-            return
-        peer = self._peers.get(digest.router)
-        if peer is not None and digest.number <= peer.number:
-            return
-        if digest.kind is Kind.FAREWELL:
-            self._forget(digest.router)
-            return
-        first = peer is None
-        if peer is None:
-            peer = self._join(digest.router)
-        peer.number, peer.heard_at = digest.number, now
-        self._dead_at = min(one.heard_at for one in self._peers.values()) + DEAD_S
-        if digest.replicas or digest.kind is Kind.WHOLE:
-            before = self._load[:, peer.place].copy()
-            self._take(peer, digest)
-            self._lengthen_steps(before, peer)
-            self._add_up()
-            if first and self.counted:
-                load = self._load[:, peer.place]
-                self._explain(load[PARTS], load[KV])
+        now, name, changed = self._clock(), digest.router, False
+        if name == self._own:
+            self._echo_s = max(self._wall() - age - digest.sent_at, 0.0)
+        elif digest.number > self._numbers.get(name, 0):
+            if name not in self._numbers:
+                self._join()
+            self._numbers[name] = digest.number
+            place = list(self._numbers).index(name)
+            self._heard_at[place] = now - age
+            changed = bool(digest.replicas) or digest.kind is not Kind.CHANGES
+            if changed:
+                self._take(place, digest)
+            if digest.kind is Kind.FAREWELL:
+                self._keep(np.arange(len(self)) != place)
+        return self.look(now) or changed
 
     def cut_off(self) -> None:
-        """Nothing can be heard any more; until :meth:`hear` is called for again, others that were
-        there are taken to be there still."""
-        if self._peers and self._cut_off_since == inf:
-            self._cut_off_since = self._clock()
+        """Nothing can be heard until :meth:`connected`: nobody is taken for dead meanwhile."""
+        self._connected_at = inf
 
     def connected(self) -> None:
-        self._cut_off_since = inf
+        self._connected_at = self._clock()
 
     def look(self, now: float) -> bool:
-        """Forgets who is dead, and counts the others while their news is fresh.
-
-        Returns whether the sums are others than before.
-        """
-        if not self._peers and self._cut_off_since == inf:
-            self.news_age, self.stale = None, False
+        """Counts the peers that are fresh, and forgets the dead; returns True if the sums
+        changed."""
+        if not len(self):
             return False
-        known, counted = len(self._peers), self.counted
-        if now > self._dead_at:
-            for name, peer in list(self._peers.items()):
-                if now - peer.heard_at > DEAD_S:
-                    self._forget(name)
-        age, patience = self._news(now)
-        self.news_age, self.stale = age, age is not None and age > patience
-        fresh = bool(self._peers) and not self.stale
-        if fresh != self.counted:
-            self.counted = fresh
-            self._add_up()
-            if fresh:
-                self._explain_again()
-            else:
-                self._leave_unexplained(now)
-        return (known, counted) != (len(self._peers), self.counted)
+        fresh = now - self._heard_at + self._echo_s <= self._patience
+        changed = fresh != self._counts
+        alive = now - np.maximum(self._heard_at, self._connected_at) <= DEAD_S
+        if changed.any():
+            self._attribute(fresh & changed, changed)
+            self._counts = fresh.astype(float)
+        if changed.any() or not alive.all():
+            self._keep(alive)
+            return True
+        return False
 
-    def _news(self, now: float) -> tuple[float | None, float]:
-        """The age of the newest news, and what it may be; of those with requests, if any."""
-        if not self._peers:
-            return None if self._cut_off_since == inf else now - self._cut_off_since, 0.0
-        busy = [peer.heard_at for peer in self._peers.values() if peer.busy]
-        newest = max(busy or (peer.heard_at for peer in self._peers.values()))
-        patience = STALE_S if busy else STALE_S + WHOLE_EVERY_S
-        if self._lag > STALE_S:
-            patience = STALE_S
-        return now - newest + self._lag, patience
+    def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
+        """Takes what polls saw of peers out of what nobody accounts for, or puts it back.
 
-    # -- what it adds up to -----------------------------------------------------------------
+        A poll that came while a peer did not count saw what the peer's first digest then tells.
+        """
+        replicas, load = self._replicas, self._load
+        unknown = np.isnan(load[ROWS]) & to_peer[:, None]
+        load[ROWS] = np.where(unknown, load[[PARTS, PARTS, KV]], load[ROWS])
+        seen = np.matmul(changed - 2.0 * to_peer, np.nan_to_num(load[ROWS]))
+        replicas.unattributed_figures[:] += np.where(replicas.sampled_at < inf, seen, 0.0)
+        replicas.set_external()
+
+    def polled(self, row: int, sequences: bool) -> None:
+        """A poll of the replica in that row saw the peers' load as of now: its KV tokens, and its
+        ``sequences``, if the page came soon enough to tell."""
+        load = self._load[:, :, row]
+        known = np.where(self._counts, load, nan)
+        if sequences:
+            load[SEEN_BEFORE], load[SEEN] = load[SEEN], known[PARTS]
+        load[SEEN_KV] = known[KV]
+
+    # -- the sums ---------------------------------------------------------------------------
 
     def move(self, part: Floats | float, tokens: Floats) -> None:
         """Moves the load forward: that part of each backlog is prefilled, and each sequence gets so
         many tokens."""
         load = self._load
-        if not load.size:
-            return
         if isinstance(part, np.ndarray):
             gone = load[: BACKLOG + 1] * part
             gone[REQUESTS] = 0.0
             load[: BACKLOG + 1] -= gone
             load[DECODING] += gone[JOINING]
             load[KV] += gone[BACKLOG]
-        load[KV] += load[DECODING] * tokens
+        made = load[DECODING] * tokens
+        load[KV] += made
+        load[REMAINING] = np.maximum(load[REMAINING] - made, 0.0)
         self._add_up()
-
-    def beside(self, on: Indices, figures: Floats) -> tuple[Indices, Floats]:
-        """The others' sequences, moved forward, beside these."""
-        made = np.maximum(self._replicas.steps[self._on] - self._since, 0.0)
-        made *= self._replicas.tokens_per_step[self._on]
-        moved = self._sequences.copy()
-        moved[1] += made
-        moved[2] = np.maximum(moved[2] - made, np.minimum(moved[2], 1.0))
-        unknown = np.full((len(figures) - len(moved), moved.shape[1]), inf)
-        moved = np.vstack([moved, unknown])
-        return np.concatenate([on, self._on]), np.hstack([figures, moved])
 
     @property
     def decoded(self) -> Floats:
@@ -187,95 +164,45 @@ class Peers:
         return np.array([self._replicas.peers_decoded, self._replicas.peers_expected])
 
     def clear(self, row: int) -> None:
+        """Another replica is in that row."""
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0
-        self._keep(self._on != row)
         self._add_up()
 
-    def _join(self, name: str) -> _Peer:
-        place = len(self._peers)
-        self._load = np.concatenate(
-            [self._load, np.zeros((FIGURES, 1, len(self._replicas)))], axis=1
+    def _join(self) -> None:
+        self._load = np.pad(self._load, ((0, 0), (0, 1), (0, 0)))
+        self._load[ROWS, -1] = nan
+        self._heard_at, self._patience, self._counts = (
+            np.append(one, 0.0) for one in (self._heard_at, self._patience, self._counts)
         )
-        peer = self._peers[name] = _Peer(place, 0, 0.0, False)
-        if place == 0:
-            self.counted = True
-            self._replicas.explained[:] = self._replicas.kv_explained[:] = 0.0
-        return peer
 
-    def _forget(self, name: str) -> None:
-        gone = self._peers.pop(name, None)
-        if gone is None:
-            return
-        self._load = np.delete(self._load, gone.place, axis=1)
-        self._keep(self._owner != gone.place)
-        self._owner -= self._owner > gone.place
-        for peer in self._peers.values():
-            peer.place -= peer.place > gone.place
-        self.counted = self.counted and bool(self._peers)
-        self._dead_at = min((r.heard_at for r in self._peers.values()), default=inf) + DEAD_S
+    def _keep(self, peers: NDArray[np.bool_]) -> None:
+        names = zip(self._numbers.items(), peers.tolist(), strict=True)
+        self._numbers = dict(one for one, keep in names if keep)
+        self._load = self._load[:, peers]
+        self._heard_at, self._patience, self._counts = (
+            one[peers] for one in (self._heard_at, self._patience, self._counts)
+        )
         self._add_up()
 
-    def _take(self, peer: _Peer, digest: Digest) -> None:
-        """The digest's figures in place of those before, for the replicas it is about."""
-        load = self._load[:, peer.place]
+    def _take(self, place: int, digest: Digest) -> None:
+        """Puts the digest's figures in place of those before, for the replicas it is about."""
+        replicas, load = self._replicas, self._load[:FIGURES, place]
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]
-        about = np.zeros(len(self._replicas), dtype=bool)
-        about[rows[known]] = True
-        if digest.kind is Kind.WHOLE:
-            about[:] = True
-        load[:, about] = 0.0
+        before = load[BACKLOG].copy()
+        if digest.kind is not Kind.CHANGES:
+            load[:] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
-        peer.busy = bool(load[REQUESTS].any())
-        self._keep((self._owner != peer.place) | ~about[self._on])
-        on = rows[digest.on]
-        here = (on >= 0).nonzero()[0]
-        self._owner = np.concatenate([self._owner, np.full(len(here), peer.place)])
-        self._on = np.concatenate([self._on, on[here]])
-        self._since = np.concatenate([self._since, self._replicas.steps[on[here]]])
-        self._sequences = np.hstack([self._sequences, digest.sequences[:, here]])
-
-    def _keep(self, bars: NDArray[np.bool_]) -> None:
-        self._owner, self._on, self._since = self._owner[bars], self._on[bars], self._since[bars]
-        self._sequences = self._sequences[:, bars]
-
-    def _lengthen_steps(self, before: Floats, peer: _Peer) -> None:
-        """Where prompts were added, the step in progress is as long as they make it."""
-        replicas, load = self._replicas, self._load
-        longer = (load[BACKLOG, peer.place] > before[BACKLOG] + 1.0).nonzero()[0]
-        own = replicas.enqueued[longer] - replicas.prefilled[longer]
-        backlog = own + load[BACKLOG][:, longer].sum(axis=0)
+        self._patience[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S
+        self._add_up()
+        # Where prompts were added, the step in progress is as long as they make it.
+        longer = (load[BACKLOG] > before + 1.0).nonzero()[0]
+        backlog = replicas.enqueued[longer] - replicas.prefilled[longer]
+        backlog += self._load[BACKLOG][:, longer].sum(axis=0)
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:
-        self._replicas.peers[:] = self._load.sum(axis=1) if self.counted else 0.0
-
-    def _explain(self, sequences: Floats, kv: Floats) -> None:
-        """What polls saw beyond the router's own requests was this, or some of it."""
-        replicas = self._replicas
-        sequences = np.minimum(sequences, replicas.beyond)
-        kv = np.where(replicas.sampled_at < inf, kv, 0.0)
-        replicas.foreign[:] = np.maximum(replicas.foreign - sequences, 0.0)
-        replicas.beyond -= sequences
-        replicas.kv_beyond -= kv
-        replicas.explained += sequences
-        replicas.kv_explained += kv
-
-    def _leave_unexplained(self, now: float) -> None:
-        """What polls saw, and the load explained, is nobody's known any more."""
-        replicas = self._replicas
-        self._left_out_at = now
-        replicas.foreign += replicas.explained
-        replicas.beyond += replicas.explained
-        replicas.kv_beyond += replicas.kv_explained
-
-    def _explain_again(self) -> None:
-        """As before; where a poll came since, by all of the load: it may have seen all."""
-        replicas, load = self._replicas, self._load.sum(axis=1)
-        polled = replicas.sampled_at > self._left_out_at
-        sequences = np.where(polled, load[PARTS], replicas.explained)
-        kv = np.where(polled, load[KV], replicas.kv_explained)
-        replicas.explained[:] = replicas.kv_explained[:] = 0.0
-        self._explain(sequences, kv)
+        self.counted = bool(self._counts.any())
+        np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)

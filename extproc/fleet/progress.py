@@ -56,9 +56,11 @@ class Progress:
             return
         on, weight = requests.replica.item(row), requests.weight.item(row)
         held = weight * (requests.generated.item(row) + requests.each.item(row))
-        if (shared := replicas.kv_beyond.item(on)) < 0.0:  # blocks that several have count once
+        if (
+            shared := replicas.kv_unattributed.item(on)
+        ) < 0.0:  # blocks that several have count once
             shared *= held / max(replicas.kv_used.item(on) - shared, held)
-            replicas.kv_beyond[on] -= shared
+            replicas.kv_unattributed[on] -= shared
             held += shared
         replicas.kv_used[on] = max(replicas.kv_used.item(on) - held, 0.0)
         replicas.batch[on] = max(replicas.batch.item(on) - weight, 0.0)
@@ -92,8 +94,12 @@ class Progress:
         self._start(mine[done & ~decoding])
         self._requeue(mine[decoding & ~done])
         generated = self._set_generated(mine)
-        kv = float(requests.weight[mine] @ generated) + replicas.held[row] + replicas.kv_beyond[row]
-        batch = replicas.decoding[row] + replicas.foreign[row]
+        kv = (
+            float(requests.weight[mine] @ generated)
+            + replicas.held[row]
+            + replicas.kv_unattributed[row]
+        )
+        batch = replicas.decoding[row] + replicas.external[row]
         if self._peers.counted:
             batch += replicas.peers_decoding[row]
             kv += replicas.peers_kv[row]
@@ -210,12 +216,12 @@ class Progress:
         replicas, requests = self._replicas, self._requests
         generated = self._set_generated(slice(None))
         fade(replicas, self._as_of)
-        np.add(replicas.decoding, replicas.foreign, out=replicas.batch)
+        np.add(replicas.decoding, replicas.external, out=replicas.batch)
         made = np.bincount(requests.replica, requests.weight * generated, len(replicas))
         kv = made + replicas.held
         if self._peers.counted:
             replicas.batch += replicas.peers_decoding
             kv += replicas.peers_kv
-        np.maximum(kv + replicas.kv_beyond, 0.0, out=replicas.kv_used)
+        np.maximum(kv + replicas.kv_unattributed, 0.0, out=replicas.kv_used)
         loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
         np.add(replicas.c0, loaded, out=replicas.decode_step)

@@ -4,6 +4,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.peers import Peers
 from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
@@ -21,9 +22,10 @@ class Reconciliation:
     Requests sent since it was taken stay on top of what it saw.
     """
 
-    def __init__(self, replicas: Replicas, requests: Requests) -> None:
+    def __init__(self, replicas: Replicas, requests: Requests, peers: Peers) -> None:
         self._replicas = replicas
         self._requests = requests
+        self._peers = peers
 
     def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
         """Sets step times and limits of a replica: those of its state, or else of its profile."""
@@ -73,7 +75,7 @@ class Reconciliation:
         order = mine[requests.turn[mine].argsort()]
         self._correct_prefills(row, order, state, asked_at, now)
         then = order[requests.sent_at[order] <= sampled_at]
-        self._correct_foreign(row, then, state)
+        self._correct_external(row, then, state)
         self._correct_kv(row, then, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
         return mine
@@ -90,22 +92,23 @@ class Reconciliation:
         replicas.steps[row] = steps
         replicas.polled_steps[row] = polled
 
-    def _correct_foreign(self, row: int, then: Indices, state: ReplicaState) -> None:
-        """What the poll saw beyond ``then``, the router's requests at that time, and peers'."""
+    def _correct_external(self, row: int, then: Indices, state: ReplicaState) -> None:
+        """Tells what the poll saw beyond ``then``, the router's requests at that time, and those of
+        the peers that count."""
         replicas, requests = self._replicas, self._requests
         own = sum(requests.parts[then].tolist())
-        not_own = max(state.running + state.waiting - own, 0.0)
-        explained = min(replicas.peers_parts.item(row), not_own)
-        beyond = not_own - explained
-        if state.scrape_seconds <= _LATE:
-            replicas.explained[row] = explained
-            # A request that ended between the scrape and now is seen by one poll only.
-            replicas.foreign[row] = min(beyond, replicas.beyond[row])
-            replicas.beyond[row] = beyond
+        if in_time := state.scrape_seconds <= _LATE:
+            known = own + replicas.peers_parts.item(row)
+            replicas.unattributed_before[row] = replicas.unattributed[row]
+            replicas.unattributed[row] = state.running + state.waiting - known
+            replicas.set_external()
+        self._peers.polled(row, sequences=in_time)
         replicas.polled_waiting[row] = state.waiting
         waiting = state.waiting - replicas.queued.item(row) - replicas.peers_queued.item(row)
         prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
-        replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
+        replicas.external_backlog[row] = (
+            min(max(waiting, 0.0), replicas.external.item(row)) * prompt
+        )
         replicas.polled_kv_usage[row] = state.kv_usage
 
     def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
@@ -115,7 +118,7 @@ class Reconciliation:
         they are not in what the poll saw, and will take their KV space all the same.
         """
         replicas, requests = self._replicas, self._requests
-        others = replicas.peers_decoding.item(row) + replicas.foreign.item(row)
+        others = replicas.peers_decoding.item(row) + replicas.external.item(row)
         run = then[requests.parts[then].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
         begun = (requests.steps_before[run] < inf) & (end <= prefilled)
@@ -123,8 +126,7 @@ class Reconciliation:
         start = end - requests.prompt[run]
         part = np.clip(prefilled - self._prefill_rate(row) * age - start, 0.0, requests.prompt[run])
         known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
-        replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
-        replicas.kv_explained[row] = replicas.peers_kv.item(row)
+        replicas.kv_unattributed[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
 
     # -- prefills ---------------------------------------------------------------------------
 
@@ -144,7 +146,7 @@ class Reconciliation:
         """
         replicas, requests = self._replicas, self._requests
         told = state.first_tokens > 0 or state.generated_tokens == 0
-        theirs = replicas.peers_requests.item(row) + replicas.foreign.item(row)
+        theirs = replicas.peers_requests.item(row) + replicas.external.item(row)
         queued = max(state.waiting - theirs, 0.0)
         counted = self._count(row, order, state, queued, told and not theirs)
         budget = replicas.token_budget.item(row)
@@ -231,12 +233,11 @@ def fade(replicas: Replicas, now: float) -> None:
     if len(replicas) and now - sampled_at[sampled_at.argmin()] > SILENT_AFTER_S:
         old = now - sampled_at > SILENT_AFTER_S
         for column in (
-            replicas.beyond,
-            replicas.foreign,
-            replicas.foreign_backlog,
-            replicas.kv_beyond,
-            replicas.explained,
-            replicas.kv_explained,
+            replicas.unattributed,
+            replicas.unattributed_before,
+            replicas.external,
+            replicas.external_backlog,
+            replicas.kv_unattributed,
             replicas.polled_waiting,
             replicas.polled_kv_usage,
         ):

@@ -14,7 +14,6 @@ from extproc.predict.inputs import Columns, Floats, Indices
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
-
 COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "frontend")
 """Coefficients of the step-time model that the router knows."""
 
@@ -105,19 +104,21 @@ class Replicas(Columns, Table):
     polled_firsts: Floats  # first tokens, as the replica counted them at the last poll
     decoding: Floats  # sequences of the router's own that decode
     held: Floats  # their prompt tokens
-    beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
-    kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
-    explained: Floats  # sequences the last poll saw that others' digests tell of
-    kv_explained: Floats  # KV tokens of these
     tells: Floats  # 1: it tells the size of its KV cache, and its speed was measured
     sampled_at: Floats  # when the last poll's figures were taken
-    # What other routers have there, by their digests and while these count:
+    # What polls saw beyond the router's own requests and those of the peers that count; may be
+    # negative:
+    unattributed: Floats  # sequences, at the last poll
+    unattributed_before: Floats  # sequences, at the poll before
+    kv_unattributed: Floats  # KV tokens, at the last poll
+    # What the peers that count have there:
     peers_requests: Floats
     peers_queued: Floats
     peers_joining: Floats
     peers_backlog: Floats
     peers_decoding: Floats
     peers_kv: Floats
+    peers_remaining: Floats
     peers_decoded: Floats
     peers_expected: Floats
     peers_parts: Floats
@@ -129,8 +130,19 @@ class Replicas(Columns, Table):
 
     @property
     def peers(self) -> Floats:
-        """The columns of other routers, as the rows of one array."""
+        """The columns of the peers, as the rows of one array."""
         return self._floats[-FIGURES:, : self._length]
+
+    @property
+    def unattributed_figures(self) -> Floats:
+        """The columns before those, likewise."""
+        return self._floats[-FIGURES - 3 : -FIGURES, : self._length]
+
+    def set_external(self) -> None:
+        """A sequence is external once two polls in a row saw it: one that ended between the scrape
+        and now is seen by one poll only."""
+        both = np.minimum(self.unattributed, self.unattributed_before)
+        np.maximum(both, 0.0, out=self.external)
 
 
 class Requests(Table):

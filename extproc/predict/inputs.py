@@ -68,8 +68,8 @@ class Columns:
     joining: Floats  # prompt tokens of these, prefilled or not, without those that were cached
     enqueued: Floats  # prompt tokens sent, in all
     prefilled: Floats  # of these, prefilled
-    foreign: Floats  # sequences that two polls in a row saw and no router told of
-    foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
+    external: Floats  # sequences that two polls in a row saw and no router told of
+    external_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
     polled_waiting: Floats  # requests in the replica's queue at the last poll
     polled_kv_usage: Floats  # fraction of the KV cache in use at the last poll
     by_priority: Floats  # 1: higher priorities go first, and the lowest is preempted first

@@ -85,7 +85,7 @@ async def _tell(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> N
     try:
         while True:
             started = monotonic()
-            digest = fleet.digests.due(started, no_peers=not fleet.peers.expected)
+            digest = fleet.digests.due(started, no_peers=not fleet.peers)
             try:
                 if digest is not None:
                     await writer.send(digest)
@@ -126,7 +126,7 @@ async def _tell_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
     while True:
         if prompts := fleet.sent.take():
             await _deliver(writer, [Prompts(fleet.router, prompts)])
-        urgent = fleet.peers.expected or len(fleet.sent) > 0
+        urgent = bool(fleet.peers) or len(fleet.sent) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
 

@@ -14,7 +14,7 @@ from extproc.share.envelope import Kind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
 _LIFE_MS = 2000  # of a digest in Redis; a whole one comes every half second
-DIGEST = Kind("digest", Digest, fleet_digest.pack, fleet_digest.unpack)
+DIGEST = Kind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
 @dataclass(frozen=True, slots=True)

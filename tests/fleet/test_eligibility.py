@@ -195,9 +195,9 @@ def test_figures_told_once_more_are_no_new_ones() -> None:
     polled = state(1, A10, clock, running=1, kv_usage=0.5)
     for silent_s in (0.0, 0.4, 0.0):
         fleet.put(structs.replace(polled, unanswered_s=silent_s))
-    assert fleet.overview().foreign.item() == 0.0, "seen by one poll only"
+    assert fleet.overview().external.item() == 0.0, "seen by one poll only"
     fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
-    assert fleet.overview().foreign.item() == 1.0
+    assert fleet.overview().external.item() == 1.0
 
 
 def test_one_hangs_that_answers_nobody_while_another_does() -> None:

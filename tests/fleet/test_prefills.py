@@ -308,7 +308,6 @@ def test_a_late_page_makes_no_load_of_others_of_what_has_ended_since() -> None:
 
 
 def _other_router(requests: int, number: int = 1) -> Digest:
-    load = [requests, 0, 0, 0, requests, requests * 500, 0, 0, requests]
+    load = [requests, 0, 0, 0, requests, requests * 500, requests * 50, 0, 0, requests]
     figures = np.array([load], dtype=float).T
-    sequences = np.array([[requests], [500.0], [50.0]])
-    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures, b"\1", sequences)
+    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures)

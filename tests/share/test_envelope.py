@@ -26,7 +26,7 @@ KEYS = np.arange(3, dtype=np.uint64)
 MESSAGES: list[tuple[Kind[Any], Any]] = [
     (PUT, Put(STATE)),
     (REMOVED, Removed("10.0.0.1:8000")),
-    (DIGEST, Digest("router", 7, 1.5, Says.WHOLE, (), *NOTHING)),
+    (DIGEST, Digest("router", 7, 1.5, Says.WHOLE, (), NOTHING)),
     (PROMPTS, Prompts("router", b"packed")),
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
     (BLOCKS, NewsOfReplica("10.0.0.1:8000", BlockNews(2, 1, 16, KEYS, KEYS[:1]))),
@@ -159,7 +159,7 @@ def test_message_fields_match_version() -> None:
     assert found == {
         "put": "state",
         "removed": "id",
-        "digest": "router number sent_at kind replicas figures bars sequences",
+        "load": "router number sent_at kind replicas figures",
         "prompts": "router prompts",
         "owner": "thing replica",
         "blocks": "replica news",
