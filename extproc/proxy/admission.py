@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from extproc.predict.inputs import least
 from extproc.proxy.exchange import Exchange
@@ -19,17 +17,16 @@ from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
 
 NONE_READY = "no replica is ready to serve this request"
-Decide = Callable[..., Decision | None]
 
 
 async def choose(
     exchange: Exchange, phase: str, asked: Asked, partial: bool = False, large_for: str = ""
 ) -> bytes:
-    """Has a replica chosen by the headers and by what is held of the body, which then is what that
-    replica gets; returns the reply to the phase.
+    """Sends the request to the replica that is best now, or after it waited, or leaves it to Envoy;
+    returns the reply to the phase.
 
     Args:
-        exchange: the request.
+        exchange: the request; the body that it holds becomes what the replica gets.
         phase: which the reply is to.
         asked: the headers.
         partial: the body is longer than what is held.
@@ -39,9 +36,33 @@ async def choose(
         Refusal: it is not to be served.
         Left: the client left while the request waited.
     """
-    started = exchange.services.clock()
+    services, started = exchange.services, exchange.services.clock()
     profile = _profile(exchange, asked, partial, large_for)
-    decision = await _dispatch(exchange, asked, profile, started)
+
+    def decide(place: Place | None = None) -> Decision | None:
+        if _is_unserved(services, profile):
+            return None
+        told = not exchange.unseen
+        decision = services.router.decide(profile, asked.policy, exchange.subset, told, place)
+        if decision is not None:
+            if place is None:
+                services.demand.came(decision)
+                _refuse_busy(services, decision)
+            _refuse_late(services, decision)
+        return decision
+
+    decision = decide()
+    if decision is not None:
+        waits = services.queue.must_wait(decision)
+    else:
+        waits = exchange.subset is None and _is_awaited(services, profile)
+    if waits and services.body_memory.free >= 0:  # else the body is not kept for long
+        decision = await _wait(exchange, asked, profile, decision, decide)
+    else:
+        if decision is None:
+            _refuse_unserved(services, profile, exchange.has_fallback)
+        exchange.book(asked, decision)
+        services.metrics.decision_seconds.observe(services.clock() - started)
     return exchange.reply(phase, decision, partial, leave_body=large_for != "")
 
 
@@ -76,68 +97,29 @@ def _objective(services: Services, asked: Asked, profile: RequestProfile) -> Obj
     return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
 
 
-async def _dispatch(
-    exchange: Exchange, asked: Asked, profile: RequestProfile, started: float
-) -> Decision | None:
-    """Books the request on the replica that is best now, or after it waited; None: Envoy chooses.
-
-    A body for which there is no memory does not wait. ``started``: when the router had all that it
-    decides by.
-    """
-    services = exchange.services
-    told, router = not exchange.unseen, services.router
-    among = partial(router.decide, profile, asked.policy, exchange.subset, told)
-
-    def decide(**when: Any) -> Decision | None:
-        return None if _is_unserved(services, profile) else among(**when)
-
-    decision, has_memory = decide(), services.body_memory.free >= 0
-    if decision is not None:
-        services.demand.came(decision)
-        waits = _has_to_wait(services, decision) and has_memory
-    else:
-        waits = exchange.subset is None and has_memory and _is_awaited(services, profile)
-        if not waits:
-            _check_model(services, profile)
-            _check_fallback(services, profile, exchange.has_fallback)
-    if waits:
-        return await _wait(exchange, asked, profile, decision, decide)
-    exchange.book(asked, decision)
-    services.metrics.decision_seconds.observe(services.clock() - started)
-    return decision
-
-
 async def _wait(
     exchange: Exchange,
     asked: Asked,
     profile: RequestProfile,
     decision: Decision | None,
-    decide: Decide,
-) -> Decision | None:
+    decide: Callable[[Place], Decision | None],
+) -> Decision:
     """Has it wait for a replica; the queue books it there in the moment in which it may go."""
     services, since = exchange.services, exchange.services.clock()
-    outcome: asyncio.Future[Decision | Exception | None]
-    outcome = asyncio.get_running_loop().create_future()
+    outcome: asyncio.Future[Decision | Exception] = asyncio.get_running_loop().create_future()
     at_once = True
 
     def go(found: Decision | Exception | None) -> None:
         waited = 0.0 if at_once else services.clock() - since
-        try:
-            if found is None:
-                raise NoReplica(NONE_READY)
-            if not isinstance(found, Exception):
+        found = found or NoReplica(NONE_READY)
+        if not isinstance(found, Exception):
+            try:
                 exchange.book(asked, found, waited, one.why)
-        except Exception as error:  # this request's alone
-            found = error
+            except Exception as error:  # this request's alone
+                found = error
         outcome.set_result(found)
 
-    def decide_anew(place: Place) -> Decision | None:
-        decision = decide(place=place)
-        if decision is not None:
-            _refuse_late(services, decision)
-        return decision
-
-    one = Waiting(profile, decision, since, decide_anew, go)
+    one = Waiting(profile, decision, since, decide, go)
     services.queue.enter(one)
     at_once = False
     try:
@@ -168,44 +150,33 @@ def _is_awaited(services: Services, profile: RequestProfile) -> bool:
     return fleet.members.served_lately(profile.model, services.clock())
 
 
-def _check_model(services: Services, profile: RequestProfile) -> None:
-    """Nothing, where any replica may know the model.
+def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: bool) -> None:
+    """Refuse a request that no replica can take now, unless any may know its model and Envoy may
+    choose one.
 
     Raises:
-        NoModel: none does.
-    """
-    if _is_unserved(services, profile):
-        raise NoModel(profile.asked, services.fleet.members.models)
-
-
-def _check_fallback(services: Services, profile: RequestProfile, has_one: bool) -> None:
-    """Nothing, where Envoy may choose.
-
-    ``has_one``: it has a choice of its own, among all replicas.
-
-    Raises:
-        NoReplica: it has none, or knows none that serves this.
+        NoModel: no replica knows it.
+        NoReplica: none is ready.
     """
     fleet = services.fleet
-    served = fleet.members.names.served(profile.model)
-    apart = profile.asked != "" and served != (profile.asked,)
-    apart |= fleet.eligibility.candidates(profile.model).only_some
-    if apart or not has_one:
+    if _is_unserved(services, profile):
+        raise NoModel(profile.asked, fleet.members.models)
+    renamed = fleet.members.names.served(profile.model) != (profile.asked,)
+    only_some = fleet.eligibility.candidates(profile.model).only_some
+    if (profile.asked and renamed) or only_some or not has_fallback:
         raise NoReplica(NONE_READY)
 
 
-def _has_to_wait(services: Services, decision: Decision) -> bool:
-    """Return True if the request has to wait.
+def _refuse_busy(services: Services, decision: Decision) -> None:
+    """Refuse a request whose first token would come later than ``route.max_ttft_s``.
 
     Raises:
-        Saturated: its first token would come too late, or it is to be refused where it is late.
+        Saturated: it would.
     """
     most = services.config.route.max_ttft_s
     if most is not None and (soonest := least(decision.prediction.ttft)) > most:
         late = f"the first token would come in {soonest:.0f} s"
         raise Saturated(f"every replica is busy: {late}", "saturated", soonest - most)
-    _refuse_late(services, decision)
-    return services.queue.must_wait(decision)
 
 
 def _refuse_late(services: Services, decision: Decision) -> None:

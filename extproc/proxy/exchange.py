@@ -1,18 +1,4 @@
-"""One HTTP request, from its first message to the end of its response.
-
-Its way through the code::
-
-    proxy/service.py      a gRPC stream opens: one request
-    proxy/stream.py       the coroutine, in one of three protocols
-    proxy/exchange.py     its steps
-    proxy/headers.py      its headers
-    request/inspect.py    its body: model, prompt tokens, output bound, prefix
-    route/router.py       a prediction for every replica, a policy's choice
-    proxy/admission.py    is it taken?
-    route/queue.py        it waits, where no replica could carry it to its end
-    proxy/in_flight.py    the replica's ledger, until the stream closes
-    proxy/messages.py     the choice, as Envoy takes it
-"""
+"""One HTTP request, from its first message to the end of its response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Mapping
@@ -29,7 +15,6 @@ from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
-from extproc.request.profile import RequestProfile
 from extproc.request.rewrite import rename, with_priority
 from extproc.route.decision import Decision
 
@@ -41,8 +26,8 @@ class Exchange:
     the stream closes."""
 
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
-        """``trace``: of the request, where it is sampled."""
         self.services = services
+        self.write = call.write
         self.body = Body(services.body_memory)
         self.body_mode: int | None = None  # None: an older Envoy does not tell
         self.body_first = False  # it comes before the headers
@@ -111,9 +96,6 @@ class Exchange:
                 self._request_ended = message.request_body.end_of_stream
                 return message
 
-    async def write(self, reply: bytes) -> None:
-        await self._call.write(reply)
-
     def take_body(self, message: ProcessingRequest) -> bool:
         """Holds a body that comes in one piece; returns whether it is a whole one."""
         self.body.add(message.request_body.body)
@@ -142,24 +124,21 @@ class Exchange:
 
     # -- its end ----------------------------------------------------------------------------
 
-    def close(self) -> None:
-        if self._in_flight is not None:
-            self._end(self._in_flight)
-
     def lose(self, hung: Container[str]) -> bytes | None:
         """Gives the request up if its replica is one of those, and returns what tells Envoy, which
         takes it at any time: it answers the client, or breaks off an answer that has begun."""
         if self._in_flight is None or self._in_flight.served_by not in hung:
             return None
         self.services.metrics.requests.add("lost")
-        self._end(self._in_flight, lost=True)
+        self.close(lost=True)
         return refuse(NoReplica(HUNG), self.endpoint)
 
-    def _end(self, one: InFlight, lost: bool = False) -> None:
-        self._in_flight = None
-        one.end(lost)
-        if self._trace is not None:
-            self._trace.answered(one.outcome)
+    def close(self, lost: bool = False) -> None:
+        one, self._in_flight = self._in_flight, None
+        if one is not None:
+            one.end(lost)
+            if self._trace is not None:
+                self._trace.answered(one.outcome)
 
     def ends_here(self, result: str, error: str = "") -> None:
         self.services.metrics.requests.add(result)
@@ -186,8 +165,8 @@ class Exchange:
     ) -> None:
         """Answers what is no inference; ``to_any`` makes the reply to what any replica may get.
 
-        What is about a stored response goes to the replica that holds it. A replica knows no name
-        but its own, so where others are configured the list of models is not asked for there.
+        A request about a stored response goes to the replica that holds it. The router lists the
+        models where names are configured that no replica knows.
         """
         services, path = self.services, headers.get(":path", "")
         services.metrics.requests.add("passed")
@@ -204,25 +183,19 @@ class Exchange:
         await self.write(reply)
 
     def book(
-        self,
-        asked: Asked,
-        decision: Decision | None,
-        waited: float = 0.0,
-        why: str = "",
+        self, asked: Asked, decision: Decision | None, waited: float = 0.0, why: str = ""
     ) -> None:
-        """Takes its place on the replica chosen; None: Envoy chooses.
-
-        ``waited``: seconds before that, and ``why``.
-        """
-        services = self.services
-        if decision is None:
-            services.metrics.requests.add("unrouted")
-            if self._trace is not None:
-                self._trace.ended("unrouted")
+        """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
+        services, trace = self.services, self._trace
+        if decision is not None:
+            request_id = asked.request_id
+            self._in_flight = InFlight(services, decision, request_id, self.unseen, waited, why)
+            if trace is not None:
+                trace.sent(decision, request_id, services.config.pool, waited)
             return
-        self._in_flight = InFlight(services, decision, asked.request_id, self.unseen, waited, why)
-        if self._trace is not None:
-            self._trace.sent(decision, asked.request_id, services.config.pool, waited)
+        services.metrics.requests.add("unrouted")
+        if trace is not None:
+            trace.ended("unrouted")
 
     async def waits(self, until: asyncio.Future[Any], why: str) -> None:
         """Tells Envoy, and those who trace it, that it waits, and waits.
@@ -242,31 +215,25 @@ class Exchange:
         self, phase: str, decision: Decision | None, partial: bool, leave_body: bool
     ) -> bytes:
         """The reply to the phase that says where the request goes; the body held becomes what that
-        replica gets. The arguments are those of :func:`~extproc.proxy.admission.choose`."""
+        replica gets: the model under the name by which it serves it, and the priority, if any,
+        instead of the client's. The arguments are those of
+        :func:`~extproc.proxy.admission.choose`."""
         if decision is None:
             return messages.proceed(phase)
-        priority = self._priority(decision.profile)
-        self.body.change(self._written(decision, None if partial else priority))
+        body, profile, priority = self.body.data, decision.profile, None
+        if self.services.config.hold.has_priorities:  # the replica takes the lower first
+            all_take = self.services.fleet.members.all_take_priority
+            priority = -profile.priority if all_take else 0
+        if profile.asked not in ("", decision.name):
+            body = rename(profile.endpoint, body, decision.name)
+        takes = profile.endpoint.takes_priority and not partial
+        if priority is not None and takes and (priority or profile.claims_priority):
+            body = with_priority(body, priority)
+        self.body.change(body)
         reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
         if not self.services.config.serve.decision_metadata or self._in_flight is None:
             return reply
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
-
-    def _written(self, decision: Decision, priority: int | None) -> bytes:
-        """The body, with the name by which the replica chosen serves the model, and with that
-        priority, if any: then a client's own does not count."""
-        body, profile, name = self.body.data, decision.profile, decision.name
-        if profile.asked not in ("", name):
-            body = rename(profile.endpoint, body, name)
-        if priority is None or not profile.endpoint.takes_priority:
-            return body
-        return with_priority(body, priority) if priority or profile.claims_priority else body
-
-    def _priority(self, profile: RequestProfile) -> int | None:
-        """What the replica is told, which takes the lower first; None: whatever the client says."""
-        if not self.services.config.hold.has_priorities:
-            return None
-        return -profile.priority if self.services.fleet.members.all_take_priority else 0
 
     def destination(self, decision: Decision) -> str:
         second, members = decision.second, self.services.fleet.members
