@@ -197,6 +197,8 @@ class Simulation(simulation.Simulation):
             Engine,
             speculation=group.speculation(Random(f"{self.seed} {name}")),
             by_priority=group.scheduling_policy == "priority",
+            cold_steps=group.cold_steps,
+            old_counters=group.old_counters,
         )
         return Machine(name, self.fleet_file.members[name], engine)
 

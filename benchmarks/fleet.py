@@ -35,6 +35,8 @@ class ReplicaGroup(_Part):
     draft_tokens: int = Field(default=0, ge=0)  # drafted for a sequence in each step
     acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)
     """Probability that a drafted token is accepted if those before it are."""
+    cold_steps: int = Field(default=0, ge=0)  # first steps of each process, which take longer
+    old_counters: bool = False  # of vLLM up to 0.15
 
     @field_validator("profile", "believed")
     @classmethod

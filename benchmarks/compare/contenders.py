@@ -34,7 +34,7 @@ class Fleet:
         # Tokens of a prompt and its answer that every replica takes.
         self.context = min(*(one.kv_tokens for one in file.members.values()), DEFAULT_MODEL_LEN)
         self._options = {
-            name: ["--profile", one.name, *_drafts(file.group(name))]
+            name: ["--profile", one.name, *_options(file.group(name))]
             for name, one in file.members.items()
         }
 
@@ -58,10 +58,15 @@ class Fleet:
             yield servers, processes
 
 
-def _drafts(group: ReplicaGroup) -> list[str]:
-    if not group.draft_tokens:
-        return []
-    return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]
+def _options(group: ReplicaGroup) -> list[str]:
+    options = ["--cold-steps", str(group.cold_steps)]
+    options += ["--scheduling-policy", group.scheduling_policy]
+    if group.old_counters:
+        options.append("--old-counters")
+    if group.draft_tokens:
+        drafts, acceptance = str(group.draft_tokens), str(group.acceptance)
+        options += ["--draft-tokens", drafts, "--acceptance", acceptance]
+    return options
 
 
 async def lateness(servers: Servers) -> dict[str, Any]:

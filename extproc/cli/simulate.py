@@ -31,6 +31,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {  # options: type, me
     "draft-tokens": (_COUNT, "decode speculatively: tokens drafted for a sequence in each step"),
     "acceptance": (probability, "probability that a drafted token is accepted, 0 to 1"),
     "max-loras": (_COUNT, "adapters in a batch"),
+    "cold-steps": (whole(0), "first steps, which take twice as long: kernels are compiled"),
     "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
 }
 
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-enable-prefix-caching", dest=caching, action="store_false", help=off)
     details = "report cached prompt tokens in the usage, as vLLM does with this flag"
     add("--enable-prompt-tokens-details", action="store_true", help=details)
+    old = "count as vLLM up to 0.15: cached prompt tokens as hits of the prefix cache only"
+    add("--old-counters", action="store_true", help=old)
     events = "tell of KV blocks over ZMQ, as vLLM does with --kv-events-config"
     add("--kv-events-ports", type=_PORT, nargs=2, metavar=("PORT", "REPLAY_PORT"), help=events)
 

@@ -40,6 +40,7 @@ CELLS: dict[str, tuple[str, str, str, str, str]] = {
     # The card slows down at second 600, after some 4,000 requests.
     "throttled": (_CONV, "throttled", "1.2", "completion", "--requests 7000 --from 600"),
     "newcomer": (_CONV, "newcomer", "1.2", "completion,lmetric", ""),
+    "cold": (_CONV, "cold", "4", "completion", "--skip 46 --duration 16 --seed 1"),
     "flapping": (_CONV, "flapping", "1.2", "completion,least_request", ""),
     "profile-slow": (_CONV, "mixed", "4", "completion", "--profile-error 2 --from 60"),
     "profile-fast": (_CONV, "equal", "1.5", "completion", "--profile-error 0.5 --from 60"),

@@ -17,6 +17,7 @@ from extproc.predict.step import HardwareProfile, StepModel
 from extproc.replica_state import ReplicaState
 
 _TIMEOUT = 1.0  # seconds until a scrape of a hung replica is given up, as by default
+_EPOCH = 1.7e9  # time 0 of a simulation, in seconds since the epoch
 _LONGEST_PAUSE = 2.0  # seconds between scrapes of a replica that does not answer, as by default
 
 
@@ -36,6 +37,7 @@ class Machine:
         self.engine = make(profile)
         self.output_lengths = Histogram(TOKENS)  # as on its metrics page
         self.up = True  # its process runs, and takes connections
+        self.started_at = _EPOCH  # its process, in seconds since the epoch
         self._slow = 1.0
         self._behind = 0.0
         self._hung_at: float | None = None
@@ -82,7 +84,8 @@ class Machine:
 
     def comes_up(self, now: float) -> None:
         """Starts it with an empty engine, or continues it after a hang."""
-        self.up = True
+        if not self.up:
+            self.up, self.started_at = True, _EPOCH + now
         if self._hung_at is not None:
             self._behind += now - self._hung_at
             self._hung_at = None
@@ -162,6 +165,7 @@ class Watch:
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
+        cached = counters.prefix_hits if engine.old_counters else counters.cached_tokens
         lengths = self._machine.output_lengths
         return EngineFigures(
             models=self.told.models,
@@ -173,11 +177,12 @@ class Watch:
             prefix_caching=engine.prefix_caching,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
+            cached_tokens=cached,
             generated_tokens=counters.generated_tokens,
             first_tokens=counters.first_tokens,
             accepted_tokens=counters.accepted_tokens,
             preemptions=counters.preemptions,
             finished=counters.finished.total(),
+            started_at=self._machine.started_at,
             output_lengths=tuple(zip(lengths.bounds, map(float, lengths.counts), strict=False)),
         )

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 from extproc.lab.simulator.blocks import BlockPool
-from extproc.lab.simulator.features import Adapters, Speculation
+from extproc.lab.simulator.features import COLD, Adapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.steps import (
     Counters,
@@ -56,8 +56,15 @@ class Engine:
         adapters: Adapters | None = None,
         events: BlockEvents | None = None,
         by_priority: bool = False,
+        cold_steps: int = 0,
+        old_counters: bool = False,
     ) -> None:
         """An idle engine; the profile has the defaults.
+
+        Args:
+            cold_steps: first steps, each :data:`COLD` times as long: kernels are compiled.
+            old_counters: those of vLLM up to 0.15, which count cached prompt tokens as hits of the
+                prefix cache only, at every attempt to admit a sequence.
 
         Raises:
             ValueError: the token budget is below the number of sequences, with their drafts, or
@@ -83,6 +90,7 @@ class Engine:
             self.pool.evicted = events.removed
         self.prefix_caching = prefix_caching
         self.by_priority = by_priority
+        self.old_counters = old_counters
         self.adapters = adapters  # None: no LoRA adapters
         self.counters = Counters()
         self.steps = 0  # completed ones, also those that vLLM does not count
@@ -92,9 +100,11 @@ class Engine:
         self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
         self._slow = 1.0
+        self._cold_steps = cold_steps
         self._now = 0.0
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
+        self._queries = self._hits = 0  # of the prefix cache since the last step ended
         self._deferred = 0  # waiting sequences that the last step let others pass
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
@@ -204,6 +214,9 @@ class Engine:
         self._now = step.ends_at
         decoded = list(self._decoding.values())
         self.steps += step.steps
+        self.counters.prefix_queries += self._queries
+        self.counters.prefix_hits += self._hits
+        self._queries = self._hits = 0
         self._kv += step.steps * len(decoded)
         accepted = self._accept(decoded, self.speculation) if self.speculation else {}
         finished = list(self._finish_decoded(step.ends_at))
@@ -247,8 +260,13 @@ class Engine:
             ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
             self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            self.step = self._decode(until, single=preempted or self._drafted > 0)
+            single = preempted or self._cold or self._drafted > 0 or self._queries > 0
+            self.step = self._decode(until, single)
         return self.step
+
+    @property
+    def _cold(self) -> bool:
+        return self.steps < self._cold_steps
 
     def _make_room(self) -> bool:
         """Preempt until all that run have blocks: for a token, or for a chunk of their prefill;
@@ -337,7 +355,11 @@ class Engine:
         hits = self.pool.cached(sequence.hashes, limit)
         shared = sequence.hashes[:hits]
         needed = self.pool.blocks_for(sequence.context) - hits + self.pool.idle(shared)
-        if needed > self.pool.free:
+        fits = needed <= self.pool.free
+        if self.prefix_caching and not sequence.preemptions and (fits or self.old_counters):
+            self._queries += sequence.prompt_tokens
+            self._hits += hits * self.pool.block_size
+        if not fits:
             return False
         self.pool.share(shared)
         sequence.held = list(shared)
@@ -345,9 +367,6 @@ class Engine:
         sequence.computed = hits * self.pool.block_size
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.computed
-            if self.prefix_caching:
-                self.counters.prefix_queries += sequence.prompt_tokens
-                self.counters.prefix_hits += sequence.computed
         return True
 
     def _blocks_missing(self, sequence: Sequence, chunk: int) -> int:
@@ -375,13 +394,15 @@ class Engine:
         # Each token of a chunk attends to all before it: on average to half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * self._kv
-        return self._model.step_time(prefill, self.running, self._kv + context, attention)
+        time = self._model.step_time(prefill, self.running, self._kv + context, attention)
+        return time * COLD if self._cold else time
 
     def _decode(self, until: float, single: bool) -> Step:
         """Schedule a step of decoding alone, and the steps like it until a sequence ends or blocks
         run out: waiting sequences found no room, and decoding makes none."""
         stretch = self._stretch
-        if stretch is None or stretch.end(self.steps - 1) != self._now:
+        warmed_up = self.steps <= self._cold_steps
+        if stretch is None or warmed_up or stretch.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
             time = self._step_time([])
             stretch = Stretch(self._now, self.steps, time, self._model.c_kv * batch)

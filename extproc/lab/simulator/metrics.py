@@ -56,6 +56,7 @@ class Metrics:
         self._engine = engine
         self._model = _labels(model_name=model)
         self._labels = f'engine="0",{self._model}'
+        self._started_at = wall()
         self.rejections = dict.fromkeys(LIMITS, 0)  # requests refused, by limit
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
 
@@ -103,6 +104,8 @@ class Metrics:
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
+        yield "# TYPE process_start_time_seconds gauge"
+        yield f"process_start_time_seconds {self._started_at}"
         for kind, families in (("gauge", self._gauges()), ("counter", self._counters())):
             for name, series in families.items():
                 yield f"# TYPE vllm:{name} {kind}"
@@ -143,31 +146,37 @@ class Metrics:
 
     def _counters(self) -> dict[str, dict[str, float]]:
         totals = self._engine.counters
-        computed = totals.prompt_tokens - totals.cached_tokens
         single = {
             "prefix_cache_queries": totals.prefix_queries,
             "prefix_cache_hits": totals.prefix_hits,
             "num_preemptions": totals.preemptions,
             "prompt_tokens": totals.prompt_tokens,
-            "prompt_tokens_cached": totals.cached_tokens,
             "generation_tokens": totals.generated_tokens,
         }
         if self._engine.speculation:
             single["spec_decode_num_drafts"] = totals.drafts
             single["spec_decode_num_draft_tokens"] = totals.draft_tokens
             single["spec_decode_num_accepted_tokens"] = totals.accepted_tokens
-        sources = {"local_compute": computed, "local_cache_hit": totals.cached_tokens}
         finished = {reason: totals.finished[reason] for reason in FINISHED_REASONS}
         rejected = {
             f"{self._model},{_labels(reason=limit)}": float(n)
             for limit, n in self.rejections.items()
         }
-        return {
+        counters = {
             **{f"{name}_total": {self._labels: float(value)} for name, value in single.items()},
-            "prompt_tokens_by_source_total": self._by("source", **sources, external_kv_transfer=0),
             "request_success_total": self._by("finished_reason", **finished),
             "admission_rejections_total": rejected,
         }
+        if not self._engine.old_counters:
+            computed = totals.prompt_tokens - totals.cached_tokens
+            sources = {"local_compute": computed, "local_cache_hit": totals.cached_tokens}
+            counters |= {
+                "prompt_tokens_cached_total": {self._labels: float(totals.cached_tokens)},
+                "prompt_tokens_by_source_total": self._by(
+                    "source", **sources, external_kv_transfer=0
+                ),
+            }
+        return counters
 
     def _by(self, label: str, **values: float) -> dict[str, float]:
         return {f"{self._labels},{_labels(**{label: key})}": value for key, value in values.items()}

@@ -59,6 +59,8 @@ class ReplicaSettings:
     max_loras: int = 1  # adapters in a batch, at most
     adapter_load_s: float = 0.1  # seconds to load an adapter, at the profile's speed
     enable_prompt_tokens_details: bool = False  # True: answers report cached prompt tokens
+    cold_steps: int = 0  # first steps of the engine, which take longer
+    old_counters: bool = False  # True: counters of vLLM up to 0.15
     kv_events_ports: tuple[int, int] | None = None  # to publish and to replay; None: no events
 
 
@@ -86,6 +88,8 @@ class Replica:
             loras,
             BlockEvents(settings.block_size) if settings.kv_events_ports else None,
             by_priority=settings.scheduling_policy == "priority",
+            cold_steps=settings.cold_steps,
+            old_counters=settings.old_counters,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:

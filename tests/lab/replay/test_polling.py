@@ -1,3 +1,4 @@
+from functools import partial
 from random import Random
 
 import pytest
@@ -32,3 +33,35 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
     state = watch.poll(61.0)
     assert state is not None
     assert (state.running, state.waiting, state.kv_usage) == (0, 0, 0.0)
+
+
+def test_polls_publish_the_start_of_each_process() -> None:
+    machine = Machine(address(1), hardware_profile(A10), Engine)
+    watch = Watch(machine, ReplicaState(id=address(1)), None, Typical(), 0.2, Random(0))
+    before = watch.poll(1.0)
+    machine.hangs(2.0)
+    machine.comes_up(3.0)
+    after_hang = watch.poll(4.0)
+    machine.goes_down()
+    machine.comes_up(5.0)
+    after = watch.poll(6.0)
+    assert before is not None
+    assert after_hang is not None
+    assert after is not None
+    assert after_hang.started_at == before.started_at > 0.0
+    assert after.started_at == before.started_at + 5.0
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_polls_of_old_counters_count_cached_tokens_before_their_prompt(old: bool) -> None:
+    machine = Machine(address(1), hardware_profile(A10), partial(Engine, old_counters=old))
+    watch = Watch(machine, ReplicaState(id=address(1)), None, Typical(), 0.2, Random(0))
+    machine.add(Sequence(1, 320, 1, range(20)), 0.0)
+    machine.advance(10.0)
+    machine.add(Sequence(2, 4000, 1, range(20)), 10.0)  # takes two steps
+    machine.advance(10.0)
+    assert machine.step_ends_at is not None
+    machine.advance(machine.step_ends_at)
+    state = watch.poll(11.0)
+    assert state is not None
+    assert (state.prompt_tokens, state.cached_tokens) == (320, 320 if old else 0)

@@ -1,6 +1,7 @@
 """The command, as a process."""
 
 import asyncio
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientError, ClientSession
 
+from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -108,6 +110,21 @@ async def test_flags_of_vllm_change_answers(flags: list[str], status: int, answe
     ):
         assert response.status == status
         assert answer in await response.text()
+
+
+async def test_old_counters_and_a_cold_start_are_flags() -> None:
+    async with (
+        replica("--port", "0", "--old-counters", "--cold-steps", "1000") as process,
+        ClientSession(await ready(process)) as session,
+        session.post("/v1/completions", json={"prompt": "a", "max_tokens": 50, "ignore_eos": True}),
+        session.get("/metrics") as response,
+    ):
+        page = await response.text()
+        assert "prefix_cache_hits_total" in page
+        assert "prompt_tokens_cached_total" not in page
+        step = hardware_profile(DEFAULT_PROFILE).step
+        (took,) = re.findall(r"e2e_request_latency_seconds_sum{.*} (.*)", page)
+        assert float(took) > 1.9 * 50 * step.step_time(prefill=0, batch=1, kv=1)
 
 
 async def test_it_ends_when_its_engine_fails() -> None:

@@ -57,6 +57,41 @@ def test_a_lone_request_takes_its_chunks_and_one_step_a_token(prompt: int, outpu
     assert engine.steps == -(-prompt // 256) + output - 1
 
 
+def test_cold_steps_take_twice_as_long() -> None:
+    cold, warm = (engine_with(Sequence(1, 300, 6), cold_steps=steps) for steps in (3, 0))
+    extra = STEP.step_time(256, 1, 0, 256 * 128) + STEP.step_time(44, 1, 256, 44 * 278)
+    extra += STEP.step_time(0, 1, 300)
+    assert run(cold)[-1].ends_at == pytest.approx(run(warm)[-1].ends_at + extra)
+    late = Sequence(2, 100, 5)
+    cold.add(late, 10.0)
+    run(cold)
+    assert late.finished == pytest.approx(10.0 + lone_request_time(100, 5, 256))
+
+
+@pytest.mark.parametrize(("old", "attempts"), [(False, 1), (True, 16)])
+def test_old_counters_count_the_hits_of_each_attempt_to_admit(old: bool, attempts: int) -> None:
+    """As vLLM did until issue 43736 was resolved."""
+    engine = engine_with(Sequence(1, 64, 1, range(4)), kv_tokens=160, old_counters=old)
+    run(engine)
+    engine.add(Sequence(2, 80, 16), 1.0)  # takes the 6 blocks that are not cached
+    begin(engine, 1.0)
+    engine.add(waiting := Sequence(3, 160, 1, range(4)), 1.0)  # takes all 10
+    run(engine)
+    assert waiting.cached_tokens == 64
+    assert engine.counters.prefix_hits == 64 * attempts
+
+
+def test_hits_of_the_prefix_cache_count_before_the_prompt_they_belong_to() -> None:
+    engine = engine_with(Sequence(1, 320, 1, range(20)))
+    run(engine)
+    engine.add(Sequence(2, 1000, 1, range(20)), 1.0)
+    begin(engine, 1.0)
+    assert engine.counters.prefix_hits == 0
+    engine.complete()
+    counters = engine.counters
+    assert (counters.prefix_hits, counters.cached_tokens, counters.prompt_tokens) == (320, 0, 320)
+
+
 def test_a_pooling_request_ends_with_its_prefill() -> None:
     engine = engine_with(sequence := Sequence(1, 300, 0))
     assert run(engine)[-1].finished == [sequence]

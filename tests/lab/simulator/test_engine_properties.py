@@ -109,9 +109,11 @@ def outcome(
     kv_tokens: int,
     drafts: int,
     by_priority: bool,
+    cold_steps: int,
 ) -> tuple[Engine, list[Sequence]]:
     speculation = Speculation(drafts, 0.7, Random(1)) if drafts else None
     options: dict[str, Any] = {"speculation": speculation, "by_priority": by_priority}
+    options |= {"cold_steps": cold_steps, "old_counters": True}
     engine = Engine(PROFILE, BLOCK, kv_tokens, max_num_seqs=4, **options)
     listed = events(arrivals)
     drive(engine, listed)
@@ -120,13 +122,14 @@ def outcome(
 
 sizes = st.sampled_from([152, 200, 400, 4000])
 drafts = st.sampled_from([0, 0, 1, 5])
+cold_steps = st.sampled_from([0, 0, 7])
 
 
-@given(arrivals, sizes, drafts, st.booleans())
+@given(arrivals, sizes, drafts, st.booleans(), cold_steps)
 def test_all_sequences_end_and_nothing_leaks_one_step_at_a_time_or_many(
-    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
+    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool, cold_steps: int
 ) -> None:
-    options = arrivals, kv_tokens, drafts, by_priority
+    options = arrivals, kv_tokens, drafts, by_priority, cold_steps
     one, single = outcome(step_by_step, *options)
     other, many = outcome(in_stretches, *options)
     check_end(other, many)

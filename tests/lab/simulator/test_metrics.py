@@ -9,7 +9,7 @@ from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from extproc.ground.clock import monotonic
+from extproc.ground.clock import monotonic, wall
 from tests.lab.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
@@ -55,7 +55,7 @@ def line(sample: Sample) -> str:
     if sample.name == "vllm:cache_config_info":
         return sample.name
     labels = [f"{key}={sample.labels[key]}" for key in KEYS if key in sample.labels]
-    return " ".join([sample.name, ",".join(sorted(sample.labels)), *labels])
+    return " ".join([sample.name, ",".join(sorted(sample.labels)), *labels]).strip()
 
 
 async def test_names_labels_and_buckets_are_vllms(client: ClientSession) -> None:
@@ -71,6 +71,25 @@ async def test_the_cache_is_told_in_blocks(client: ClientSession) -> None:
     page = await samples(client)
     labels = next(sample.labels for sample in page if sample.name == "vllm:cache_config_info")
     assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "25000")
+
+
+async def test_page_has_the_start_of_the_process(client: ClientSession) -> None:
+    started_at = (await values(client))["process_start_time_seconds"]
+    assert wall() - 60.0 < started_at <= wall()
+
+
+@pytest.mark.parametrize("replica", [replace(SETTINGS, old_counters=True)], indirect=True)
+async def test_old_counters_have_cached_tokens_as_hits_of_the_prefix_cache_only(
+    client: ClientSession,
+) -> None:
+    for _ in range(2):
+        await complete(client, "word " * 100, 20)
+    seen = await values(client)
+    assert seen["prompt_tokens_total"] == seen["prefix_cache_queries_total"] == 250
+    assert seen["prefix_cache_hits_total"] == 112
+    assert not [
+        name for name in seen if name.startswith(("prompt_tokens_cached", "prompt_tokens_by"))
+    ]
 
 
 async def test_requests_are_counted(client: ClientSession) -> None:
