@@ -1,11 +1,10 @@
 """A real Envoy that takes its replicas by EDS, from a server here and from ``extproc eds``."""
 
-import asyncio
 import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,9 @@ from tests.conftest import Logged, RedisServer
 from tests.e2e.test_security import documented
 from tests.envoy import test_envoy
 from tests.envoy.test_eds import request, response
-from tests.envoy.test_envoy import ENOUGH, post, replica
+from tests.envoy.test_envoy import post, replica
 from tests.envoy.watched_files import bootstrap, split
+from tests.share.servers import Proxy, proxied
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -149,25 +149,6 @@ async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
             assert "failed_active_health_check" not in plane["health_status"]
 
 
-async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> None:
-    async with (
-        replica("a") as a,
-        replica("b") as b,
-        replica("c") as c,
-        serving(healthy(a)) as (catalog, tree, port),
-        running(tmp_path, tree, port) as envoy,
-    ):
-        await envoy.has({a: "HEALTHY"})
-        members = healthy(a) | {b: HealthStatus.DRAINING} | healthy(c)
-        catalog.put(POOL, load_assignment(POOL, members))
-        await envoy.has({a: "HEALTHY", b: "DRAINING", c: "HEALTHY"})
-        assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
-        members = {a: HealthStatus.UNHEALTHY} | healthy(c)
-        catalog.put(POOL, load_assignment(POOL, members))
-        await envoy.has({a: "UNHEALTHY", c: "HEALTHY"})
-        assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
-
-
 async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
     tmp_path: Path, logged: Logged
 ) -> None:
@@ -259,51 +240,19 @@ async def test_each_pool_is_a_resource(
     assert found == {POOL: 1, "batch": 1}
 
 
-class Cable:
-    """Between a server of EDS and Redis; it may be pulled out."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._ends: set[asyncio.StreamWriter] = set()
-        self._whole = True
-
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._whole:
-            writer.close()
-            return
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        self._ends |= {writer, back}
-        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
-
-    def pull(self) -> None:
-        self._whole = False
-        for end in self._ends:
-            end.close()
-        self._ends.clear()
-
-    def plug(self) -> None:
-        self._whole = True
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-    writer.close()
-
-
 @asynccontextmanager
-async def cabled(directory: Path, redis: RedisServer) -> AsyncIterator[tuple[Cable, int]]:
-    """The program behind a cable of its own."""
-    cable = Cable(redis.port)
-    server = await asyncio.start_server(cable.connected, "127.0.0.1", 0)
-    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-    try:
-        async with instance(directory, {"redis.url": url}) as port:
-            yield cable, port
-    finally:
-        cable.pull()
-        server.close()
+async def proxied_instance(directory: Path, redis: RedisServer) -> AsyncIterator[tuple[Proxy, int]]:
+    """The program, with a proxy of its own before Redis."""
+    async with (
+        proxied(redis.port) as proxy,
+        instance(directory, {"redis.url": f"redis://127.0.0.1:{proxy.port}/0"}) as port,
+    ):
+        yield proxy, port
+
+
+def cut_off(proxy: Proxy) -> None:
+    proxy.closed = True
+    proxy.cut()
 
 
 async def says(port: int, status: int) -> None:
@@ -331,22 +280,22 @@ async def test_envoy_leaves_a_server_that_is_cut_off_from_redis(
 
     async with AsyncExitStack() as stack:
         servers = [
-            await stack.enter_async_context(cabled(tmp_path / name, redis_server))
+            await stack.enter_async_context(proxied_instance(tmp_path / name, redis_server))
             for name in ("first", "second")
         ]
         tree = asking(free_port(), *(port for _, port in servers))
         await add()
         async with running(tmp_path, tree, 0) as envoy:
             await envoy.has(known)
-            for cable, port in servers:  # whichever it asks, it has to leave
-                cable.pull()
+            for proxy, port in servers:  # whichever it asks, it has to leave
+                cut_off(proxy)
                 await says(port, NOT_SERVING)
                 await add()
                 await envoy.has(known)
-                cable.plug()
+                proxy.closed = False
                 await says(port, SERVING)
-        for cable, port in servers:
-            cable.pull()
+        for proxy, port in servers:
+            cut_off(proxy)
             await says(port, NOT_SERVING)
         async with running(tmp_path, tree, 0) as envoy:
             await envoy.has(known)  # the last list that they heard is better than none

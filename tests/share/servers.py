@@ -163,11 +163,15 @@ class Proxy:
     def __init__(self, behind: int) -> None:
         self._behind = behind
         self.port = 0
+        self.closed = False  # whether new connections are ended at once
         self.mute = False  # whether new connections are taken, and nothing is answered
         self.unanswered = asyncio.Event()  # set once there was such a connection
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.closed:
+            writer.close()
+            return
         self._writers.append(writer)
         if self.mute:
             self.unanswered.set()
