@@ -408,6 +408,32 @@ def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew
     assert len(decided) <= 3, "the newcomer, who goes, and who is next"
 
 
+def test_one_request_beyond_the_limit_of_a_batch_shows_a_limit_learned_too_low() -> None:
+    system = System()
+    system.poll(max_num_seqs=4, kv_usage=0.05)
+    for name in "abcdefg":
+        system.come(name, prompt=50)
+    system.clock.advance(1.0)
+    system.poll(max_num_seqs=4, kv_usage=0.05, running=4, waiting=1)
+    system.queue.look()
+    assert system.gone == [*"abcde"], "four run, and one waits for the next place"
+    system.clock.advance(1.0)
+    system.poll(max_num_seqs=5, kv_usage=0.05, running=5)
+    system.queue.look()
+    assert system.gone == [*"abcdef"]
+
+
+def test_requests_wait_for_all_that_are_queued_before_them_where_places_are_short() -> None:
+    system = System()
+    system.poll(max_num_seqs=4, kv_usage=0.05)
+    arrivals = [system.come(str(number), prompt=50) for number in range(30)]
+    first, *queued = filter(None, arrivals)
+    assert len(queued) == 24
+    cost = sum(one.cost for one in queued)
+    later = queued[-1].retry_at - first.retry_at
+    assert later == pytest.approx(cost, rel=0.05)
+
+
 def test_an_error_is_that_requests_alone() -> None:
     system = System()
     system.come("first")
