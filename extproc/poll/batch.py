@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from extproc.replica_state import ReplicaState
 
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
-_ALL_DECODE = 0.95  # share of the tokens that a batch without prefill would have generated
 _MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts are seldom right
 _MEMORY = 1000.0  # generated tokens over which a ratio loses two thirds of its weight
 
@@ -30,6 +29,8 @@ class Figures(Protocol):
     def steps(self) -> float: ...
     @property
     def generated_tokens(self) -> float: ...
+    @property
+    def first_tokens(self) -> float: ...
     @property
     def accepted_tokens(self) -> float: ...
 
@@ -58,14 +59,16 @@ def _limit(before: ReplicaState, now: Figures) -> int:
 def _is_full(before: ReplicaState, now: Figures) -> bool:
     """Return True if requests wait for a place in the batch, and for nothing else.
 
-    While a prompt is prefilled, others wait for the token budget. Requests that wait in one poll
-    alone may have come a moment ago.
+    Requests that wait in one poll alone may have come a moment ago. While a prompt is prefilled,
+    others wait for the token budget, and one sequence less than run gets a token in each step, but
+    for those that end: about as many as those that get their first token.
     """
     waiting = all(one.waiting > 0 and one.kv_usage < _NEARLY_FULL for one in (before, now))
     steps = now.steps - before.steps
     decoded = now.generated_tokens - before.generated_tokens
     decoded -= now.accepted_tokens - before.accepted_tokens
-    return waiting and steps > 0 and decoded >= _ALL_DECODE * steps * now.running
+    decoded -= now.first_tokens - before.first_tokens
+    return waiting and decoded > steps * (max(before.running, now.running) - 0.5)
 
 
 def _tokens_per_step(before: ReplicaState, now: Figures) -> float:

@@ -33,7 +33,9 @@ TOKENS = 200
 class Loaded:
     """One replica with so many requests in flight, and the router that sent them."""
 
-    def __init__(self, in_flight: int, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self, in_flight: int, prompt: int = 50, speculation: Speculation | None = None
+    ) -> None:
         self.clock = VirtualClock()
         self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
         engine = partial(Engine, max_num_seqs=64, speculation=speculation)
@@ -42,7 +44,7 @@ class Loaded:
         self.fleet.put(told)
         step = self.machine.profile.step
         self._watch = Watch(self.machine, told, step, Typical(), POLL_S, Random(0))
-        self._in_flight = in_flight
+        self._in_flight, self._prompt = in_flight, prompt
         self._random = Random(1)
         self._numbers = count(1)
         self._tickets: dict[int, Ticket] = {}
@@ -60,7 +62,9 @@ class Loaded:
         """Predicted wait for a place in the batch."""
         view = self.fleet.view(MODEL)
         sequences = self.fleet.sequences(view)
-        return predict(chat(50, TOKENS), 100.0, view, sequences, np.zeros(1)).admission.item()
+        return predict(
+            chat(self._prompt, TOKENS), 100.0, view, sequences, np.zeros(1)
+        ).admission.item()
 
     def _run_until(self, until: float) -> None:
         while (ends_at := self._next_step()) <= until:
@@ -73,9 +77,9 @@ class Loaded:
     def _next_step(self) -> float:
         while len(self._tickets) < self._in_flight:
             number = next(self._numbers)
-            self._tickets[number] = self.fleet.dispatch(replica(1), chat(50, TOKENS))
+            self._tickets[number] = self.fleet.dispatch(replica(1), chat(self._prompt, TOKENS))
             tokens = self._random.randint(1, TOKENS)
-            self.machine.add(Sequence(number, 50, tokens), self.clock.time)
+            self.machine.add(Sequence(number, self._prompt, tokens), self.clock.time)
         if self.machine.step_ends_at is None:
             self.machine.advance(self.clock.time)
         assert self.machine.step_ends_at is not None
@@ -92,6 +96,13 @@ def test_limit_stays_while_sequences_end_between_polls() -> None:
         assert loaded.wait_s() > 0.0
     assert len(running) > 1, "sequences end in some steps"
     assert states[0].max_num_seqs == 64
+
+
+@pytest.mark.parametrize(("in_flight", "prompt"), [(4, 6000), (10, 3000), (30, 1000)])
+def test_requests_that_wait_for_prefill_teach_no_limit(in_flight: int, prompt: int) -> None:
+    states = list(Loaded(in_flight, prompt).polls(20.0))
+    assert sum(state.waiting > 0 and state.kv_usage < 0.9 for state in states) > 5
+    assert {state.max_num_seqs for state in states} == {0}
 
 
 @pytest.mark.parametrize("tokens", [1.0, 4.0])
