@@ -9,11 +9,12 @@ from prometheus_client.registry import Collector
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.proxy.app import build
+from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 from tests.fakes import ManualClock, state
-from tests.proxy.envoy_side import EnvoySide, Stream, connected
+from tests.proxy.envoy_side import EnvoySide, Local, Stream, running
 
 
 def config_of(**sections: Any) -> Config:
@@ -61,9 +62,14 @@ def services(config: Config) -> Services:
 
 
 @pytest.fixture
-async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
-    async with connected(services) as side:
-        yield side
+async def envoy(services: Services) -> EnvoySide:
+    return EnvoySide(Local(services))
+
+
+@pytest.fixture
+async def over_grpc(services: Services) -> AsyncIterator[EnvoySide]:
+    async with running(GrpcServer(services)) as channel:
+        yield EnvoySide(channel)
 
 
 @pytest.fixture

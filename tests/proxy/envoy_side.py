@@ -1,10 +1,11 @@
-"""The messages Envoy sends, built with envoy-data-plane, over a real gRPC channel."""
+"""The messages Envoy sends, built with envoy-data-plane, in memory or over a real gRPC channel."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
@@ -21,12 +22,13 @@ from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 from extproc.proxy.messages import SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
-from tests.proxy.replies import BodyMode
+from tests.proxy.replies import BodyMode, body_of, chunk_of
 
 DUPLEX: dict[str, Any] = {
     "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
     "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
 }
+PROTOCOLS = "headers first", "body first", "before trailers", "full duplex"
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
 
 
@@ -161,6 +163,14 @@ class Stream:
             attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
         )
 
+    async def request_chunks(self) -> bytes:
+        """Reads the body that the router returns in full duplex."""
+        body, ended = b"", False
+        while not ended:
+            chunk, ended = chunk_of(await self.read())
+            body += chunk
+        return body
+
     async def response_body(
         self, body: dict[str, Any] | bytes, end_of_stream: bool = True
     ) -> ProcessingResponse:
@@ -187,10 +197,91 @@ class Stream:
         self._call.cancel()
 
 
+class LocalCall:
+    """A stream without gRPC: Envoy's end of it, and its ``context`` at the router."""
+
+    def __init__(self, server: GrpcServer, metadata: Sequence[tuple[str, str]]) -> None:
+        self.context = Context(metadata)
+        self.error: BaseException | None = None
+        context = cast("grpc.aio.ServicerContext", self.context)
+        self.serving = asyncio.create_task(server._process(None, context))
+        self.serving.add_done_callback(self._ended)
+
+    def _ended(self, serving: asyncio.Task[None]) -> None:
+        self.error = None if serving.cancelled() else serving.exception()
+        self.context.replies.put_nowait(self.error or grpc.aio.EOF)
+
+    async def write(self, message: bytes) -> None:
+        self.context.messages.put_nowait(message)
+
+    async def read(self) -> Any:
+        reply = await self.context.replies.get()
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    async def done_writing(self) -> None:
+        self.context.messages.put_nowait(grpc.aio.EOF)
+
+    def cancel(self) -> None:
+        self.serving.cancel()
+        self.context.reset()
+
+
+class Context:
+    """The context that gRPC gives the router, of a stream in memory."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.replies: asyncio.Queue[Any] = asyncio.Queue()
+        self.taken = asyncio.Event()  # clear: Envoy takes no reply
+        self.taken.set()
+        self._metadata = metadata
+        self._is_reset = False
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._metadata
+
+    def peer(self) -> str:
+        return "in memory"
+
+    async def read(self) -> Any:
+        message = await self.messages.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def write(self, reply: bytes) -> None:
+        await self.taken.wait()
+        if self._is_reset:
+            raise grpc.aio.UsageError("reset")
+        self.replies.put_nowait(reply)
+
+    def reset(self) -> None:
+        self._is_reset = True
+        self.taken.set()
+        self.messages.put_nowait(grpc.aio.UsageError("reset"))
+
+
+class Local:
+    """A router in this process whose server does not listen, in place of a channel to it."""
+
+    def __init__(
+        self, services: Services, pools: Mapping[str, Services] = MappingProxyType({})
+    ) -> None:
+        self.server = GrpcServer(services, pools)
+
+    def stream_stream(self, _: str) -> Any:
+        return self.begin
+
+    def begin(self, metadata: Sequence[tuple[str, str]] = ()) -> LocalCall:
+        return LocalCall(self.server, metadata)
+
+
 class EnvoySide:
     """Opens streams to a router."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel | Local) -> None:
         self._process = channel.stream_stream(f"/{SERVICE}/Process")
 
     @asynccontextmanager
@@ -201,6 +292,36 @@ class EnvoySide:
             yield Stream(call)
         finally:
             call.cancel()
+
+    async def sent(
+        self,
+        protocol: str,
+        body: dict[str, Any] | bytes = CHAT,
+        path: str = "/v1/chat/completions",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[ProcessingResponse, bytes | None]:
+        """Sends a request in one of ``PROTOCOLS``; returns the reply with the decision, and the
+        body that the replica gets, None if that is the one sent."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        told = dict(headers)
+        async with self.stream() as stream:
+            if protocol == "full duplex":
+                await stream.write_headers(path, headers=told, **DUPLEX)
+                await stream.write_body(data[:9], end_of_stream=False)
+                await stream.write_body(data[9:])
+                reply = await stream.read()
+                changed = await stream.request_chunks() if reply.request_headers else None
+            else:
+                if protocol == "headers first":
+                    told["content-length"] = str(len(data))
+                    reply = await stream.ask(data, path, headers=told)
+                else:
+                    reply = await stream.body_first(data, path, told, protocol == "body first")
+                changed = None if reply.immediate_response else body_of(reply)
+                if protocol == "before trailers" and reply.request_body:
+                    assert (await stream.request_trailers()).request_trailers is not None
+            await stream.end()
+        return reply, None if changed == data else changed
 
     async def ask(
         self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
@@ -251,14 +372,6 @@ async def running(server: GrpcServer, **options: int) -> AsyncIterator[grpc.aio.
             yield channel
     finally:
         await server.stop(0)
-
-
-@asynccontextmanager
-async def connected(
-    services: Services, pools: Mapping[str, Services] = MappingProxyType({})
-) -> AsyncIterator[EnvoySide]:
-    async with running(GrpcServer(services, pools)) as channel:
-        yield EnvoySide(channel)
 
 
 def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:

@@ -41,6 +41,10 @@ def chosen(reply: ProcessingResponse) -> list[str]:
     return (namespace.fields[DESTINATION].string_value or "").split(",")
 
 
+def routed_to(reply: ProcessingResponse) -> list[str]:
+    return destination(reply) or chosen(reply)
+
+
 def chunk_of(reply: ProcessingResponse) -> tuple[bytes, bool]:
     part = reply.request_body if reply.request_body is not None else reply.response_body
     assert part is not None
@@ -83,9 +87,9 @@ def common(reply: ProcessingResponse) -> CommonResponse:
 
 
 def body_of(reply: ProcessingResponse) -> bytes | None:
+    """The body in place of the one that Envoy sent; None where that one stays."""
     mutation = common(reply).body_mutation
-    assert mutation is not None
-    return mutation.body
+    return None if mutation is None else mutation.body
 
 
 def header_of(reply: ProcessingResponse, name: str) -> str | None:

@@ -68,12 +68,12 @@ def exchange(random: Random) -> Iterator[ProcessingRequest]:
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_order(
-    services: Services, envoy: EnvoySide, logged: Logged, seed: int
+    services: Services, over_grpc: EnvoySide, logged: Logged, seed: int
 ) -> None:
     random = Random(seed)
 
     async def ask() -> None:
-        async with envoy.stream() as stream:
+        async with over_grpc.stream() as stream:
             if random.random() < 0.5:
                 await stream.write(stream.body_message(CHAT))
             for message in messages(random):
@@ -84,12 +84,12 @@ async def test_random_order(
     await asyncio.gather(*(ask() for _ in range(100)))
     await until(lambda: not services.fleet.in_flight)
     assert services.body_memory.free == MOST_HELD
-    assert chosen(await envoy.ask_body_first())
+    assert chosen(await over_grpc.ask_body_first())
 
 
 @pytest.mark.parametrize("phases", range(4))
-async def test_reset_leaks_nothing(envoy: EnvoySide, services: Services, phases: int) -> None:
-    async with envoy.stream() as stream:
+async def test_reset_leaks_nothing(over_grpc: EnvoySide, services: Services, phases: int) -> None:
+    async with over_grpc.stream() as stream:
         await stream.request_headers()
         if phases > 0:
             await stream.request_body(CHAT)

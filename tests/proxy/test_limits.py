@@ -118,11 +118,11 @@ class TestBodies:
                 await until(lambda: services.body_memory.free == ROOM)
 
     async def test_unread_replies_count_as_body_memory(
-        self, envoy: EnvoySide, services: Services, logged: Logged
+        self, over_grpc: EnvoySide, services: Services, logged: Logged
     ) -> None:
         size = 4 * 2**20  # more than gRPC takes in advance
         services.body_memory.free = size + 100
-        async with envoy.stream() as stream:
+        async with over_grpc.stream() as stream:
             await stream.write_headers(**DUPLEX)
             await stream.write_body(BEGUN + b"a" * size + b'"}]}')
             await until(lambda: services.fleet.in_flight == 1)

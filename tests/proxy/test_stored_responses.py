@@ -7,8 +7,8 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import router_of
-from tests.proxy.envoy_side import EnvoySide, Stream, connected
-from tests.proxy.replies import BodyMode, destination, mode_of
+from tests.proxy.envoy_side import EnvoySide, Local, Stream
+from tests.proxy.replies import BodyMode, chosen, destination, mode_of
 
 RESPONSES = "/v1/responses"
 ASKED = {"model": "llama", "input": "Tell me of the sea."}
@@ -56,6 +56,8 @@ async def test_stored_response_continues_on_its_owner(
             assert destination(reply) == [served, served]
             assert mode_of(reply).request_body_mode == BodyMode.NONE
             await stream.answer()
+    reply = await envoy.ask_body_first(b"{}", f"{RESPONSES}/resp_1/cancel")
+    assert chosen(reply) == [served, served]
     assert services.fleet.in_flight == 0
 
 
@@ -65,17 +67,17 @@ async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
 
 async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
     services = router_of(unread)
-    async with connected(services) as envoy:
-        while services.watch.sees(services.clock(), doubtful=False):
-            pass  # of other responses nothing is looked at for now
-        for number in range(5):
-            asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
-            assert asked is BodyMode.STREAMED
-        held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
-        assert held == [replica(1)] * 5
-        not_kept = {"stream": True, "store": False}
-        assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
-        assert services.fleet.holder("resp_200") is None
+    envoy = EnvoySide(Local(services))
+    while services.watch.sees(services.clock(), doubtful=False):
+        pass  # of other responses nothing is looked at for now
+    for number in range(5):
+        asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+        assert asked is BodyMode.STREAMED
+    held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
+    assert held == [replica(1)] * 5
+    not_kept = {"stream": True, "store": False}
+    assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
+    assert services.fleet.holder("resp_200") is None
 
 
 async def test_background_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:

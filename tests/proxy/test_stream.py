@@ -1,11 +1,11 @@
-"""The coroutine of a stream without gRPC: messages in, messages out, and the ledger after."""
+"""A stream without gRPC: messages in, messages out, and the ledger after."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -22,63 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.proxy.body_memory import BodyMemory
-from extproc.proxy.call import Call
-from extproc.proxy.exchange import Exchange
 from extproc.proxy.services import Services
-from extproc.proxy.stream import stream
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, fleet_of, replica, state
 from tests.proxy.conftest import config_of, on_fleet, router_of, samples
-from tests.proxy.envoy_side import CHAT, Stream, headers_message
+from tests.proxy.envoy_side import CHAT, Local, LocalCall, Stream, headers_message
 from tests.proxy.replies import BodyMode
 
 BODY = json.dumps(CHAT).encode()
 MEMORY = 350_000  # bytes: three of the long bodies below
 KV_TOKENS = 42_000
-
-
-class Envoy:
-    """Envoy's end of a stream, in place of gRPC's context."""
-
-    def __init__(self, services: Services) -> None:
-        self.replies: list[ProcessingResponse] = []
-        self.reads = asyncio.Event()  # clear: it takes no reply
-        self.reads.set()
-        self._messages: asyncio.Queue[object] = asyncio.Queue()
-        self._reset = asyncio.get_running_loop().create_future()
-        call = Call(cast("grpc.aio.ServicerContext", self), self._reset)
-        self.exchange = Exchange(services, call)
-        self.serving = asyncio.create_task(stream(self.exchange))
-        self.errors: list[BaseException] = []
-        self.serving.add_done_callback(self._ended)
-
-    def _ended(self, serving: asyncio.Task[None]) -> None:
-        error = None if serving.cancelled() else serving.exception()
-        if error is not None and not isinstance(error, grpc.aio.BaseError):
-            self.errors.append(error)
-
-    def send(self, message: ProcessingRequest) -> None:
-        self._messages.put_nowait(bytes(message))
-
-    def end(self) -> None:
-        self._messages.put_nowait(grpc.aio.EOF)
-
-    def reset(self) -> None:
-        self._reset.cancel()
-        self.reads.set()
-        self._messages.put_nowait(grpc.aio.UsageError("reset"))
-
-    async def read(self) -> object:
-        message = await self._messages.get()
-        if isinstance(message, Exception):
-            raise message
-        return message
-
-    async def write(self, reply: bytes) -> None:
-        await self.reads.wait()
-        if self._reset.cancelled():
-            raise grpc.aio.UsageError("reset")
-        self.replies.append(ProcessingResponse.parse(reply))
 
 
 async def settle() -> None:
@@ -104,6 +57,24 @@ def answer(status: int, end: bool = False) -> ProcessingRequest:
     return ProcessingRequest(response_headers=headers_message(told, end_of_stream=end))
 
 
+async def stop_reading(call: LocalCall) -> None:
+    call.context.taken.clear()
+
+
+async def read_again(call: LocalCall) -> None:
+    call.context.taken.set()
+
+
+async def reset(call: LocalCall) -> None:
+    call.cancel()
+
+
+CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
+    "end": LocalCall.done_writing,
+    "reset": reset,
+    "stop": stop_reading,
+    "go on": read_again,
+}
 BUFFERED, DUPLEX = headers(BodyMode.BUFFERED), headers(BodyMode.FULL_DUPLEX_STREAMED)
 FIRST = Stream(None).body_message(CHAT)
 GZIPPED = deepcopy(BUFFERED)
@@ -143,25 +114,27 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
 
 
 @pytest.mark.parametrize(("sent", "phases", "in_flight", "counted"), CONVERSATIONS)
-@pytest.mark.parametrize("leave", [Envoy.end, Envoy.reset])
+@pytest.mark.parametrize("leave", ["end", "reset"])
 async def test_stream_answers_each_message_and_leaves_nothing(
     services: Services,
     sent: list[ProcessingRequest],
     phases: list[str],
     in_flight: int,
     counted: dict[str, int],
-    leave: Callable[[Envoy], None],
+    leave: str,
 ) -> None:
-    envoy, free = Envoy(services), services.body_memory.free
+    call, free = Local(services).begin(), services.body_memory.free
     for message in sent:
-        envoy.send(message)
+        await call.write(bytes(message))
     await settle()
-    assert [which_one_of(one, "response")[0] for one in envoy.replies] == phases
+    replies = [ProcessingResponse.parse(await call.read()) for _ in phases]
+    assert call.context.replies.empty()
+    assert [which_one_of(one, "response")[0] for one in replies] == phases
     assert services.fleet.in_flight == in_flight
     assert samples(services.metrics.requests) == {(name,): n for name, n in counted.items()}
-    leave(envoy)
+    await CONTROLS[leave](call)
     await settle()
-    assert envoy.serving.done()
+    assert call.serving.done()
     assert (services.fleet.in_flight, services.body_memory.free) == (0, free)
 
 
@@ -203,7 +176,7 @@ SOME = [
 WHO = st.integers(0, 4)
 EVENTS = st.one_of(
     *(st.tuples(WHO, st.integers(0, len(SOME) - 1)) for _ in range(4)),
-    st.tuples(WHO, st.sampled_from(["end", "reset", "stop", "go on"])),
+    st.tuples(WHO, st.sampled_from([*CONTROLS])),
     st.tuples(st.just("hangs"), st.sampled_from([replica(1), replica(2)])),
     st.tuples(st.just("seconds"), st.sampled_from([0.01, 1.0, 40.0])),
 )
@@ -211,41 +184,37 @@ EVENTS = st.one_of(
 
 async def play(events: list[tuple[Any, Any]]) -> None:
     services, clock = crowded()
-    streams: dict[int, Envoy] = {}
-    begun: list[Envoy] = []
+    router = Local(services)
+    exchanges = router.server._exchanges
+    calls: dict[int, LocalCall] = {}
+    begun: list[LocalCall] = []
     for who, event in [(5, 0), (6, 1), *events]:  # no replica has room for another long request
         if who == "seconds":
             clock.advance(event)
             poll(services, clock)
             services.queue.look()
         elif who == "hangs":
-            for one in streams.values():
-                one.exchange.lose({event})
+            for exchange in exchanges:
+                exchange.lose({event})
         else:
-            envoy = streams.get(who)
-            if envoy is None or envoy.serving.done():
-                envoy = streams[who] = Envoy(services)
-                begun.append(envoy)
-            match event:
-                case "end":
-                    envoy.end()
-                case "reset":
-                    envoy.reset()
-                case "stop":
-                    envoy.reads.clear()
-                case "go on":
-                    envoy.reads.set()
-                case _:
-                    for message in SOME[event]:
-                        envoy.send(message)
+            call = calls.get(who)
+            if call is None or call.serving.done():
+                call = calls[who] = router.begin()
+                begun.append(call)
+            if event in CONTROLS:
+                await CONTROLS[event](call)
+            else:
+                for message in SOME[event]:
+                    await call.write(bytes(message))
         await settle()
-        held = sum(len(one.exchange.body) for one in streams.values())
+        held = sum(len(exchange.body) for exchange in exchanges)
         assert services.body_memory.free == MEMORY - held
-    for envoy in reversed(begun):  # those that wait before those that they wait for
-        envoy.reset()
+    for call in reversed(begun):  # those that wait before those that they wait for
+        call.cancel()
     await settle()
-    assert all(one.serving.done() for one in streams.values())
-    assert not [one.errors for one in begun if one.errors]
+    assert not exchanges
+    for call in begun:
+        assert isinstance(call.error, grpc.aio.BaseError | None)
     assert (services.fleet.in_flight, len(services.queue)) == (0, 0)
     assert services.body_memory.free == MEMORY
 

@@ -147,8 +147,8 @@ async def test_duplex_waits_for_room(stream: Stream, services: Services, full: F
     assert not ended
 
 
-async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as stream:
+async def test_reset_leaves_queue(over_grpc: EnvoySide, services: Services, full: Full) -> None:
+    async with over_grpc.stream() as stream:
         await queued(stream, "third")
         stream.reset()
         await until(lambda: len(services.queue) == 0)
@@ -156,14 +156,18 @@ async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Fu
     assert services.body_memory.free == MOST_HELD
 
 
-async def test_reset_after_body_ends_wait(envoy: EnvoySide, services: Services, full: Full) -> None:
+async def test_reset_after_body_ends_wait(
+    over_grpc: EnvoySide, services: Services, full: Full
+) -> None:
     unforeseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
-    async with envoy.stream() as stream:
+    async with over_grpc.stream() as stream:
         await queued(stream, "third")
         await stream.write_body(b"", end_of_stream=True)
         await stream.write_body(b"", end_of_stream=True)
-        async with envoy.stream() as other:  # on this connection: when it is answered, they came
+        async with (
+            over_grpc.stream() as other
+        ):  # on this connection: when it is answered, they came
             assert status_of(await other.body_first(CHAT | {"model": "nobody's"})) == 404
         stream.reset()
         await until(lambda: len(services.queue) == 0)
@@ -174,15 +178,15 @@ async def test_reset_after_body_ends_wait(envoy: EnvoySide, services: Services, 
 
 
 async def test_requests_queue_after_three_clients_hung_up(
-    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
+    over_grpc: EnvoySide, services: Services, full: Full, clock: ManualClock
 ) -> None:
     for name in "abc":
-        async with envoy.stream() as stream:
+        async with over_grpc.stream() as stream:
             await queued(stream, name)
             clock.advance(0.3)
             stream.reset()
             await until(lambda: len(services.queue) == 0)
-    async with envoy.stream() as stream:
+    async with over_grpc.stream() as stream:
         await queued(stream, "later")
         assert len(services.queue) == 1
 

@@ -148,6 +148,13 @@ class TestSkippedResponses:
             await told.answer(upstream=replica(1))
             assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
+    async def test_skipped_response_is_not_unanswered(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
+        assert chosen(await envoy.ask_body_first(CHAT, headers=MARK))
+        assert chosen(await envoy.ask_body_first())  # the client hung up
+        assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}
+
     async def test_stored_response_is_watched(self, stream: Stream, services: Services) -> None:
         stored = {"model": "llama", "input": "hello", "store": True}
         assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))

@@ -1,0 +1,583 @@
+"""Requests in each of Envoy's protocols: booked, renamed, ordered and sent on, or refused."""
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from msgspec import to_builtins
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from extproc.request.endpoint import Endpoint
+from extproc.request.profile import RequestProfile
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.conftest import config_of, put_replicas, samples
+from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream
+from tests.proxy.replies import (
+    MEMBERS,
+    BodyMode,
+    HeaderMode,
+    body_of,
+    chosen,
+    destination,
+    error_of,
+    header_of,
+    mode_of,
+    routed_to,
+    status_of,
+)
+
+COMPLETIONS = "/v1/chat/completions"
+PRIORITY = "x-vllm-priority"
+ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+HOLD = {
+    "objective_header": "x-objective",
+    "objectives": {
+        "urgent": {"priority": 10},
+        "batch": {"priority": -20},
+        "usual": {"ttft_s": 5},
+    },
+    "empty_s": 0,
+}
+ROUTE = {
+    "policy_header": "x-extproc-policy",
+    "session_header": "X-Session",
+    "session_cookie": "sid",
+    "seed": 1,
+}
+NAMES = {"chat": "llama", "any": ["a", "b"], "canary": {"llama": 1, "next": 99}}
+SERVE = {"chunks_per_s": 1e6, "second_choice": True}
+in_each_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+@pytest.fixture
+def config() -> Config:
+    return config_of(
+        hold=HOLD,
+        route=ROUTE | {"models": NAMES},
+        request={"tenant_header": "X-Tenant"},
+        serve=SERVE,
+    )
+
+
+def without(**sections: Any) -> pytest.MarkDecorator:
+    """A configuration without names of models, and with these sections."""
+    settings = {"hold": {"empty_s": 0}, "route": ROUTE, "serve": SERVE} | sections
+    return pytest.mark.parametrize("config", [config_of(**settings)])
+
+
+@pytest.fixture(autouse=True)
+def replicas(services: Services) -> None:
+    put_replicas(services, takes_priority=True)
+
+
+def named(**fields: Any) -> dict[str, Any]:
+    return {"messages": CHAT["messages"], "model": "chat"} | fields
+
+
+def compact(body: dict[str, Any]) -> bytes:
+    """The bytes of each value as ``json.dumps`` writes them, and none between them."""
+    fields = (f'"{name}":{json.dumps(value)}' for name, value in body.items())
+    return f"{{{','.join(fields)}}}".encode()
+
+
+SENT_ON: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    (CHAT, "", COMPLETIONS, {}),
+    (CHAT, "usual", COMPLETIONS, {}),
+    (named(), "", COMPLETIONS, {"model": "llama"}),
+    (CHAT, "urgent", COMPLETIONS, {"priority": -10}),
+    (CHAT, "batch", COMPLETIONS, {"priority": 20}),
+    (named(), "urgent", COMPLETIONS, {"model": "llama", "priority": -10}),
+    *(
+        (CHAT | {"priority": -999}, objective, COMPLETIONS, {"priority": written})
+        for objective, written in (("urgent", -10), ("", 0), ("usual", 0), ("unheard of", 0))
+    ),
+    (CHAT | {"max_tokens": 5}, "urgent", "/v1/messages", {}),
+    (CHAT | {"max_tokens": 5}, "urgent", "/v1/responses", {"priority": -10}),
+]
+"""A body, an objective, a path, and the fields of the body that the replica gets otherwise."""
+
+
+@in_each_protocol
+@pytest.mark.parametrize(("body", "objective", "path", "written"), SENT_ON)
+async def test_body_gets_model_name_and_priority(
+    envoy: EnvoySide,
+    protocol: str,
+    body: dict[str, Any],
+    objective: str,
+    path: str,
+    written: dict[str, Any],
+) -> None:
+    headers = {"x-objective": objective} if objective else {}
+    reply, changed = await envoy.sent(protocol, body, path, headers)
+    assert set(routed_to(reply)) == MEMBERS
+    if not written:
+        assert changed is None
+        return
+    assert changed is not None
+    assert json.loads(changed) == body | written
+    if protocol != "full duplex":
+        assert header_of(reply, "content-length") == str(len(changed))
+    if "priority" in written:
+        assert header_of(reply, PRIORITY) == str(written["priority"])
+    else:
+        assert changed == compact(body | written)
+
+
+async def test_record_names_model_asked_for_and_served(
+    envoy: EnvoySide, services: Services
+) -> None:
+    await envoy.ask(named())
+    record = to_builtins(services.log.after(0)[-1].record())
+    assert (record["model"], record["served_as"]) == ("chat", "llama")
+
+
+async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert destination(reply) == []
+    assert body_of(await stream.request_body(named())) == compact(named(model="llama"))
+
+
+@pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
+async def test_cut_body_named(stream: Stream, told: dict[str, str], length: str | None) -> None:
+    begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
+    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=told)
+    reply = await stream.request_body(begin, end_of_stream=False)
+    assert body_of(reply) == begin.replace(b"chat", b"llama")
+    assert header_of(reply, "content-length") == length
+
+
+async def test_cut_body_gets_priority_header(stream: Stream) -> None:
+    urgent = {"x-objective": "urgent"}
+    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=urgent)
+    reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
+    assert body_of(reply) is None
+    assert header_of(reply, PRIORITY) == "-10"
+
+
+@without(hold=HOLD)
+async def test_large_body_gets_priority_header(stream: Stream) -> None:
+    headers = {"x-objective": "urgent", "content-length": f"{2**24}"}
+    reply = await stream.request_headers(headers=headers)
+    assert reply.request_headers is not None
+    assert header_of(reply, PRIORITY) == "-10"
+
+
+@without()
+async def test_client_priority_passes_without_objectives(envoy: EnvoySide) -> None:
+    reply, changed = await envoy.sent("body first", CHAT | {"priority": -999})
+    assert changed is None
+    assert header_of(reply, PRIORITY) is None
+
+
+async def test_priority_needs_support_of_all_replicas(envoy: EnvoySide, services: Services) -> None:
+    async def written(**fields: int) -> int | None:
+        urgent = {"x-objective": "urgent"}
+        _, body = await envoy.sent("body first", CHAT | fields, headers=urgent)
+        return None if body is None else json.loads(body)["priority"]
+
+    put_replicas(services, 2, takes_priority=False)
+    assert [await written() for _ in range(4)] == [None] * 4
+    assert await written(priority=-999) == 0
+    put_replicas(services, 2, takes_priority=True)
+    put_replicas(services, 3, models=(), healthy=False)  # and of none that loads yet
+    assert await written() == -10
+
+
+LOADING: dict[str, Any] = {"models": (), "healthy": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        ("chat", LOADING, LOADING),
+        ("any", LOADING, LOADING),
+        ("canary", {"healthy": False}, {"healthy": False}),
+        ("canary", {"healthy": False}, {"models": ("other",)}),
+        ("canary", {"healthy": False}, {"models": ("other",), "listed": False}),
+    ],
+)
+async def test_alias_whose_replicas_are_down_gets_503(
+    envoy: EnvoySide,
+    services: Services,
+    model: str,
+    first: dict[str, Any],
+    second: dict[str, Any],
+) -> None:
+    """Envoy's fallback would send it as it is, and a replica that is just back answer 404."""
+    clock = ManualClock(services.wall())
+    for number, figures in ((1, first), (2, second)):
+        services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+    for _ in range(10):
+        assert status_of(await envoy.ask(named(model=model))) == 503
+
+
+TEXT = "of the sea " * 40
+MESSAGES = {"messages": [{"role": "user", "content": TEXT}]}
+IDS = list(range(1000))
+TOKENS_OF_TEXT = len(TEXT) / 4
+PATHS: list[tuple[str, dict[str, Any], Endpoint, float]] = [
+    ("/v1/chat%2Fcompletions", MESSAGES, Endpoint.CHAT, TOKENS_OF_TEXT),
+    ("/v1%2F%63hat/completions?a=%2F", MESSAGES, Endpoint.CHAT, TOKENS_OF_TEXT),
+    ("/pool/v1/chat/completions/batch", {"messages": [MESSAGES["messages"]] * 2}, Endpoint.CHAT,
+     2 * TOKENS_OF_TEXT),
+    ("/cohere/v2/chat", MESSAGES, Endpoint.CHAT, TOKENS_OF_TEXT),
+    ("/generative_scoring", {"query": TEXT, "items": [TEXT]}, Endpoint.SCORE, 2 * TOKENS_OF_TEXT),
+    ("/v1/systemone", {"state": TEXT, "questions": {}}, Endpoint.POOLING, TOKENS_OF_TEXT),
+    ("/inference/v1/generate", {"token_ids": IDS}, Endpoint.GENERATE, len(IDS)),
+    ("/invocations", MESSAGES, Endpoint.CHAT, TOKENS_OF_TEXT),
+    ("/invocations", {"prompt": TEXT}, Endpoint.COMPLETIONS, TOKENS_OF_TEXT),
+    ("/invocations", {"input": TEXT}, Endpoint.EMBEDDINGS, TOKENS_OF_TEXT),
+    ("/invocations", {"query": TEXT, "documents": ["x"]}, Endpoint.RERANK, TOKENS_OF_TEXT),
+    ("/invocations", {"text_1": TEXT, "text_2": "x"}, Endpoint.SCORE, TOKENS_OF_TEXT),
+    ("/invocations", {"data": TEXT}, Endpoint.POOLING, TOKENS_OF_TEXT),
+    ("/pooling", {"data": {"text": TEXT}}, Endpoint.POOLING, TOKENS_OF_TEXT),
+    ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": TEXT}]}]}, Endpoint.EMBEDDINGS,
+     TOKENS_OF_TEXT),
+]  # fmt: skip
+"""Paths that make vLLM compute, with a body, its endpoint and about as many tokens."""
+
+
+@pytest.mark.parametrize(("path", "body", "endpoint", "tokens"), PATHS)
+async def test_request_is_booked_renamed_and_ordered(
+    stream: Stream,
+    services: Services,
+    path: str,
+    body: dict[str, Any],
+    endpoint: Endpoint,
+    tokens: float,
+) -> None:
+    reply = await stream.body_first(body | {"model": "chat", "priority": -999}, path)
+    assert services.fleet.in_flight == 1
+    await stream.end()
+    assert set(chosen(reply)) == MEMBERS
+    assert json.loads(body_of(reply) or b"") == body | {"model": "llama", "priority": 0}
+    profile = services.log.last(1)[0].decision.profile
+    assert profile.endpoint is endpoint
+    assert profile.prompt_tokens == pytest.approx(tokens, rel=0.25)
+
+
+async def profile_of(
+    envoy: EnvoySide, services: Services, path: str, body: dict[str, Any]
+) -> tuple[RequestProfile, float]:
+    put_replicas(services, max_model_len=8_192)
+    await envoy.ask_body_first(body | {"model": "llama"}, path)
+    decision = services.log.last(1)[0].decision
+    return decision.profile, decision.prediction.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences", "bound"),
+    [
+        (COMPLETIONS, MESSAGES | {"ignore_eos": True}, 1, None),
+        ("/inference/v1/generate",
+         {"token_ids": IDS, "sampling_params": {"max_tokens": 7, "ignore_eos": True, "n": 3}}, 3,
+         7),
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"ignore_eos": True}}, 1,
+         None),
+        ("/v1/completions", {"prompt": TEXT, "echo": True, "max_tokens": 0}, 0, 0),
+    ],
+)  # fmt: skip
+async def test_output_is_bounded_by_request_or_context(
+    envoy: EnvoySide,
+    services: Services,
+    path: str,
+    body: dict[str, Any],
+    sequences: int,
+    bound: int | None,
+) -> None:
+    profile, output = await profile_of(envoy, services, path, body)
+    assert (profile.output_bound, profile.sequences) == (bound, sequences)
+    assert output == pytest.approx(8_192 - profile.prompt_tokens if bound is None else bound)
+
+
+@pytest.mark.parametrize("field", ["prompt_embeds", "data"])
+async def test_base64_counts_by_length(envoy: EnvoySide, services: Services, field: str) -> None:
+    path = "/v1/completions" if field == "prompt_embeds" else "/pooling"
+    few, many = [
+        (await profile_of(envoy, services, path, {field: "AAAA" * 2**18 * size}))[0].prompt_tokens
+        for size in (1, 4)
+    ]
+    assert 0 < few < many < 10_000
+
+
+@in_each_protocol
+@pytest.mark.parametrize(
+    "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
+)
+async def test_invalid_body_answers_400(
+    envoy: EnvoySide, services: Services, protocol: str, body: bytes
+) -> None:
+    reply, _ = await envoy.sent(protocol, body)
+    assert status_of(reply) == 400
+    error = error_of(reply)
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert services.fleet.in_flight == 0
+
+
+ANTHROPIC_ERRORS = [
+    (b"not json", 400, "invalid_request_error"),
+    ({"model": "none"}, 404, "not_found_error"),
+    ({"model": "down"}, 503, "overloaded_error"),
+]
+
+
+@in_each_protocol
+@pytest.mark.parametrize(("body", "status", "kind"), ANTHROPIC_ERRORS)
+async def test_messages_endpoint_refuses_in_anthropics_form(
+    services: Services, envoy: EnvoySide, protocol: str, body: Any, status: int, kind: str
+) -> None:
+    put_replicas(services, 3, models=("down",), healthy=False)
+    reply, _ = await envoy.sent(protocol, body, "/v1/messages")
+    assert status_of(reply) == status
+    assert reply.immediate_response is not None
+    answer = json.loads(reply.immediate_response.body)
+    assert answer == {
+        "type": "error",
+        "error": {"type": kind, "message": answer["error"]["message"]},
+    }
+
+
+async def test_post_without_body_is_refused(stream: Stream) -> None:
+    reply = await stream.request_headers(end_of_stream=True)
+    assert reply.immediate_response is not None
+
+
+@without()
+@pytest.mark.parametrize(("second", "model"), [({}, "llama"), ({"models": ("other",)}, "")])
+async def test_missing_model_means_the_only_one(
+    envoy: EnvoySide, services: Services, second: dict[str, Any], model: str
+) -> None:
+    put_replicas(services, 2, **second)
+    assert set(destination(await envoy.ask({"messages": []}))) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == model
+
+
+@without()
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_unlisted_model_is_404(envoy: EnvoySide, services: Services, healthy: bool) -> None:
+    for number in range(3, 100):
+        put_replicas(services, number, models=(f"model-{number:02}",), healthy=healthy)
+    reply = await envoy.ask(CHAT | {"model": "none"})
+    error = error_of(reply)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert status_of(reply) == 404
+    assert "`none`" in error["message"]
+    assert "`llama`, `model-03`" in error["message"]
+    assert error["message"].endswith(" and 48 more.")
+
+
+async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Services) -> None:
+    put_replicas(services, 3, models=("down",), healthy=False)
+    for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
+        error = error_of(await envoy.ask(body))
+        (*_, reason) = samples(services.metrics.refused)
+        assert reason == (error["code"] or error["type"],)
+    assert samples(services.metrics.refused) == {
+        ("invalid_json",): 1,
+        ("invalid_model",): 1,
+        ("model_not_found",): 1,
+        ("service_unavailable_error",): 1,
+    }
+    assert samples(services.metrics.requests) == {("refused",): 4}
+
+
+@pytest.mark.parametrize(
+    ("figures", "known"), [({"models": ()}, True), ({"listed": False}, True), ({}, False)]
+)
+async def test_model_that_a_replica_may_serve_is_routed(
+    envoy: EnvoySide, services: Services, figures: dict[str, Any], known: bool
+) -> None:
+    """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
+    put_replicas(services, 2, **figures)
+    if not known:
+        services.fleet.known.clear()
+    reply = await envoy.ask(CHAT | {"model": "none"})
+    assert reply.immediate_response is None
+    assert set(destination(reply)) <= MEMBERS
+
+
+@without(route={"listed_models_only": False})
+async def test_listed_models_only_false_routes_any_model(envoy: EnvoySide) -> None:
+    assert destination(await envoy.ask(CHAT | {"model": "an adapter"}))
+
+
+@in_each_protocol
+@pytest.mark.parametrize(
+    "headers", [{"x-session": "s"}, {"cookie": "a=b; sid=s"}, {"x-extproc-policy": "round_robin"}]
+)
+async def test_headers_name_tenant_session_and_policy(
+    envoy: EnvoySide, services: Services, protocol: str, headers: dict[str, str]
+) -> None:
+    await envoy.sent(protocol, CHAT, headers=headers | {"x-tenant": "t"})
+    (record,) = services.log.last(1)
+    assert record.decision.profile.tenant == "t"
+    in_turn = "x-extproc-policy" in headers
+    assert bool(record.decision.profile.session) is not in_turn
+    assert record.decision.policy == ("round_robin" if in_turn else "completion")
+
+
+async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:
+    """Envoy tells them as they came, though the message's field is text."""
+    async with envoy.stream() as stream:
+        message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
+        reply = await stream.send_bytes(bytes(message).replace(b"s?", b"s\xff"))
+        assert set(chosen(reply)) == MEMBERS
+    (record,) = services.log.of_request("abc")
+    assert record.decision.profile.session
+
+
+@pytest.mark.parametrize("body_first", [False, True])
+@pytest.mark.parametrize("retried", [False, True])
+async def test_request_is_routed_and_outcome_logged(
+    stream: Stream, services: Services, body_first: bool, retried: bool
+) -> None:
+    headers = {"x-request-id": "abc"}
+    if body_first:
+        reply = await stream.body_first(CHAT, headers=headers)
+    else:
+        reply = await stream.request_headers(headers=headers)
+        assert reply.request_headers is not None
+        assert destination(reply) == []
+        reply = await stream.request_body(CHAT)
+    assert reply.request_body is not None
+    assert reply.request_body.response is not None
+    assert not reply.request_body.response.clear_route_cache
+    first, second = routed_to(reply)
+    assert {first, second} == MEMBERS
+    assert (services.fleet.in_flight, services.fleet.in_flight_on(first)) == (1, 1)
+
+    served, other = (second, first) if retried else (first, second)
+    reply = await stream.response_headers(upstream=served)
+    assert mode_of(reply).response_body_mode == BodyMode.STREAMED
+    assert services.fleet.in_flight_on(served) == 1
+    assert services.fleet.in_flight_on(other) == 0
+    assert (await stream.response_body(ANSWER)).response_body is not None
+    await stream.end()
+
+    assert services.fleet.in_flight == 0
+    (record,) = services.log.of_request("abc")
+    shown = to_builtins(record.record())
+    assert shown["replica"] == first
+    assert shown["outcome"]["served_by"] == served
+    assert shown["outcome"]["status"] == 200
+    assert shown["outcome"]["output_tokens"] == 33
+    assert shown["outcome"]["completion_s"] > 0
+    assert {candidate["replica"] for candidate in shown["candidates"]} == MEMBERS
+    json.dumps(shown, allow_nan=False)
+
+
+@pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
+async def test_absurd_bound_is_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
+    reply = await envoy.ask(CHAT | {"max_tokens": bound})
+    assert set(destination(reply)) == MEMBERS
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
+async def test_headers_route_by_length(stream: Stream, services: Services, mode: BodyMode) -> None:
+    reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
+    assert set(destination(reply)) == MEMBERS
+    assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
+    assert (await stream.request_body(b"{}")).request_body is not None
+
+
+async def test_compressed_body_is_routed_by_length(
+    stream: Stream, envoy: EnvoySide, services: Services
+) -> None:
+    body, gzipped = gzip.compress(json.dumps(CHAT).encode()), {"content-encoding": "gzip"}
+    reply = await stream.request_headers(headers=gzipped | {"content-length": "400"})
+    assert set(destination(reply)) == MEMBERS
+    assert destination(await stream.request_body(body)) == []
+    reply = await envoy.ask_body_first(body + bytes(10_000), headers=gzipped)
+    assert set(chosen(reply)) == MEMBERS
+    (record,) = services.log.last(1)
+    assert record.decision.profile.prompt_tokens > 2000
+
+
+@pytest.mark.parametrize("body_first", [False, True])
+async def test_truncated_body_is_routed(
+    stream: Stream, services: Services, body_first: bool
+) -> None:
+    """No more fits into Envoy's buffer."""
+    start, mode = json.dumps(CHAT).encode()[:-20], BodyMode.BUFFERED_PARTIAL
+    if body_first:
+        assert (
+            set(chosen(await stream.body_first(start, end_of_stream=False, mode=mode))) == MEMBERS
+        )
+        return
+    await stream.request_headers(body_mode=mode, headers={"content-length": "40000"})
+    assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
+    assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
+
+
+@without()
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/chat/completions"),
+    ],
+)
+async def test_other_path_passes(
+    stream: Stream, services: Services, method: str, path: str
+) -> None:
+    reply = await stream.request_headers(path, method)
+    assert destination(reply) == []
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
+    assert mode_of(reply).response_header_mode == HeaderMode.SKIP
+    # An Envoy that allows no mode override sends the rest all the same.
+    assert destination(await stream.request_body(b"anything")) == []
+    assert (await stream.response_headers()).mode_override is None
+    await stream.end()
+    assert services.log.after(0) == []
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/responses/resp_1/cancel"])
+async def test_body_first_other_is_unrouted(stream: Stream, services: Services, path: str) -> None:
+    reply = await stream.body_first(CHAT, path)
+    assert reply.request_body is not None
+    assert chosen(reply) == []
+    assert (await stream.response_headers()).response_headers is not None
+    await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"), [(CHAT, {}), (b"\x1f\x8b", {"content-encoding": "gzip"})]
+)
+@without()
+async def test_without_healthy_replica_envoy_chooses(
+    envoy: EnvoySide, services: Services, body: Any, headers: dict[str, str]
+) -> None:
+    put_replicas(services, healthy=False)
+    reply = await envoy.converse(body, status=503, headers=headers)
+    assert reply.immediate_response is None
+    assert destination(reply) == []
+
+
+@without()
+async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -> None:
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert set(destination(reply)) == MEMBERS
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
+    assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
+    (record,) = services.log.after(0)
+    assert record.decision.profile.model == "llama"
+    assert record.decision.profile.prompt_tokens == 40 * 576
+    # An Envoy that allows no mode override sends it all the same.
+    assert destination(await stream.request_body(b"{")) == []
+    await stream.answer()
+
+
+@without()
+async def test_large_body_is_read_to_choose_model(stream: Stream, services: Services) -> None:
+    put_replicas(services, 2, models=("other",))
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert destination(reply) == []
+    reply = await stream.request_body(CHAT | {"model": "other"})
+    assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
