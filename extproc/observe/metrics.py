@@ -160,7 +160,8 @@ class RouterMetrics:
             "Replicas that report their KV blocks; those of other replicas are estimated.",
         )
         self.other_routers = gauge(
-            "extproc_other_routers", "Other routers of the pool that this one hears, or heard when Redis went away."
+            "extproc_other_routers",
+            "Other routers of the pool that this one hears, or heard when Redis went away.",
         )
         self.digest_age = spread(
             "extproc_digest_age_seconds",

@@ -247,30 +247,6 @@ def test_the_first_digest_takes_others_out_of_what_polls_saw() -> None:
     assert seen(two, "kv_used")[0][0] == pytest.approx(0.05 * 42_000, rel=0.1)
 
 
-def test_a_router_that_says_farewell_is_gone_at_once() -> None:
-    clock = ManualClock()
-    one, two, three = routers(clock, 3)
-    one.dispatch(replica(1), chat(100, 1000))
-    three.dispatch(replica(2), chat(100, 1000))
-    for fleet in (one, three):
-        tell(fleet, two, clock=clock)
-    two.hear(decode(one.digests.farewell().encode()))
-    assert seen(two, "requests") == [[0, 1]]
-    assert len(two.peers) == 1
-
-
-def test_a_router_that_dies_takes_its_load_with_it() -> None:
-    clock = ManualClock()
-    one, two, three = routers(clock, 3)
-    one.dispatch(replica(1), chat(100, 1000))
-    tell(one, two, clock=clock)
-    for _ in range(100):
-        clock.advance(EVERY_S)
-        tell(three, two, clock=clock)
-    assert seen(two, "requests") == [[0, 0]]
-    assert len(two.peers) == 1
-
-
 def test_a_router_without_requests_forgets_the_dead_too() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
@@ -280,19 +256,6 @@ def test_a_router_without_requests_forgets_the_dead_too() -> None:
     clock.advance(1.6)
     two.drop_silent(10)
     assert len(two.peers) == 0
-
-
-def test_what_comes_late_or_twice_changes_nothing() -> None:
-    clock = ManualClock()
-    one, two = routers(clock, 2)
-    ticket = one.dispatch(replica(1), chat(100, 1000))
-    early = one.digests.due(clock())
-    assert early is not None
-    one.release(ticket)
-    clock.advance(EVERY_S)
-    tell(one, two, clock=clock)
-    two.hear(early)
-    assert seen(two, "requests") == [[0, 0]]
 
 
 def test_replicas_that_are_not_known_yet_are_passed_over() -> None:
@@ -322,25 +285,6 @@ def test_a_new_replica_does_not_inherit_others_requests() -> None:
 
 
 # -- how fresh it is ------------------------------------------------------------------------
-
-
-def test_news_that_is_old_does_not_count_until_there_is_new() -> None:
-    clock = ManualClock()
-    one, two = routers(clock, 2)
-    one.dispatch(replica(1), chat(100, 1000))
-    two.dispatch(replica(2), chat(100, 1000))
-    tell(one, two, clock=clock)
-    clock.advance(0.09)
-    assert seen(two, "requests") == [[1, 1]]
-    assert not two.peers.stale
-    clock.advance(0.02)
-    assert seen(two, "requests", "backlog") == [[0, 1], [0, 0]]
-    assert len(two.sequences(two.view(MODEL)).weight) == 1
-    assert two.peers.stale
-    assert two.peers.news_age == pytest.approx(0.11)
-    tell(one, two, clock=clock)
-    assert seen(two, "requests") == [[1, 1]]
-    assert not two.peers.stale
 
 
 def _six_decode(clock: ManualClock) -> list[Fleet]:
@@ -405,48 +349,6 @@ def test_what_polls_saw_while_news_was_old_is_others_when_there_is_new() -> None
     assert not two.peers.stale
 
 
-def test_a_router_without_requests_may_be_silent_for_longer() -> None:
-    clock = ManualClock()
-    one, two = routers(clock, 2)
-    for _ in range(200):
-        clock.advance(EVERY_S)
-        tell(one, two, clock=clock)
-        two.view(MODEL)
-        assert not two.peers.stale
-    clock.advance(1.0)
-    two.view(MODEL)
-    assert two.peers.stale
-
-
-def test_one_dead_router_does_not_make_the_others_old_news() -> None:
-    clock = ManualClock()
-    one, two, three = routers(clock, 3)
-    for fleet in (one, three):
-        fleet.dispatch(replica(1), chat(100, 1000))
-        tell(fleet, two, clock=clock)
-    for _ in range(50):
-        clock.advance(EVERY_S)
-        tell(three, two, clock=clock)
-        two.view(MODEL)
-        assert not two.peers.stale
-
-
-def test_the_time_digests_are_under_way_is_part_of_their_age() -> None:
-    clock = ManualClock()
-    one, two = routers(clock, 2)
-    for lag, alone in ((0.05, False), (0.5, True), (0.05, False)):
-        one.dispatch(replica(1), chat(100, 1000))
-        theirs, own = (fleet.digests.due(clock()) for fleet in (one, two))
-        assert theirs is not None
-        assert own is not None
-        clock.advance(lag)
-        for digest in (theirs, own):
-            two.hear(digest)
-        two.view(MODEL)
-        assert two.peers.stale is alone
-        clock.advance(1.0 - lag)
-
-
 def test_the_clocks_of_two_machines_may_differ() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
@@ -475,15 +377,6 @@ def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
     tell(one, two, clock=clock)
     assert seen(two, "requests") == [[1, 0]]
     assert not two.peers.stale
-
-
-def test_a_router_alone_has_nobody_to_wait_for() -> None:
-    clock = ManualClock()
-    (fleet,) = routers(clock, 1)
-    tell(fleet, fleet, clock=clock)
-    clock.advance(10)
-    fleet.view(MODEL)
-    assert (fleet.peers.stale, fleet.peers.news_age, len(fleet.peers)) == (False, None, 0)
 
 
 def test_each_corrects_its_predictions_by_what_all_of_them_saw() -> None:

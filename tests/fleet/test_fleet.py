@@ -94,16 +94,6 @@ def test_a_retry_moves_the_request_to_the_replica_that_served_it() -> None:
     assert fleet.view(MODEL).backlog.tolist() == [0, 0]
 
 
-def test_a_poll_does_not_erase_a_dispatch_newer_than_it() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
-    before = state(1, A10, clock, running=0)
-    clock.advance(0.05)
-    fleet.dispatch(replica(1), chat(1000, 100))
-    fleet.put(before)
-    assert fleet.view(MODEL).requests[0] == 1
-
-
 @pytest.mark.parametrize("running", [0, 1, 2])
 def test_what_a_poll_does_not_show_yet_takes_its_kv_space_all_the_same(running: int) -> None:
     """They were on the way when it was taken, and the clock had them begun."""
@@ -281,17 +271,6 @@ def test_others_load_is_forgotten_when_polls_stop() -> None:
     assert (view.requests[0], view.batch[0], view.kv_usage[0], view.waiting[0]) == (0, 0, 0, 0)
 
 
-def test_the_sequences_of_one_request_are_not_others() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
-    fleet.dispatch(replica(1), chat(100, 100, sequences=8))
-    for _ in range(3):
-        clock.advance(0.2)
-        fleet.put(state(1, A10, clock, running=8))
-    view = fleet.view(MODEL)
-    assert (view.requests[0], view.batch[0]) == (1, 8)
-
-
 def test_the_replicas_own_queue_counts_as_waiting() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
@@ -446,35 +425,6 @@ def test_an_empty_fleet_has_no_candidates() -> None:
     assert len(fleet.view(MODEL)) == 0
     with pytest.raises(KeyError):
         fleet.dispatch(replica(1), chat(1))
-
-
-def test_whatever_happens_the_ledger_ends_empty() -> None:
-    clock, random = ManualClock(), np.random.default_rng(7)
-    fleet = fleet_of(clock, A10, A10, A10)
-    tickets = []
-    for _ in range(400):
-        clock.advance(float(random.exponential(0.05)))
-        tickets.append(
-            fleet.dispatch(
-                replica(int(random.integers(1, 4))),
-                chat(int(random.integers(0, 5000)), 200, int(random.integers(1, 4))),
-            )
-        )
-        if random.random() < 0.2:
-            fleet.move(tickets[-1], replica(int(random.integers(1, 4))))
-        if len(tickets) > 20:
-            ticket = tickets.pop(int(random.integers(len(tickets))))
-            fleet.release(ticket, prefilled=bool(random.random() < 0.7))
-        view = fleet.view(MODEL)
-        assert (view.backlog >= -1e-6).all()
-        assert view.requests.sum() == len(tickets)
-    for ticket in tickets:
-        fleet.release(ticket, prefilled=False)
-    view = fleet.view(MODEL)
-    assert fleet.in_flight == 0
-    assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)
-    assert view.batch == pytest.approx(np.zeros(3))
-    assert view.kv_used == pytest.approx(np.zeros(3), abs=1e-6)
 
 
 def test_what_is_left_out_says_why() -> None:
