@@ -18,7 +18,7 @@ from extproc.lab.replay.machine import Machine, Watch
 from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
-from extproc.predict.calibration import Typical
+from extproc.predict.estimator import FleetPrior
 from extproc.predict.inputs import FleetView, Floats
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
@@ -124,8 +124,8 @@ class Simulation(simulation.Simulation):
             routers = Oracle(machines, self.weight, self.clock, self.seed)
         else:
             self.nodes = [self._node(number) for number in range(self.routers)]
-            typical, dealt = Typical(), Random(self.seed)
-            watches = [self._watch(one, typical, poll_s) for one in machines.values()]
+            prior, dealt = FleetPrior(), Random(self.seed)
+            watches = [self._watch(one, prior, poll_s) for one in machines.values()]
             routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
         self.speeds = Speeds()  # what was learned of replicas whose speed changed
         events = [(one.at, partial(self._happen, one)) for one in self.fleet_file.events]
@@ -207,7 +207,7 @@ class Simulation(simulation.Simulation):
         config = Config(route=RouteSettings(policy=self.policy), hold=hold)
         return Node(config, Random(self.seed + 1000 * number), self.clock)
 
-    def _watch(self, machine: Machine, typical: Typical, poll_s: float) -> Watch:
+    def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> Watch:
         known = "coefficients" in self.know
         profile = self.fleet_file.believed[machine.name]
         believed = None if known else profile.step.slowed(self.profile_error)
@@ -222,7 +222,7 @@ class Simulation(simulation.Simulation):
             max_model_len=min(_MAX_MODEL_LEN, capacity),
             kv_tokens=capacity,
         )
-        return Watch(machine, told, believed, typical, poll_s, Random(self.seed))
+        return Watch(machine, told, believed, prior, poll_s, Random(self.seed))
 
 
 def _sequences(traced: TracedRequest, priority: int, block_size: int) -> list[Sequence]:

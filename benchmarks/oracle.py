@@ -13,7 +13,7 @@ from extproc.lab.replay.routers import Arrival, News, Routers, Served, VirtualCl
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
+from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences, most
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Choice, Decision, Situation
 from extproc.route.policies import lowest
@@ -185,14 +185,15 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "c_prefill": c_prefill,
         "c_batch": c_batch,
         "c_kv": c_kv,
-        "frontend": of_steps("frontend"),
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
         "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
         "stretch": stretch,
         "by_priority": np.zeros(len(machines)),
     }
     candidates = Candidates(np.arange(len(machines)), names, names)
-    return FleetView(candidates, columns.items())
+    view = FleetView(candidates, columns.items())
+    view.beside_steps = 0.0, most(of_steps("frontend")), 0.0
+    return view
 
 
 def _held(exact: Items[_Exact]) -> Held:

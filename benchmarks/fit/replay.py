@@ -23,7 +23,7 @@ from benchmarks.trace import TracedRequest
 from extproc.lab.replay.figures import distribution
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
-from extproc.predict.calibration import Calibration
+from extproc.predict.estimator import Estimator
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES, HardwareProfile, StepModel
 from extproc.predict.windows import EngineCounts
@@ -149,10 +149,10 @@ def measured(requests: Items[Request]) -> StepModel:
 
 def learned(polls: Iterable[EngineCounts]) -> StepModel:
     """Step times learned from polled counters, beginning with the profile of another card."""
-    calibration = Calibration(_START)
+    estimator = Estimator(_START)
     for poll in polls:
-        calibration.poll(poll)
-    return calibration.model
+        estimator.poll(poll)
+    return estimator.model
 
 
 def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Request]:

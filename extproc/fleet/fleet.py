@@ -17,7 +17,6 @@ from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.ledger import Ledger, Ticket
-from extproc.fleet.lone_requests import Baseline, LoneRequests
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
@@ -38,6 +37,7 @@ from extproc.predict.inputs import (
     usual_step,
 )
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
@@ -53,9 +53,6 @@ class Ended(NamedTuple):
     """Of each of its sequences, by the steps that its replica counts; 0 where these were not heard
     of lately."""
     seconds: float  # since the first of them
-    alone: Baseline | None
-    """What was counted of its replica before it, where it may have been alone there; for
-    :meth:`~extproc.fleet.lone_requests.LoneRequests.served`."""
 
 
 class Fleet:
@@ -90,7 +87,6 @@ class Fleet:
         self.sessions = Holders()
         self.sent = SentPrompts()
         self.blocks = HeldBlocks(clock)
-        self.lone = LoneRequests(replicas, rows, clock)
         self.adapters = Adapters(requests, rows)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
         self._prefixes = Prefixes()
@@ -136,10 +132,9 @@ class Fleet:
         fell = state.steps < self._replicas.polled_steps[row]
         older = fell and 0.0 < started_at == state.started_at  # another poller's
         fresh = of_now and state.healthy and not state.unanswered_s and not older
-        if fresh:
-            self.lone.polled(row, state, asked_at)
         known = usual_step(self._replicas, row)
-        self._reconciliation.set_hardware(row, state, self.lone.step(row, state))
+        step = state.learned or profile_or_default(state.profile).step
+        self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, known))
         self._replicas.tells[row] = state.kv_tokens > 0 and state.measured
         if not fresh:
@@ -205,7 +200,7 @@ class Fleet:
                 stretch=1.0,
                 sampled_at=inf,
             )
-            for part in (self.peers, self.lone, self._prefixes, self.adapters):
+            for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
         self._corrections.clear(row)
         self._rows[state.id] = row
@@ -248,7 +243,6 @@ class Fleet:
         [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
-        self.lone.sent(row, ticket, profile, self.members.by_row[row])
         self.adapters.sent(row, ticket, adapter, now)
         return ticket
 
@@ -260,7 +254,6 @@ class Fleet:
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
             self._progress.advance(now)
-            self.lone.moved(self._ledger.replica(ticket), ticket, row)
             cached = self._prefixes.held(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
             self.adapters.moved(ticket, row, now)
@@ -288,11 +281,7 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
-        return Ended(*generated, self.lone.left(row, ticket))
-
-    def teaches(self, ticket: Ticket) -> bool:
-        """Whether it is alone on a replica whose speed is not known yet."""
-        return self.lone.teaches(self._ledger.replica(ticket), ticket)
+        return Ended(*generated)
 
     def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
         """A request there took ``actual`` seconds from its first token to its last, and

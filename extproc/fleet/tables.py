@@ -14,7 +14,7 @@ from extproc.predict.inputs import Columns, Floats, Indices
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
-COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "frontend")
+COSTS = ("c0", "c_prefill", "c_batch", "c_kv")
 """Coefficients of the step-time model that the router knows."""
 
 

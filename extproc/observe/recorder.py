@@ -242,8 +242,7 @@ class Recorder:
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> Replica:
     costs = {name: getattr(view, name).item(place) for name in COSTS}
-    learned = {name: cost for name, cost in costs.items() if cost or name != "frontend"}
-    known = structs.asdict(state) | {"learned": learned}
+    known = structs.asdict(state) | {"learned": costs}
     return Replica(
         at=now,
         id=state.id,

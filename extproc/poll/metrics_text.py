@@ -17,9 +17,8 @@ _BLOCK_SIZE_ON_GPUS = 16
 _RUNNING = b"num_requests_running"
 _KV_USAGE = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
 _STEPS = b"iteration_tokens_total_count"
-_CACHED = (
-    b"prompt_tokens_cached_total",
-    b"prompt_tokens_cached",
+_CACHED = (b"prompt_tokens_cached_total", b"prompt_tokens_cached")
+_CACHED_EARLY = (  # vLLM up to 0.15: counted when a request is admitted
     b"prefix_cache_hits_total",
     b"prefix_cache_hits",
     b"gpu_prefix_cache_hits_total",
@@ -44,6 +43,9 @@ _WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"'
 _ESCAPE = re.compile(r"\\(.)")
 
 
+_OF_TIMES = ("finished", "prefill_s", "decode_s", "cached_early")  # no router needs these
+
+
 class MetricsError(ValueError):
     """The page is not vLLM's, or holds a value that no vLLM reports."""
 
@@ -66,6 +68,9 @@ class EngineFigures:
     accepted_tokens: float
     preemptions: float
     finished: float  # counter of requests
+    prefill_s: float = 0.0  # seconds of finished requests, from admission to first token
+    decode_s: float = 0.0  # seconds of finished requests, from first token to last
+    cached_early: bool = False  # cached tokens count at admission (vLLM up to 0.15)
     output_lengths: tuple[tuple[float, float], ...] = ()
     engines: int = 1
     prefix_caching: bool = True  # also where the page does not tell
@@ -76,7 +81,7 @@ class EngineFigures:
 
     def fields(self) -> dict[str, Any]:
         """Fields of a ``ReplicaState``, not copied: ``dataclasses.asdict`` takes 100 µs."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "finished"}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in _OF_TIMES}
 
     def counts(self, at: float) -> EngineCounts:
         """Returns the figures, read at that time, that step times are learned from.
@@ -95,6 +100,10 @@ class EngineFigures:
             in_flight=self.running + self.waiting,
             kv_tokens=max(self.kv_usage * self.kv_tokens - unfilled, 0.0),
             finished=self.finished,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            prompt_tokens=self.prompt_tokens,
+            early=self.cached_early,
         )
 
 
@@ -113,6 +122,8 @@ def read_metrics(page: bytes) -> EngineFigures:
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
     configs = _series(page, b"cache_config_info")
+    cached = _series(page, *_CACHED)
+    early = [] if cached else _series(page, *_CACHED_EARLY)
     models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(page)
@@ -126,7 +137,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         # A sequence gets a token from each step of its own engine, not of all.
         steps=_sum(_STEPS, steps) / max(len(steps), 1),
         prompt_tokens=_total(page, b"prompt_tokens_total", b"prompt_tokens"),
-        cached_tokens=_total(page, *_CACHED),
+        cached_tokens=_sum(_CACHED[0], cached or early),
         generated_tokens=_total(page, b"generation_tokens_total", b"generation_tokens"),
         first_tokens=_total(page, b"time_to_first_token_seconds_count"),
         accepted_tokens=_total(
@@ -134,6 +145,9 @@ def read_metrics(page: bytes) -> EngineFigures:
         ),
         preemptions=_total(page, b"num_preemptions_total", b"num_preemptions"),
         finished=_total(page, b"request_success_total"),
+        prefill_s=_total(page, b"request_prefill_time_seconds_sum"),
+        decode_s=_total(page, b"request_decode_time_seconds_sum"),
+        cached_early=bool(early),
         output_lengths=_output_lengths(_series(page, _LENGTHS)),
         engines=len(running),
         prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),

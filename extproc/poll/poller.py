@@ -19,7 +19,7 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.replica import PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
-from extproc.predict.calibration import Typical
+from extproc.predict.estimator import FleetPrior
 from extproc.replica_state import ReplicaState
 from extproc.share.owners import BEAT_S
 
@@ -56,7 +56,7 @@ class Poller:
             publish=self._publish,
             metrics=metrics,
             settings=config.poll,
-            typical=Typical(),
+            prior=FleetPrior(),
             monotonic=monotonic,
             wall=wall,
             random=random,

@@ -28,7 +28,7 @@ from extproc.poll.scrape import (
     says_anything,
     scrape,
 )
-from extproc.predict.calibration import Calibration, Typical
+from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import StepModel, hardware_profile
 from extproc.replica_state import TTL_S, ReplicaState, checked
 
@@ -57,7 +57,7 @@ class PolledReplica:
         publish: Callable[[ReplicaState], None],
         metrics: PollMetrics,
         settings: PollSettings,
-        typical: Typical,
+        prior: FleetPrior,
         known: ReplicaState | None = None,
         kv_stream: KvStream | None = None,
         *,
@@ -89,9 +89,9 @@ class PolledReplica:
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # in a row
-        self._typical = typical
+        self._prior = prior
         self._start = hardware_profile(target.profile).step
-        self._calibration = Calibration(self._start, _learned(known, target.profile))
+        self._estimator = Estimator(self._start, _learned(known, target.profile))
         self._models = Models(self._tell, self._models_changed, target.who, _listed(known))
 
     @property
@@ -126,7 +126,7 @@ class PolledReplica:
         finally:
             self._clear_doubt()
             self._models.forget()
-            self._typical.report(self.target.id, None)
+            self._prior.report(self.target.id, None)
 
     async def _scrape_once(self) -> float:
         started = self._monotonic()
@@ -144,15 +144,13 @@ class PolledReplica:
         if self._restarted(figures):
             before = None
             self._models.forget()
-            self._calibration.interrupted()
-        if self._another_model(figures):
-            self._calibration = Calibration(self._start)
+            self._estimator = Estimator(self._start)
         if seconds <= self._settings.timeout_s:
             self._metrics.good.inc()
             self._calibrate(figures, started + seconds / 2)
         else:  # the moment of the figures is known too roughly
             self._metrics.late.inc()
-            self._calibration.interrupted()
+            self._estimator.interrupted()
         batch = batch_fields(before or self._blank(), figures)
         self._succeeded(figures, batch, self._wall(), seconds)
         self._models.refresh(started)
@@ -178,21 +176,21 @@ class PolledReplica:
         self._metrics.seconds.observe(seconds)
         self._figures = figures
         learned = {
-            "learned": self._calibration.model,
-            "measured": self._calibration.ratio is not None,
+            "learned": self._estimator.model,
+            "measured": self._estimator.measured,
         }
         times = {"scraped_at": scraped_at, "scrape_seconds": seconds}
         values = {**figures.fields(), **self._models.fields, **learned, **batch, **times}
         self._publish(checked(self._blank(**values, kv_news=self._kv_news(figures))))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
-        self._calibration.poll(figures.counts(at), self._typical.value)
-        self._typical.report(self.target.id, self._calibration.ratio)
+        self._estimator.poll(figures.counts(at), self._prior.prior)
+        self._prior.report(self.target.id, self._estimator.evidence)
 
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
         self._metrics.failed.inc()
-        self._calibration.interrupted()
+        self._estimator.interrupted()
         if self._kv_stream is not None:
             self._kv_stream.doubt()
         is_silent = isinstance(error, SilentError)
@@ -255,7 +253,7 @@ class PolledReplica:
         self._metrics.failed.inc()
         self._clear_doubt()
         self._figures = None
-        self._calibration = Calibration(self._start)
+        self._estimator = Estimator(self._start)
         self._models.forget()
         self._publish(self._blank(healthy=False, problem=problem))
 

@@ -62,16 +62,15 @@ def predict(
 
         T_first   = rest of step + admission + (W + u)·c_prefill
                     + ceil((W + u)/budget)·step(0, B, K)
-                    + most of frontend and x·step + y + z·p
+                    + x·step + y + z·p
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
 
     s being actual ÷ predicted decode time of the replica, as of late
-    (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
-    step. The frontend is what passes beside the steps by requests that the replica served alone
-    (:class:`~extproc.predict.firsthand.Firsthand`); x, y and z tell the same by the first tokens of
-    all replicas (:class:`~extproc.predict.correction.FirstTokens`).
+    (:class:`~extproc.predict.correction.Corrections`), d the tokens that a sequence gets from a
+    step, and x, y and z what passes beside the steps
+    (:class:`~extproc.predict.correction.FirstTokens`).
 
     Where a replica goes by priority, W and the queue that the admission waits for have none of a
     lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
@@ -157,10 +156,9 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
 
 
 def _beside_steps(view: FleetView, prompt: float) -> Floats:
-    """Seconds before a first token that no step shows: by lone requests on the replica, or by the
-    first tokens of the whole fleet, if these say more."""
+    """Seconds before a first token that no step shows."""
     each_step, request, token = view.beside_steps
-    return np.maximum(view.frontend, each_step * view.decode_step + (request + token * prompt))
+    return each_step * view.decode_step + (request + token * prompt)
 
 
 def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:

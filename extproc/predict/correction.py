@@ -4,8 +4,8 @@ from math import exp, inf, log
 
 import numpy as np
 
+from extproc.predict.estimator import descend
 from extproc.predict.inputs import Floats
-from extproc.predict.windows import descend
 
 _MEMORY = 30.0  # seconds in which what was seen loses two thirds of its weight
 _DOUBT = 5.0  # seconds of decoding that count for the prediction as it is

@@ -86,7 +86,6 @@ class Columns:
     c_prefill: Floats
     c_batch: Floats
     c_kv: Floats
-    frontend: Floats
 
 
 def usual_step(costs: Columns, at: int) -> float:

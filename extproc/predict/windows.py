@@ -1,23 +1,16 @@
-"""Stretches of an engine's work whose beginning and end the counters tell exactly, and the least
-squares that learn step times from them."""
+"""Stretches of an engine's work whose beginning and end the counters tell exactly."""
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add, mul, sub
+from operator import add, sub
 from typing import NamedTuple
-
-import numpy as np
-
-from extproc.predict.inputs import Floats
-from extproc.predict.step import StepModel
 
 SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Lengths of the windows. Short ones tell apart what differs from moment to moment, long ones are
 exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3  # a window may be shorter or longer than it should by this factor
-_WARMING_UP = 10.0  # steps of an engine's life that tell nothing: it compiles kernels for them
+_WARMING_UP = 1.0  # steps of an engine's life that tell nothing: it compiles most kernels for them
 _FALLEN = 0.9
 """Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
 little where cached tokens are counted before the prompt they belong to.)"""
@@ -37,6 +30,10 @@ class EngineCounts:
     in_flight: int  # requests running and waiting
     kv_tokens: float  # in use
     finished: float = 0.0  # requests finished
+    prefill_s: float = 0.0  # seconds of these from their admission to their first token
+    decode_s: float = 0.0  # seconds of these from their first token to their last
+    prompt_tokens: float = 0.0  # cached ones included
+    early: bool = False  # cached tokens count at admission, all others when the prefill ends
 
 
 Terms = tuple[float, ...]
@@ -65,24 +62,30 @@ class Windows:
     prefill took time for tokens that are not counted yet, and taking the count as it is makes
     prefill look cheap and steps dear: by tens of percent where prompts are long. So a stretch
     begins and ends at polls that are settled: a prompt has just been counted, or none is in
-    prefill. And it holds no pause: the engine is never seen idle, nor can it have been in between.
+    prefill. (vLLM up to 0.15 counts cached tokens at admission: there, none is in prefill.) And it
+    holds no pause: the engine is never seen idle, nor can it have been in between.
+
+    A request that an engine served alone between two idle polls is two stretches, its prefill and
+    its decoding, by vLLM's own times.
     """
 
     def __init__(self) -> None:
         self._last: EngineCounts | None = None
+        self._idle: EngineCounts | None = None  # the last poll of an idle engine
         self._now = _NOTHING  # terms since the last pause
         self._settled: deque[tuple[float, Terms]] = deque()  # when, and the terms until then
 
     def poll(self, counts: EngineCounts) -> list[Work]:
-        """The stretches that end with this poll; the first is that since the last settled one."""
+        """The stretches to learn from that end with this poll, after one that spans the latest of
+        them: all since the last settled poll, or a lone request."""
         last, self._last = self._last, counts
         if last is None or _paused(last, counts):
             self._now = _NOTHING
             self._settled.clear()
-            return []
+            return self._lone(counts)
         step = _terms(last, counts)
         self._now = tuple(map(add, self._now, step))
-        if not _settled(last, step):
+        if not _settled(last, counts, step):
             return []
         found = self._stretches(counts.at)
         self._settled.append((counts.at, self._now))
@@ -90,7 +93,28 @@ class Windows:
 
     def interrupted(self) -> None:
         """A poll failed: nothing is known of the time from the last one to the next."""
-        self._last = None
+        self._last = self._idle = None
+
+    def _lone(self, counts: EngineCounts) -> list[Work]:
+        if counts.in_flight:
+            return []
+        before, self._idle = self._idle, counts
+        if before is None or counts.finished - before.finished != 1.0:
+            return []
+        steps, computed, generated, _ = _terms(before, counts)
+        later = max(generated - 1.0, 0.0)
+        if warms_up(before.steps, counts.steps) or steps <= later or computed <= 0.0:
+            return []
+        prompt = counts.prompt_tokens - before.prompt_tokens
+        prefill = (steps - later, computed, generated - later, 0.0)
+        decode = (later, 0.0, later, later * (prompt + later / 2))
+        works = [
+            Work(counts.prefill_s - before.prefill_s, prefill),
+            Work(counts.decode_s - before.decode_s, decode),
+        ]
+        if not 0.0 < sum(work.seconds for work in works) <= counts.at - before.at:
+            return []
+        return [works[0].plus(works[1]), *(work for work in works if work.seconds > 0.0)]
 
     def _stretches(self, end: float) -> list[Work]:
         while self._settled and end - self._settled[0][0] > SECONDS[-1] * _LONGEST:
@@ -141,41 +165,8 @@ def _terms(last: EngineCounts, counts: EngineCounts) -> Terms:
     )
 
 
-def _settled(last: EngineCounts, terms: Terms) -> bool:
+def _settled(last: EngineCounts, counts: EngineCounts, terms: Terms) -> bool:
     steps, computed, generated, _ = terms
-    return computed > 0 or (steps > 0 and generated >= _DECODING * steps * last.in_flight)
-
-
-_ROUNDS = 4  # of coordinate descent each time; it starts from the last solution
-
-
-def coefficients(model: StepModel) -> Terms:
-    """Seconds for one of each term of :class:`~extproc.predict.windows.Work`."""
-    return model.c0, model.c_prefill, model.c_batch, model.c_kv
-
-
-def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
-    """Stretches of work, a row each: its terms in units of the coefficients, and 1, all divided by
-    the seconds it took."""
-    rows = np.array([(*work.terms, work.seconds) for work in works])
-    scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
-    return scaled
-
-
-def descend(
-    equations: Floats, weights: Sequence[float], centers: Sequence[float], solution: list[float]
-) -> None:
-    """Improves a solution in place.
-
-    Args:
-        equations: normal equations, with the right side as the last column.
-        weights: of what each coefficient is taken to be beside them.
-        centers: what each is taken to be.
-        solution: the coefficients; none gets below zero.
-    """
-    rows, pulls = equations.tolist(), list(map(mul, weights, centers))
-    for _ in range(_ROUNDS):
-        for k, row in enumerate(rows):
-            missing = row[-1] + pulls[k] - sum(map(mul, row, solution)) - weights[k] * solution[k]
-            better = solution[k] + missing / (row[k] + weights[k])
-            solution[k] = better if better > 0.0 else 0.0
+    batch = max(last.in_flight, counts.in_flight)
+    decoded = steps > 0 and generated >= _DECODING * steps * batch
+    return decoded or (computed > 0 and not counts.early)

@@ -1,6 +1,5 @@
 """A request that was sent to a replica, until its response has ended."""
 
-from extproc.fleet.lone_requests import Baseline
 from extproc.observe.decision_log import PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
@@ -117,7 +116,7 @@ class InFlight:
         if complete:
             self._account(seconds, usage)
         if usage is not None:
-            self._learn(usage, seconds, ended.alone)
+            self._learn(usage, seconds)
         elif well and (complete or self._usage is None):
             # Not read; or read to its end, which told no usage.
             services.router.learn_counted(self._forecast, self.served_by, ended, outcome.ttft_s)
@@ -169,19 +168,14 @@ class InFlight:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
-        if not self._services.reader.reads(self._services.clock(), self._foreseen, self._teaches()):
+        forecast = self._forecast  # a first token alone tells how fast a replica loads an adapter
+        loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
+        if not self._services.reader.reads(self._services.clock(), self._foreseen, loads):
             return False
         self._chunks = 0
         return True
 
-    def _teaches(self) -> bool:
-        """Whether its first token tells how fast its replica is, or how fast that loads an adapter;
-        all else shows in its end, too."""
-        forecast = self._forecast
-        loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
-        return loads or self._services.fleet.teaches(self._ticket)
-
-    def _learn(self, usage: Usage, seconds: float, baseline: Baseline | None) -> None:
+    def _learn(self, usage: Usage, seconds: float) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         services, profile, outcome = self._services, self._forecast.profile, self.outcome
         outcome.prompt_tokens = usage.prompt_tokens
@@ -199,15 +193,7 @@ class InFlight:
             services.tokens.learn_images(profile.model, profile.images, beyond_text)
         if usage.completion_tokens or not profile.sequences:
             each = usage.completion_tokens / max(profile.sequences, 1)
-            services.router.learn(
-                self._forecast,
-                self.served_by,
-                each,
-                seconds,
-                outcome.ttft_s,
-                baseline,
-                usage.prompt_tokens,
-            )
+            services.router.learn(forecast, self.served_by, each, seconds, outcome.ttft_s)
 
     def _account(self, actual: float, usage: Usage | None) -> None:
         services, forecast, metrics = self._services, self._forecast, self._services.metrics

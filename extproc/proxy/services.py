@@ -69,7 +69,7 @@ class Watch:
 
 
 class Reader:
-    """Reads streamed answers, so many chunks a second, and rather those that teach.
+    """Reads streamed answers, so many chunks a second, and rather those that load an adapter.
 
     A chunk is a message to the router and one back, about 0.2 ms of its CPU. Envoy sends all chunks
     of an answer or none: it takes ``mode_override`` in a reply to headers only, and once the router
@@ -81,10 +81,10 @@ class Reader:
         self._most = chunks_per_s * _CHUNKS_KEPT_S
         self._chunks = Budget(chunks_per_s, self._most)
 
-    def reads(self, now: float, chunks: float, teaches: bool) -> bool:
+    def reads(self, now: float, chunks: float, loads: bool = False) -> bool:
         """Tells whether to read an answer that begins, of so many expected chunks; if so, these are
-        paid for. One ``teaches`` what the router knows little of."""
-        if self._chunks.left(now) <= (0.0 if teaches else _RESERVED * self._most):
+        paid for. One that ``loads`` an adapter tells how long that takes."""
+        if self._chunks.left(now) <= (0.0 if loads else _RESERVED * self._most):
             return False
         self._chunks.spend(chunks)
         return True

@@ -18,8 +18,8 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Speculation
 from extproc.lab.simulator.steps import Sequence
 from extproc.poll.batch import batch_fields
-from extproc.predict.calibration import Typical
 from extproc.predict.completion import predict
+from extproc.predict.estimator import FleetPrior
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.step import hardware_profile
 from extproc.replica_state import ReplicaState
@@ -43,7 +43,7 @@ class Loaded:
         told = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
         self.fleet.put(told)
         step = self.machine.profile.step
-        self._watch = Watch(self.machine, told, step, Typical(), POLL_S, Random(0))
+        self._watch = Watch(self.machine, told, step, FleetPrior(), POLL_S, Random(0))
         self._in_flight, self._prompt = in_flight, prompt
         self._random = Random(1)
         self._numbers = count(1)

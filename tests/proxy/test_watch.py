@@ -1,10 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from extproc.config import Config
+from extproc.predict.step import DEFAULT_PROFILE
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.fakes import ManualClock, fleet_of, replica, state
 from tests.proxy.conftest import config_of, on_fleet, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
@@ -13,7 +15,7 @@ MARK = {"x-extproc-unseen": "1"}
 PER_S = 100
 TOKENS = 20  # of a streamed answer, each of them a chunk
 CHUNKS_PER_S = 2.0
-"""So six answers' chunks are kept, half of them for those whose first token teaches."""
+"""So six answers' chunks are kept, half of them for those that load an adapter."""
 STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
 
 
@@ -76,17 +78,9 @@ async def test_failed_replica_shows_all_responses(envoy: EnvoySide) -> None:
     assert not (await ask(envoy))[0]
 
 
-@pytest.fixture
-def in_company(services: Services) -> None:
-    """No replica has a request to itself: no first token tells how fast it is."""
-    for number in (1, 2):
-        for _ in range(2):
-            services.fleet.dispatch(replica(number), chat(100))
-
-
-async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
+async def answer(envoy: EnvoySide, chunks: int = TOKENS, model: str = "llama") -> bool:
     async with envoy.stream() as stream:
-        first = destination(await stream.ask(STREAMED))[0]
+        first = destination(await stream.ask(STREAMED | {"model": model}))[0]
         reply = await stream.response_headers(upstream=first, content_type="text/event-stream")
         read = reply.mode_override is not None
         for left in reversed(range(chunks if read else 0)):
@@ -95,7 +89,6 @@ async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
     return read
 
 
-@pytest.mark.usefixtures("in_company")
 async def test_streams_are_read_within_chunk_budget(envoy: EnvoySide, clock: ManualClock) -> None:
     assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
     clock.advance(TOKENS / CHUNKS_PER_S)
@@ -104,16 +97,20 @@ async def test_streams_are_read_within_chunk_budget(envoy: EnvoySide, clock: Man
     assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
 
 
-async def test_solo_streams_get_second_half_of_budget(envoy: EnvoySide) -> None:
-    assert [await answer(envoy) for _ in range(8)] == [True] * 6 + [False] * 2
+async def test_streams_that_load_an_adapter_get_second_half_of_budget(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for number in (1, 2):
+        known: dict[str, Any] = {"models": ("llama", "lora"), "adapters": ("lora",), "listed": True}
+        services.fleet.put(state(number, DEFAULT_PROFILE, clock, max_loras=1, **known))
+    assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
+    assert await answer(envoy, model="lora")
 
 
-@pytest.mark.usefixtures("in_company")
 async def test_short_stream_returns_unused_chunks(envoy: EnvoySide) -> None:
     assert all([await answer(envoy, chunks=2) for _ in range(20)])
 
 
-@pytest.mark.usefixtures("in_company")
 async def test_long_stream_uses_up_later_budget(envoy: EnvoySide, clock: ManualClock) -> None:
     assert await answer(envoy, chunks=5 * TOKENS)
     clock.advance(2 * TOKENS / CHUNKS_PER_S)

@@ -100,18 +100,3 @@ def test_a_client_that_hangs_up_before_the_first_token_tells_nothing() -> None:
     system.serve(chat(100), 0)
     assert system.expected(chat(100)) == before
     assert system.stretch == 1.0
-
-
-def test_a_request_that_was_alone_and_not_read_tells_nothing_of_decode_times() -> None:
-    """Its replica's step times are what such requests teach, where they are read."""
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
-    router = Router(fleet, "completion", random.Random(1))
-    decision = router.decide(chat(100))
-    assert decision is not None
-    ticket = fleet.dispatch(replica(1), chat(100))
-    clock.advance(10.0)
-    ended = fleet.release(ticket)
-    assert ended.alone is not None
-    router.learn_counted(decision.forecast(), replica(1), ended, None)
-    assert fleet.view(MODEL).stretch.item() == 1.0

@@ -12,7 +12,7 @@ from extproc.lab.simulator.metrics import TOKENS
 from extproc.lab.simulator.steps import Histogram, Outcome, Sequence
 from extproc.poll.batch import batch_fields
 from extproc.poll.metrics_text import EngineFigures
-from extproc.predict.calibration import Calibration, Typical
+from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import HardwareProfile, StepModel
 from extproc.replica_state import ReplicaState
 
@@ -36,6 +36,7 @@ class Machine:
         self._make = make
         self.engine = make(profile)
         self.output_lengths = Histogram(TOKENS)  # as on its metrics page
+        self.prefill_s = self.decode_s = 0.0  # likewise
         self.up = True  # its process runs, and takes connections
         self.started_at = _EPOCH  # its process, in seconds since the epoch
         self._slow = 1.0
@@ -73,6 +74,7 @@ class Machine:
         self.engine = self._make(self.profile)
         self.engine.slow = self._slow
         self.output_lengths = Histogram(TOKENS)
+        self.prefill_s = self.decode_s = 0.0
         self._behind = 0.0
         self._hung_at = None
         self.up = False
@@ -102,8 +104,15 @@ class Machine:
         outcomes = self.engine.advance(until - self._behind)
         for outcome in outcomes:
             for sequence in outcome.finished:
-                self.output_lengths.observe(sequence.output_tokens)
+                self._finished(sequence)
         return [(outcome.ends_at + self._behind, outcome) for outcome in outcomes]
+
+    def _finished(self, sequence: Sequence) -> None:
+        self.output_lengths.observe(sequence.output_tokens)
+        admitted, first, end = sequence.admitted, sequence.first_token, sequence.finished
+        if admitted is not None and first is not None and end is not None:
+            self.prefill_s += first - admitted
+            self.decode_s += end - first
 
 
 class Watch:
@@ -114,7 +123,7 @@ class Watch:
         machine: Machine,
         told: ReplicaState,
         believed: StepModel | None,
-        typical: Typical,
+        prior: FleetPrior,
         interval: float,
         random: Random,
     ) -> None:
@@ -124,8 +133,9 @@ class Watch:
         """
         self.told = told
         self._machine = machine
-        self._calibration = None if believed is None else Calibration(believed)
-        self._typical = typical
+        self._believed = believed
+        self._estimator = None if believed is None else Estimator(believed)
+        self._prior = prior
         self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
         self._due = 0.0
         self._waits = False  # for an answer that does not come
@@ -143,21 +153,24 @@ class Watch:
         return self._state
 
     def _fail(self, now: float) -> ReplicaState:
-        if self._calibration is not None:
-            self._calibration.interrupted()
+        if self._estimator is not None:
+            self._estimator.interrupted()
         self._due = now + self._backoff.next()
         return structs.replace(self._state, healthy=False)
 
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
-        figures, calibration = self._figures(), self._calibration
-        learned, measured = self.told.learned or self._machine.step_model, True
-        if calibration is not None:
-            calibration.poll(figures.counts(now), self._typical.value)
-            self._typical.report(self._machine.name, calibration.ratio)
-            learned, measured = calibration.model, calibration.ratio is not None
-        update = {"learned": learned, "measured": measured, "scraped_at": now}
+        figures = self._figures()
         restarted = figures.steps < self._state.steps
+        if restarted and self._believed is not None:
+            self._estimator = Estimator(self._believed)
+        estimator = self._estimator
+        learned, measured = self.told.learned or self._machine.step_model, True
+        if estimator is not None:
+            estimator.poll(figures.counts(now), self._prior.prior)
+            self._prior.report(self._machine.name, estimator.evidence)
+            learned, measured = estimator.model, estimator.measured
+        update = {"learned": learned, "measured": measured, "scraped_at": now}
         before = ReplicaState(id=self.told.id) if restarted else self._state
         update |= batch_fields(before, figures)
         return structs.replace(self.told, **(figures.fields() | update))
@@ -184,5 +197,8 @@ class Watch:
             preemptions=counters.preemptions,
             finished=counters.finished.total(),
             started_at=self._machine.started_at,
+            prefill_s=self._machine.prefill_s,
+            decode_s=self._machine.decode_s,
+            cached_early=engine.old_counters,
             output_lengths=tuple(zip(lengths.bounds, map(float, lengths.counts), strict=False)),
         )

@@ -15,7 +15,7 @@ from extproc.lab.replay.scene import Asked, Member, Scene, Turn
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
-from extproc.predict.calibration import Typical
+from extproc.predict.estimator import FleetPrior
 from extproc.predict.inputs import Floats
 
 _JITTER_S = 0.02  # drawn delays of the requests: no traffic comes twice to the millisecond
@@ -56,13 +56,13 @@ def play(
 
 class _Replay(Simulation):
     def __init__(self, scene: Scene, seed: int, forced: bool) -> None:
-        clock, random, typical = VirtualClock(), Random(seed), Typical()
+        clock, random, prior = VirtualClock(), Random(seed), FleetPrior()
         self._forced = forced
         config = scene.config
         machines = {name: _machine(name, one) for name, one in scene.members.items()}
         interval_s = config.poll.interval_s
         watches = {
-            name: Watch(machines[name], one.turns[0].state, None, typical, interval_s, random)
+            name: Watch(machines[name], one.turns[0].state, None, prior, interval_s, random)
             for name, one in scene.members.items()
         }
         events = [

@@ -153,8 +153,8 @@ class Node:
         self._tickets[served.number] = ticket
         self.fleet.sessions.saw(profile.session, decision.replica)
         if profile.stream:
-            chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
-            served.watched = self._reader.reads(self._clock(), chunks, teaches)
+            chunks = decision.prediction.output_tokens
+            served.watched = self._reader.reads(self._clock(), chunks)
 
     def retried(self, served: Served) -> None:
         """Moves a request to another replica after the first one failed."""
@@ -187,7 +187,7 @@ class Node:
         took, ttft = served.completion - waited, served.ttft - waited if streamed else None
         if replica == forecast.replica:
             self.router.margins.completion.observe(forecast.predicted_completion, took)
-        self.router.learn(forecast, replica, tokens, took, ttft, ended.alone)
+        self.router.learn(forecast, replica, tokens, took, ttft)
 
     def let_go(self, served: Served) -> None:
         self.queue.freed(served.replica)

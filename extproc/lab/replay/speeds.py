@@ -16,9 +16,10 @@ import numpy as np
 from msgspec import convert
 
 from extproc.observe.record import Replica, Request
+from extproc.predict.estimator import coefficients, descend, relative
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
-from extproc.predict.windows import Work, coefficients, descend, relative
+from extproc.predict.windows import Work
 from extproc.replica_state import ReplicaState
 
 _STRETCH_S = 9.0  # least time between two lines: a prompt counts when its prefill ends
@@ -54,8 +55,6 @@ def step_times(
         streams, counted = _stretches(states, served[replica]) if replica in served else ([], [])
         if streams or counted:
             model = _fitted(states[-1].profile, streams, counted)
-            frontend = float(np.mean([one.learned.frontend for one in states if one.learned] or 0))
-            model = replace(model, frontend=frontend)
             costs = np.array(coefficients(model))
             slower = _slower(_near([one.scraped_at for one in states], counted), counted, costs)
             found[replica] = [model.slowed(factor) for factor in slower.tolist()]
@@ -154,8 +153,8 @@ def _counts(state: ReplicaState) -> tuple[float, float, float]:
 
 def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretch]) -> StepModel:
     """Least squares, none below zero, at the speed that the record has on the whole. Errors are
-    divided by the geometric mean of actual and expected time, as in
-    :class:`~extproc.predict.firsthand.Firsthand`."""
+    divided by the geometric mean of actual and expected time: a replica that became slow counts as
+    much as one that became fast."""
     units = np.array(coefficients(profile_or_default(profile).step))
     stretches = [*streams, *counted]
     near = _near([one.at for one in stretches], counted)

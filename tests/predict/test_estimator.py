@@ -2,11 +2,12 @@ import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import pytest
 
-from extproc.predict.calibration import Calibration, Typical
+from extproc.predict.estimator import Estimator, FleetPrior, Prior
 from extproc.predict.step import PROFILES, StepModel
 from extproc.predict.windows import EngineCounts
 
@@ -46,11 +47,11 @@ def seconds(model: StepModel, window: list[EngineCounts]) -> float:
 @pytest.mark.parametrize("start", ["llama-3-8b-a100", "llama-8b-a10", "llama-8b-h100"])
 def test_a_real_vllm_is_learned_from_its_counters_alone(start: str) -> None:
     """Each window of 4 s of the second half is predicted with what was known at its start."""
-    polls, calibration = real_run(), Calibration(PROFILES[start].step)
+    polls, estimator = real_run(), Estimator(PROFILES[start].step)
     known: list[StepModel] = []
     for poll in polls:
-        calibration.poll(poll)
-        known.append(calibration.model)
+        estimator.poll(poll)
+        known.append(estimator.model)
     errors = []
     for begin in range(len(polls) // 2, len(polls) - 16):
         window, model = polls[begin : begin + 17], known[begin]
@@ -89,20 +90,20 @@ def simulated(
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 def test_a_wrong_profile_is_put_right_within_a_minute(wrong: float) -> None:
-    calibration = Calibration(A10.slowed(wrong))
+    estimator = Estimator(A10.slowed(wrong))
     for poll in simulated(A10, 300):
-        calibration.poll(poll)
-    assert_like(calibration.model, A10)
+        estimator.poll(poll)
+    assert_like(estimator.model, A10)
 
 
 def test_a_throttled_card_is_seen_within_seconds() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 600)
     for poll in polls:
-        calibration.poll(poll)
+        estimator.poll(poll)
     for poll in simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]:
-        calibration.poll(poll)
-    assert calibration.model.step_time(0, 4, 2000) == pytest.approx(
+        estimator.poll(poll)
+    assert estimator.model.step_time(0, 4, 2000) == pytest.approx(
         3 * A10.step_time(0, 4, 2000), rel=0.2
     )
 
@@ -117,68 +118,71 @@ def idle(polls: list[EngineCounts], seconds: float) -> list[EngineCounts]:
 
 
 def test_idle_time_does_not_make_an_engine_look_slow() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 300)
     for poll in polls + idle(polls, 40):
-        calibration.poll(poll)
-    assert_like(calibration.model, A10)
+        estimator.poll(poll)
+    assert_like(estimator.model, A10)
 
 
 def test_neither_does_a_hang_that_polls_noticed() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 300)
     later = replace(polls[-1], at=polls[-1].at + 10.0)
     for poll in polls:
-        calibration.poll(poll)
-    calibration.interrupted()
+        estimator.poll(poll)
+    estimator.interrupted()
     for poll in simulated(A10, 20, start=later):
-        calibration.poll(poll)
-    assert_like(calibration.model, A10)
+        estimator.poll(poll)
+    assert_like(estimator.model, A10)
 
 
-def test_nor_do_the_first_steps_of_an_engine_that_warms_up() -> None:
-    """It compiles its kernels while the first requests wait."""
-    calibration = Calibration(A10)
+def test_the_first_steps_of_an_engine_that_warms_up_count_for_little() -> None:
+    """It compiles its kernels while the first requests wait: steps take a second each."""
+    estimator = Estimator(A10)
     for number in range(30):
         steps = number // 5
-        calibration.poll(EngineCounts(0.2 * number, steps, 40.0 * steps, steps, 1, 40.0))
-    assert calibration.model == A10
-    assert calibration.ratio is None
+        estimator.poll(EngineCounts(0.2 * number, steps, 40.0 * steps, steps, 1, 40.0))
+    assert A10.c0 < estimator.model.c0 < 4.1 * A10.c0
+    start = EngineCounts(6.0, 12.0, 480.0, 12.0, 4, 0.0)
+    for poll in simulated(A10, 15, start=start):
+        estimator.poll(poll)
+    assert estimator.model.step_time(0, 4, 2000) < 1.5 * A10.step_time(0, 4, 2000)
 
 
 def test_pauses_between_two_polls_do_not_either() -> None:
     """One request at a time, of 5 steps in 150 ms, every 200 ms; each poll finds one running."""
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     for number in range(300):
-        calibration.poll(
+        estimator.poll(
             EngineCounts(0.2 * number, 5.0 * number, 20.0 * number, 5.0 * number, 1, 30.0, number)
         )
-    assert_like(calibration.model, A10)
+    assert_like(estimator.model, A10)
 
 
 def test_long_prompts_alone_do_not_make_every_step_look_dear() -> None:
     """Every step is a chunk of a prompt; a prompt is counted when its prefill ends."""
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     at, next_poll, steps, computed, left = 0.0, 0.2, 0, 0, 7_000
     while at < 30.0:
         chunk = min(left, 2_048)
         end = at + A10.step_time(chunk, 1, 7_000)
         while next_poll < end:
-            calibration.poll(EngineCounts(next_poll, steps, computed, computed / 7e3, 20, 7e3))
+            estimator.poll(EngineCounts(next_poll, steps, computed, computed / 7e3, 20, 7e3))
             next_poll += 0.2
         at, steps, left = end, steps + 1, left - chunk
         if left == 0:
             computed, left = computed + 7_000, 7_000
-    assert_like(calibration.model, A10)
+    assert_like(estimator.model, A10)
 
 
 def test_one_that_was_slow_a_moment_ago_is_not_fast_because_it_was_left_alone() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 600)
     polls += simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]
     for poll in polls + idle(polls, 10):
-        calibration.poll(poll)
-    assert calibration.model.step_time(0, 4, 2000) == pytest.approx(
+        estimator.poll(poll)
+    assert estimator.model.step_time(0, 4, 2000) == pytest.approx(
         3 * A10.step_time(0, 4, 2000), rel=0.2
     )
 
@@ -186,77 +190,77 @@ def test_one_that_was_slow_a_moment_ago_is_not_fast_because_it_was_left_alone() 
 @pytest.mark.parametrize("seconds", [10, 300])
 def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
     """While it looks slow nothing is sent to it, and so nothing would be learned."""
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 1500)
     polls += simulated(A10.slowed(3.0), seconds * 5, start=polls[-1])[1:]
     for poll in polls:
-        calibration.poll(poll)
-    assert calibration.model.c0 > 2 * A10.c0
+        estimator.poll(poll)
+    assert estimator.model.c0 > 2 * A10.c0
     for poll in idle(polls, 180):
-        calibration.poll(poll)
-    assert calibration.model.c0 < 1.2 * A10.c0
+        estimator.poll(poll)
+    assert estimator.model.c0 < 1.2 * A10.c0
 
 
 def test_what_was_known_before_a_restart_is_forgotten_when_idle() -> None:
-    calibration = Calibration(A10, known=A10.slowed(3.0))
+    estimator = Estimator(A10, known=A10.slowed(3.0))
     polls = [EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)]
-    calibration.poll(polls[0])
-    assert_like(calibration.model, A10.slowed(3.0))
+    estimator.poll(polls[0])
+    assert_like(estimator.model, A10.slowed(3.0))
     for poll in idle(polls, 3_600):
-        calibration.poll(poll)
-    assert_like(calibration.model, A10)
+        estimator.poll(poll)
+    assert_like(estimator.model, A10)
 
 
 def test_after_a_night_without_work_nothing_is_told_of_it() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     for poll in simulated(A10.slowed(1.4), 300):
-        calibration.poll(poll)
-    assert calibration.ratio == pytest.approx(1.4, rel=0.1)
-    calibration.poll(EngineCounts(1e5, 0.0, 0.0, 0.0, 0, 0.0))
-    assert calibration.ratio is None
-    assert_like(calibration.model, A10)
+        estimator.poll(poll)
+    assert estimator.measured
+    estimator.poll(EngineCounts(1e5, 0.0, 0.0, 0.0, 0, 0.0))
+    assert not estimator.measured
+    assert_like(estimator.model, A10)
 
 
 def test_before_anything_was_seen_a_replica_is_as_others_turned_out_to_be() -> None:
-    calibration = Calibration(A10)
-    assert calibration.ratio is None
-    calibration.poll(EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0), typical=2.0)
-    assert_like(calibration.model, A10.slowed(2.0))
+    estimator = Estimator(A10)
+    assert not estimator.measured
+    estimator.poll(EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0), Prior((2.0,) * 4, 1e-5))
+    assert_like(estimator.model, A10.slowed(2.0))
 
 
 def test_a_restart_does_not_disturb_what_was_learned() -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     for _ in range(2):
         for poll in simulated(A10, 100):
-            calibration.poll(poll)
-    assert_like(calibration.model, A10)
+            estimator.poll(poll)
+    assert_like(estimator.model, A10)
 
 
 @pytest.mark.parametrize("counter", ["steps", "computed_tokens", "generated_tokens", "finished"])
 @pytest.mark.parametrize("value", [0.0, 1e7, 2.0**53])
 def test_one_reading_that_is_nonsense_is_forgotten(counter: str, value: float) -> None:
-    calibration = Calibration(A10)
+    estimator = Estimator(A10)
     polls = simulated(A10, 400)
     for number, poll in enumerate(polls):
         wrong = {counter: value} if number == 200 else {}
-        calibration.poll(EngineCounts(**{**asdict(poll), **wrong}))
-    assert_like(calibration.model, A10)
+        estimator.poll(EngineCounts(**{**asdict(poll), **wrong}))
+    assert_like(estimator.model, A10)
 
 
 def test_a_card_that_is_suddenly_throttled_is_known_after_a_few_seconds_of_work() -> None:
     """It gets little to do: three requests in six seconds, then none for twenty."""
-    calibration, counts = Calibration(A10), EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)
+    estimator, counts = Estimator(A10), EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)
     for _ in range(30):
-        counts = _serve(calibration, counts, 1.0)
+        counts = _serve(estimator, counts, 1.0)
     for _ in range(3):
-        counts = _serve(calibration, counts, 4.0)
+        counts = _serve(estimator, counts, 4.0)
     for _ in range(100):
         counts = replace(counts, at=counts.at + 0.2, in_flight=0)
-        calibration.poll(counts)
-    assert calibration.model.c0 == pytest.approx(4.0 * A10.c0, rel=0.2)
+        estimator.poll(counts)
+    assert estimator.model.c0 == pytest.approx(4.0 * A10.c0, rel=0.2)
 
 
-def _serve(calibration: Calibration, counts: EngineCounts, slow: float) -> EngineCounts:
+def _serve(estimator: Estimator, counts: EngineCounts, slow: float) -> EngineCounts:
     """A prompt of 2,000 tokens and an answer of 40, polled every 0.2 s; then a second's pause."""
     prefill, step = A10.step_time(2000, 1, 0) * slow, A10.step_time(0, 1, 2000) * slow
     took = prefill + 39 * step
@@ -272,10 +276,88 @@ def _serve(calibration: Calibration, counts: EngineCounts, slow: float) -> Engin
             in_flight=int(poll * 0.2 < took),
             kv_tokens=2000.0,
         )
-        calibration.poll(counts)
+        estimator.poll(counts)
     counts = replace(counts, at=counts.at + 1.0)
-    calibration.poll(counts)
+    estimator.poll(counts)
     return counts
+
+
+class Lone:
+    """An A10, taken for an A100, that serves a request now and then; polled every 0.2 s."""
+
+    def __init__(self, truth: StepModel = A10) -> None:
+        self.truth = truth
+        self.estimator = Estimator(PROFILES["llama-3-8b-a100"].step)
+        self.counts = EngineCounts(0.0, 20.0, 0.0, 0.0, 0, 0.0)
+        self.estimator.poll(self.counts)
+
+    def serve(self, prompt: int, tokens: int, cached: int = 0, at_once: int = 1) -> None:
+        """``at_once``: requests between two polls; their times in vLLM overlap."""
+        prefill = self.truth.step_time(prompt - cached, 1, 0)
+        decode = (tokens - 1) * self.truth.step_time(0, 1, prompt + tokens / 2)
+        counts = self.counts
+        polls = max(int((prefill + decode) / 0.2), 1) + 5
+        self.counts = EngineCounts(
+            at=counts.at + 0.2 * polls,
+            steps=counts.steps + tokens,
+            computed_tokens=counts.computed_tokens + at_once * (prompt - cached),
+            generated_tokens=counts.generated_tokens + at_once * tokens,
+            in_flight=0,
+            kv_tokens=0.0,
+            finished=counts.finished + at_once,
+            prefill_s=counts.prefill_s + at_once * prefill,
+            decode_s=counts.decode_s + at_once * decode,
+            prompt_tokens=counts.prompt_tokens + at_once * prompt,
+        )
+        self.estimator.poll(self.counts)
+
+
+def test_ten_lone_requests_tell_prompts_from_steps() -> None:
+    lone, random = Lone(), Random(1)
+    for _ in range(10):
+        lone.serve(random.randint(20, 2000), random.randint(3, 30))
+    learned = lone.estimator.model
+    assert learned.step_time(0, 1, 1000) == pytest.approx(A10.step_time(0, 1, 1000), rel=0.1)
+    assert learned.step_time(1000, 1, 0) == pytest.approx(A10.step_time(1000, 1, 0), rel=0.1)
+
+
+def test_cached_tokens_of_a_lone_request_are_not_taken_for_fast_ones() -> None:
+    lone = Lone()
+    for _ in range(20):
+        lone.serve(1000, 20, cached=900)
+    learned = lone.estimator.model
+    assert learned.step_time(100, 1, 0) == pytest.approx(A10.step_time(100, 1, 0), rel=0.1)
+
+
+def test_requests_that_were_served_together_are_not_taken_for_lone_ones() -> None:
+    lone = Lone()
+    start = lone.estimator.model
+    for _ in range(20):
+        lone.serve(1000, 20, at_once=2)
+    assert lone.estimator.model == start
+
+
+@pytest.mark.parametrize("cached", [0, 4_000, 32_000])
+def test_old_counters_tell_the_time_of_a_prompt_in_spite_of_cached_tokens(cached: int) -> None:
+    """vLLM up to 0.15 counts cached tokens at admission, the prompt when its prefill ends."""
+    estimator, random = Estimator(A10), Random(1)
+    at, poll_at, steps, computed, generated = 0.0, 0.2, 0.0, 0.0, 0.0
+    queue = left = 0
+    while at < 120.0:
+        if not queue and random.random() < 0.03:
+            queue, left = 1, 2_000
+            computed -= cached
+        chunk = min(left, 512)
+        at += A10.step_time(chunk, 4, 4_000)
+        steps, generated, left = steps + 1, generated + 4, left - chunk
+        if queue and not left:
+            queue, computed = 0, computed + cached + 2_000
+            generated += 1
+        while poll_at <= at:
+            counts = EngineCounts(poll_at, steps, computed, generated, 4 + queue, 4_000.0)
+            estimator.poll(replace(counts, early=True))
+            poll_at += 0.2
+    assert estimator.model.c_prefill == pytest.approx(A10.c_prefill, rel=0.1)
 
 
 START = StepModel(0.01, 1e-4, 1e-4, 1e-7)
@@ -286,8 +368,8 @@ class Pool:
 
     def __init__(self, *ratios: float | None) -> None:
         """By ``ratios`` they were measured to be; None: idle ever since."""
-        self._typical = Typical()
-        self.replicas = [Calibration(START) for _ in ratios]
+        self._prior = FleetPrior()
+        self.replicas = [Estimator(START) for _ in ratios]
         self.ratios = list(ratios)
         self._at = 0.0
 
@@ -296,8 +378,8 @@ class Pool:
         for _ in range(round(seconds)):
             self._at += 1.0
             for number, (one, ratio) in enumerate(zip(self.replicas, self.ratios, strict=True)):
-                one.poll(self._counts(ratio if working else None), self._typical.value)
-                self._typical.report(str(number), one.ratio)
+                one.poll(self._counts(ratio if working else None), self._prior.prior)
+                self._prior.report(str(number), one.evidence)
 
     def _counts(self, ratio: float | None) -> EngineCounts:
         if ratio is None:
