@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extproc.predict.completion import FULL, Prediction, admission, backlog_s
-from extproc.predict.inputs import FleetView, Floats, Sequences
+from extproc.predict.inputs import FleetView, Floats, Sequences, most
 from extproc.request.profile import RequestProfile
 
 _AMONG_OTHERS = 0.02  # KV pressure kept free where other routers send, too
@@ -40,11 +40,16 @@ def room_wait_s(
     learned. A replica has room where nothing is in flight that could end, and where it can never
     hold the whole request.
     """
+    full = full_at(profile.objective.priority, among_others)
+    pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
+    # The prompts ahead take no longer than they and this one.
+    soon = most(prediction.admission) <= 0.0 and most(prediction.prefill) <= _PREFILLS_S
+    if soon and most(pressure) < full:
+        return None
     queue_s, others = backlog_s(view), max(profile.sequences, 1) - 1
     behind_one = admission(view, sequences, others, profile.prompt_tokens - prediction.cached)
-    full = full_at(profile.objective.priority, among_others)
     waits = (behind_one > 0.0) | (queue_s > _PREFILLS_S)
-    tight = waits | (prediction.kv_pressure + prediction.growth / view.kv_capacity >= full)
+    tight = waits | (pressure >= full)
     if not tight.any():
         return None
     peak = _peak_pressure(profile, prediction, p90_output_tokens, view, sequences)
