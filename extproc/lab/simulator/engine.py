@@ -104,7 +104,6 @@ class Engine:
         self._now = 0.0
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
-        self._queries = self._hits = 0  # of the prefix cache since the last step ended
         self._deferred = 0  # waiting sequences that the last step let others pass
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
@@ -214,9 +213,6 @@ class Engine:
         self._now = step.ends_at
         decoded = list(self._decoding.values())
         self.steps += step.steps
-        self.counters.prefix_queries += self._queries
-        self.counters.prefix_hits += self._hits
-        self._queries = self._hits = 0
         self._kv += step.steps * len(decoded)
         accepted = self._accept(decoded, self.speculation) if self.speculation else {}
         finished = list(self._finish_decoded(step.ends_at))
@@ -260,7 +256,8 @@ class Engine:
             ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
             self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            single = preempted or self._cold or self._drafted > 0 or self._queries > 0
+            tries = self.old_counters and self.waiting > 0  # to admit a sequence, in each step
+            single = preempted or self._cold or self._drafted > 0 or tries
             self.step = self._decode(until, single)
         return self.step
 
@@ -357,8 +354,8 @@ class Engine:
         needed = self.pool.blocks_for(sequence.context) - hits + self.pool.idle(shared)
         fits = needed <= self.pool.free
         if self.prefix_caching and not sequence.preemptions and (fits or self.old_counters):
-            self._queries += sequence.prompt_tokens
-            self._hits += hits * self.pool.block_size
+            self.counters.prefix_queries += sequence.prompt_tokens
+            self.counters.prefix_hits += hits * self.pool.block_size
         if not fits:
             return False
         self.pool.share(shared)

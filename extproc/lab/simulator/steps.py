@@ -158,8 +158,8 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of drafts, as in vLLM also those beyond the end of a sequence
     preemptions: int = 0
-    # Tokens looked up in the prefix cache, and those found: counted when the step ends that admits
-    # their sequence, or, by old counters, each step that tries to.
+    # Tokens looked up in the prefix cache, and those found: counted when their sequence is admitted,
+    # or, by old counters, at each attempt to admit it.
     prefix_queries: int = 0
     prefix_hits: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by reason, aborted ones left out
