@@ -158,7 +158,7 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of drafts, as in vLLM also those beyond the end of a sequence
     preemptions: int = 0
-    # Tokens looked up in the prefix cache, and those found: counted when their sequence is admitted,
+    # Tokens looked up in the prefix cache, and those found: counted when a sequence is admitted,
     # or, by old counters, at each attempt to admit it.
     prefix_queries: int = 0
     prefix_hits: int = 0
