@@ -90,6 +90,7 @@ def test_what_another_command_reads_is_taken_all_the_same(
         (["simulate", "--port", "http"], "extproc simulate", "--port: 'http' is not a whole"),
         (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not a number above 0"),
         (["simulate", "--max-loras", "0"], "extproc simulate", "'0' is not a whole number from 1"),
+        (["simulate", "--profile", "abacus"], "extproc simulate", "invalid choice: 'abacus'"),
         (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 to 1"),
         (["simulate", "--acceptance", "2"], "extproc simulate", "'2' is not a number from 0 to 1"),
         (["explain", "--last", "0"], "extproc explain", "--last: '0' is not a whole number from 1"),
@@ -134,6 +135,8 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
         ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
          "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/"),
         ("eds --state memory", "state is 'memory'"),
+        ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),
+        ("simulate --max-num-seqs 100000", "token budget"),
     ],
 )  # fmt: skip
 def test_what_no_command_could_do_is_wrongly_asked(

@@ -286,14 +286,6 @@ def refusing() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def test_the_first_choice_serves_and_the_router_hears_who_it_was(whole_file: System) -> None:
-    chooser, url, a, b = whole_file
-    for name, address in [("a", a), ("b", b), ("a", a)]:
-        chooser.destination = address
-        assert (await post(url))["name"] == name
-        assert chooser.served_by == address
-
-
 @pytest.mark.parametrize(
     ("asked", "arrives"),
     [

@@ -280,18 +280,6 @@ async def test_an_error_nobody_foresaw_is_one_replicas_alone(
     assert vars(line)["replica"] == odd.id
 
 
-async def test_replica_starts_late_and_dies(redis_server: RedisServer, logged: Logged) -> None:
-    replica = Replica()
-    async with watching(config(redis_server, replica)) as seen:
-        state = await seen.replica(replica, healthy=False)
-        assert state.problem == "cannot connect: connection refused"
-        await replica.start()
-        await seen.replica(replica, healthy=True)
-        await replica.stop()
-        await seen.replica(replica, healthy=False)
-    assert len(logged.lines("replica is not healthy")) == 2
-
-
 async def test_replica_that_dns_names_now_and_then_stays_while_it_answers(
     redis_server: RedisServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:

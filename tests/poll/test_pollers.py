@@ -147,27 +147,6 @@ def min_steps(states: dict[str, ReplicaState]) -> float:
     return min(state.steps for state in states.values())
 
 
-async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extproc.share.owners.LIFE_S", 60.0)  # so long each keeps its own
-    async with several(12) as replicas:
-        first, second = (config(redis_server, *replicas) for _ in range(2))
-        async with watching(first) as seen, polling(second):
-            before = [0]
-            while not all(before):
-                before[:] = await shared(12, first, second)
-            await redis_server.kill()
-            for replica in replicas:  # nobody waits for Redis
-                replica.asked.clear()
-                await replica.asked_for("/metrics", times=5)
-            replicas[0].answers["/metrics"] = text(page(running=77))
-            await redis_server.start()
-            await seen.replica(replicas[0], running=77)
-            await fresh(seen, replicas)
-            assert await shared(12, first, second) == before
-
-
 async def test_listed_replicas_are_scraped(redis_server: RedisServer, tmp_path: Path) -> None:
     file = tmp_path / "replicas.yaml"
     async with several(8) as replicas:

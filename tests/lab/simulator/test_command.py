@@ -148,18 +148,3 @@ async def test_an_address_that_is_taken() -> None:
             assert second.returncode == 1
             assert f"cannot listen on 127.0.0.1:{port}" in errors
             assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max-model-len", "9000", "--kv-tokens", "8000"], "max_model_len 9000 is more"),
-        (["--max-num-seqs", "100000"], "token budget"),
-        (["--speed", "0"], "'0' is not a number above 0"),
-        (["--profile", "abacus"], "invalid choice: 'abacus'"),
-    ],
-)
-async def test_flags_that_make_no_sense(flags: list[str], message: str) -> None:
-    async with replica("--port", "0", *flags) as process:
-        assert message in await problem(process)
-        assert process.returncode == 2

@@ -248,13 +248,6 @@ def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
     assert engine.schedule(now) is None
 
 
-def test_aborting_what_has_finished_changes_nothing() -> None:
-    engine = engine_with(sequence := Sequence(1, 10, 2))
-    run(engine)
-    engine.abort(sequence, 9.0)
-    assert sequence.reason == FinishReason.STOP
-
-
 def test_a_throttled_card_takes_longer_from_the_next_step_on() -> None:
     engine = engine_with(Sequence(1, 10, 3))
     first = begin(engine, 0.0)
