@@ -40,7 +40,7 @@ class Ledger:
         bound = profile.most_output(self._replicas.longest_prompt.item(replica))
         least = min(float(profile.least_output), bound)
         lengths = self._lengths
-        kind = lengths.row(profile)
+        kind = lengths.hold(profile)
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
         new = profile.prompt_tokens - cached
@@ -135,6 +135,7 @@ class Ledger:
         requests = self._requests
         self._progress.leaves(row)
         count(self._replicas, requests, row, -1)
+        self._lengths.release(requests.lengths.item(row))
         replica = requests.replica.item(row)
         if requests.drop(row) != row:
             self._row[requests.ticket.item(row)] = row

@@ -1,7 +1,7 @@
 """How many tokens a request will generate, learned from the ones that ended."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
 
@@ -21,8 +21,7 @@ _PRIOR_SPREAD = 1.2
 observations."""
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.998  # weight that older observations keep: a memory of about 500 requests
-_MOST_ROWS = 1024  # kinds of requests told apart; later ones share the rows of coarser kinds
-_MOST_TENANT_ROWS = 512  # of these, kinds that name a tenant: clients may make names up
+_MOST_KINDS = 512  # told apart without tenants, and as many with: clients may make tenants up
 _MOST_COUNTED = 200.0  # requests that a replica's own histogram counts for, at most
 
 _NONE = 1e-9  # survivors this few are none
@@ -59,12 +58,40 @@ def _kinds(profile: RequestProfile) -> list[_Kind]:
     return kinds
 
 
+class _Rows:
+    """Rows of the histograms of kinds."""
+
+    def __init__(self, rows: range) -> None:
+        self._free = [*rows]
+        self._of: dict[_Kind, int] = {}  # the one used the longest ago first
+
+    def find(self, kind: _Kind) -> int | None:
+        return self._of.get(kind)
+
+    def use(self, kind: _Kind) -> None:
+        self._of[kind] = self._of.pop(kind)
+
+    def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
+        """Row for a new kind: a free one, or that of the kind used the longest ago.
+
+        None where all rows are to ``keep``.
+        """
+        if not self._free:
+            old = next((old for old, row in self._of.items() if not keep(row)), None)
+            if old is None:
+                return None
+            self._free.append(self._of.pop(old))
+        self._of[kind] = self._free.pop()
+        return self._of[kind]
+
+
 class OutputLengths:
     """Decaying histograms of output lengths, per kind of request.
 
     A kind is a model, an endpoint of it, whether it streams and how it is bounded, and a tenant. Of
     a kind that nothing was seen of yet, the next coarser one tells; its first histogram starts from
-    that one's.
+    that one's. Where there are too many kinds, the one used the longest ago gives way; those of
+    requests in flight stay.
 
     What remains of a request follows from its progress, not from an estimate made at its start:
     ``E[min(L, bound) − g | L > g]`` after ``g`` tokens. Suffix sums of the histogram make that a
@@ -72,21 +99,34 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[_Kind, int] = {}
-        self._keep(_prior()[:, None])
-
-    def _keep(self, sums: Floats) -> None:
-        """Histograms are kept as suffix sums, of sequences and of their tokens, a row a kind."""
-        self._sums = sums
-        self._count: Floats = sums[0]
-        self._tokens: Floats = sums[1]
+        self._rows = _Rows(range(1, 1 + _MOST_KINDS))
+        self._tenants = _Rows(range(1 + _MOST_KINDS, 1 + 2 * _MOST_KINDS))
+        self._in_flight = [0] * (1 + 2 * _MOST_KINDS)  # requests by row
+        # Histograms are kept as suffix sums, of sequences and of their tokens, a row a kind.
+        self._sums: Floats = np.zeros((2, 1 + 2 * _MOST_KINDS, _SUMS))
+        self._sums[:, 0] = _prior()
+        self._count: Floats = self._sums[0]
+        self._tokens: Floats = self._sums[1]
 
     def row(self, profile: RequestProfile) -> int:
         """The histogram of the finest kind that requests like this were seen of; 0: of all."""
         for kind in reversed(_kinds(profile)):
-            if kind in self._rows:
-                return self._rows[kind]
+            if (row := self._table(kind).find(kind)) is not None:
+                return row
         return 0
+
+    def hold(self, profile: RequestProfile) -> int:
+        """:meth:`row`, which stays that of its kind until it is released."""
+        row = self.row(profile)
+        self._in_flight[row] += 1
+        return row
+
+    def release(self, begin: int) -> None:
+        """The request is over; ``begin`` is from :meth:`place`."""
+        self._in_flight[begin // _SUMS] -= 1
+
+    def _table(self, kind: _Kind) -> _Rows:
+        return self._tenants if len(kind) > _UNTENANTED else self._rows
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
         """A sequence of that request ended after ``tokens`` tokens.
@@ -129,15 +169,15 @@ class OutputLengths:
         """The row of all and those of the kinds; a new one starts from what its coarser shows."""
         rows = [0]
         for kind in kinds:
-            row = self._rows.get(kind)
+            table = self._table(kind)
+            row = table.find(kind)
             if row is None:
-                of_tenant = len(kind) > _UNTENANTED
-                if len(self._count) > (_MOST_TENANT_ROWS if of_tenant else _MOST_ROWS):
+                row = table.add(kind, lambda row: self._in_flight[row] > 0 or row in rows)
+                if row is None:
                     break
-                row = self._rows[kind] = len(self._count)
-                start = self._sums[:, rows[-1:]]
-                start = start * (_PRIOR_WEIGHT / start[0, 0, 0])
-                self._keep(np.concatenate([self._sums, start], axis=1))
+                coarser = self._sums[:, rows[-1]]
+                self._sums[:, row] = coarser * (_PRIOR_WEIGHT / coarser[0, 0])
+            table.use(kind)
             rows.append(row)
         return rows
 

@@ -709,3 +709,25 @@ def test_where_tokens_are_drafted_a_step_gives_several() -> None:
     clock.advance(3.0)
     drafted, plain = fleet.sequences(fleet.view(MODEL)).context - 100
     assert drafted == pytest.approx(3 * plain, rel=0.02)
+
+
+def test_request_in_flight_is_expected_as_its_kind_was_when_it_came() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(200):
+        fleet.lengths.observe(chat(100), 900)
+
+    def learn_others() -> None:
+        for number in range(2000):
+            fleet.lengths.observe(replace(chat(100), model=f"model-{number}"), 4000)
+
+    ticket = fleet.dispatch(replica(1), chat(100))
+    clock.advance(1.0)
+    [before] = fleet.sequences(fleet.view(MODEL)).remaining
+    learn_others()
+    clock.advance(0.1)
+    [after] = fleet.sequences(fleet.view(MODEL)).remaining
+    assert after == pytest.approx(before, rel=0.05)
+    fleet.release(ticket)
+    learn_others()
+    assert fleet.lengths.row(chat(100)) == 0

@@ -104,6 +104,57 @@ def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
     assert len({outputs.row(request(f"model-{number}")) for number in range(2000)}) < 1100
 
 
+@pytest.mark.parametrize("tenants", [False, True])
+def test_kind_that_comes_after_thousands_is_learned(tenants: bool) -> None:
+    def numbered(number: int) -> RequestProfile:
+        name = f"name-{number}"
+        return request(tenant=name) if tenants else request(name)
+
+    outputs = OutputLengths()
+    for number in range(2000):
+        for _ in range(3):
+            outputs.observe(numbered(number), 19)
+    for _ in range(36):
+        outputs.observe(numbered(2000), 2000)
+    assert outputs.expected(outputs.row(numbered(2000)), FREE) == pytest.approx(2000, rel=0.2)
+
+
+def test_kind_in_use_outlives_those_that_are_not() -> None:
+    outputs = OutputLengths()
+    for number in range(5000):
+        if number % 100 == 0:
+            for _ in range(20):
+                outputs.observe(request("usual"), 900)
+        outputs.observe(request(f"model-{number}"), 19)
+    assert outputs.expected(outputs.row(request("usual")), FREE) == pytest.approx(900, rel=0.2)
+
+
+def test_requests_in_flight_keep_the_histogram_of_their_kind() -> None:
+    outputs, _ = learned(900)
+    held = [outputs.hold(request()) for _ in range(2)]
+    before = outputs.expected(held[0], FREE)
+    for number in range(5000):
+        outputs.observe(request(f"model-{number}"), 19)
+    assert outputs.row(request()) == held[0]
+    assert outputs.expected(held[0], FREE) == before
+    for row in held:
+        begin, _ = outputs.place(row, FREE)
+        outputs.release(begin)
+    for number in range(5000):
+        outputs.observe(request(f"model-{number}"), 19)
+    assert outputs.row(request()) == 0
+
+
+def test_kinds_share_coarser_rows_while_requests_in_flight_have_all() -> None:
+    outputs = OutputLengths()
+    for number in range(2000):
+        outputs.observe(request(f"model-{number}"), 19)
+        outputs.hold(request(f"model-{number}"))
+    rows = {number: outputs.row(request(f"model-{number}")) for number in range(2000)}
+    outputs.observe(request("new"), 900)
+    assert {number: outputs.row(request(f"model-{number}")) for number in rows} == rows
+
+
 def test_names_that_clients_make_up_take_no_room() -> None:
     outputs = OutputLengths()
     for number in range(2000):
