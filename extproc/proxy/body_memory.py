@@ -61,8 +61,7 @@ class Body:
 
     def __init__(self, memory: BodyMemory) -> None:
         self.changed = False  # the replica gets another than the client sent
-        self.dropped: asyncio.Future[Refusal] | None = None
-        """Done when it was dropped, while it waited for its next chunk."""
+        self.dropped: asyncio.Future[Refusal] | None = None  # done when it gives way to others
         self._memory = memory
         self._chunks: list[bytes] = []
         self._size = 0

@@ -3,7 +3,7 @@
 from extproc.observe.decision_log import PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
-from extproc.proxy.services import Services
+from extproc.proxy.services import RESERVED, Services
 from extproc.request.errors import NoReplica
 from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
 from extproc.route.decision import Decision
@@ -98,7 +98,7 @@ class InFlight:
             outcome.status = _LOST
         profile = self._forecast.profile
         if self._chunks is not None:
-            services.reader.came(self._chunks, self._foreseen)
+            services.chunks.spend(self._chunks - self._foreseen)
         # What was cut off tells nothing of lengths.
         well = not lost and status is not None and status < 400 and not profile.in_background
         # Envoy closes the stream alike when a response has ended and when a client hangs up; only
@@ -170,7 +170,8 @@ class InFlight:
             return True
         forecast = self._forecast  # a first token alone tells how fast a replica loads an adapter
         loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
-        if not self._services.reader.reads(self._services.clock(), self._foreseen, loads):
+        services, reserved = self._services, 0.0 if loads else RESERVED
+        if not services.chunks.takes(services.clock(), self._foreseen, reserved):
             return False
         self._chunks = 0
         return True

@@ -4,7 +4,7 @@ The protocol shows in the first message. Messages that it does not wait for may 
 and are answered as they are.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from extproc.proxy import messages
 from extproc.proxy.admission import NONE_READY, choose
@@ -26,19 +26,14 @@ async def stream(exchange: Exchange) -> None:
     """Brings one request to a replica, and follows its response to the end."""
     try:
         await exchange.begin()
-        await exchange.answer(_protocol_of(exchange))
+        protocol = _full_duplex if exchange.full_duplex else _headers_first
+        await exchange.answer(_body_first if exchange.body_first else protocol)
         while True:
             await exchange.pass_one()
     except Left:
         pass
     finally:
         exchange.close()
-
-
-def _protocol_of(exchange: Exchange) -> Callable[[Exchange], Awaitable[None]]:
-    if exchange.body_first:
-        return _body_first
-    return _full_duplex if exchange.full_duplex else _headers_first
 
 
 async def _body_first(exchange: Exchange) -> None:
@@ -73,17 +68,16 @@ async def _headers_first(exchange: Exchange) -> None:
     asked = await _headers(exchange, lambda: messages.LEAVE_ALONE)
     if asked is None:
         return
-    if not asked.readable or exchange.body_mode not in _HELD_BACK:
-        # The headers leave before the body is seen, so its length must do.
-        reply = await choose(exchange, "request_headers", asked, partial=True)
-    elif (asked.length or 0) > LARGE_BODY and (model := exchange.only_model):
-        reply = await choose(exchange, "request_headers", asked, partial=True, large_for=model)
-    else:
-        await exchange.write(_wait_for_body(exchange, asked))
-        whole = exchange.take_body(await exchange.read("request_body"))
-        await _send_body(exchange, asked, whole)
+    # Where the headers leave before the body is seen its length must do.
+    unread, model = not asked.readable or exchange.body_mode not in _HELD_BACK, ""
+    if not unread and (asked.length or 0) > LARGE_BODY:
+        model = exchange.only_model or ""
+    if unread or model:
+        await exchange.write(await choose(exchange, "request_headers", asked, True, model))
         return
-    await exchange.write(reply)
+    await exchange.write(_wait_for_body(exchange, asked))
+    whole = exchange.take_body(await exchange.read("request_body"))
+    await _send_body(exchange, asked, whole)
 
 
 async def _full_duplex(exchange: Exchange) -> None:
@@ -97,8 +91,7 @@ async def _full_duplex(exchange: Exchange) -> None:
     if asked is None:
         return
     if not asked.readable:
-        reply = await choose(exchange, "request_headers", asked, partial=True)
-        await exchange.write(reply)
+        await exchange.write(await choose(exchange, "request_headers", asked, partial=True))
         return
     ended, trailers = await _first_part(exchange, asked)
     reply = await choose(exchange, "request_headers", asked, partial=not ended)
@@ -170,12 +163,13 @@ async def _send_body(exchange: Exchange, asked: Asked, whole: bool) -> None:
 
 def _wait_for_body(exchange: Exchange, asked: Asked) -> bytes:
     services = exchange.services
-    sees = services.watch.sees(services.clock(), services.fleet.eligibility.doubtful)
-    reads = asked.endpoint is Endpoint.RESPONSES  # their ids
-    exchange.unseen = not (sees or reads)
-    if exchange.unseen:
-        return messages.body_only(exchange.body_mode or messages.BUFFERED)
-    return messages.proceed("request_headers")
+    sees = services.responses.takes(services.clock(), 1.0)
+    sees |= services.fleet.eligibility.doubtful  # a replica failed of late and may be well again
+    sees |= asked.endpoint is Endpoint.RESPONSES  # their ids are read
+    exchange.unseen = not sees
+    if sees:
+        return messages.proceed("request_headers")
+    return messages.body_only(exchange.body_mode or messages.BUFFERED)
 
 
 def _to_any(exchange: Exchange) -> bytes:

@@ -68,7 +68,7 @@ async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
 async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
     services = router_of(unread)
     envoy = EnvoySide(Local(services))
-    while services.watch.sees(services.clock(), doubtful=False):
+    while services.responses.takes(services.clock(), 1.0):
         pass  # of other responses nothing is looked at for now
     for number in range(5):
         asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)

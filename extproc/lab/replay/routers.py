@@ -15,7 +15,7 @@ from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.services import Reader
+from extproc.proxy.services import RESERVED, chunk_budget
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
@@ -142,7 +142,7 @@ class Node:
         self.router = Router(
             self.fleet, route.policy, random, route.session_cost_s, self.queue.backlog
         )
-        self._reader = Reader(config.serve.chunks_per_s)
+        self._chunks = chunk_budget(config.serve.chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
 
@@ -154,7 +154,7 @@ class Node:
         self.fleet.sessions.saw(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
-            served.watched = self._reader.reads(self._clock(), chunks)
+            served.watched = self._chunks.takes(self._clock(), chunks, RESERVED)
 
     def retried(self, served: Served) -> None:
         """Moves a request to another replica after the first one failed."""
@@ -175,7 +175,7 @@ class Node:
         """Releases a request and learns from its answer."""
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
         if served.watched and streamed:
-            self._reader.came(tokens, served.decision.prediction.output_tokens)
+            self._chunks.spend(tokens - served.decision.prediction.output_tokens)
         ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
         forecast, replica = served.decision.forecast(), served.replica
         if served.finished is None:
