@@ -474,7 +474,8 @@ class Fleet:
             weight = (table.peers_joining + table.peers_decoding)[rows]
             tokens = (table.peers_kv + table.peers_backlog)[rows]
             on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
-        if (external := table.external[rows]).any():
+        external = table.external[rows]
+        if len(external.nonzero()[0]):
             tokens = np.maximum(table.kv_unattributed[rows], 0.0)
             remaining = external * self.lengths.expected(0, _UNBOUNDED)
             on, figures = _beside(on, figures, external, tokens, remaining)

@@ -115,10 +115,10 @@ class Peers:
         if changed.any():
             self._attribute(fresh & changed, changed)
             self._counts = fresh.astype(float)
-        if changed.any() or not alive.all():
+            self._add_up()
+        if not alive.all():
             self._keep(alive)
-            return True
-        return False
+        return bool(changed.any()) or not alive.all()
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
         """Takes what polls saw of peers out of what nobody accounts for, or puts it back.
@@ -135,6 +135,8 @@ class Peers:
     def polled(self, row: int, sequences: bool) -> None:
         """A poll of the replica in that row saw the peers' load as of now: its KV tokens, and its
         ``sequences``, if the page came soon enough to tell."""
+        if not len(self):
+            return
         load = self._load[:, :, row]
         known = np.where(self._counts, load, nan)
         if sequences:
@@ -180,7 +182,7 @@ class Peers:
     def _keep(self, peers: NDArray[np.bool_]) -> None:
         names = zip(self._numbers.items(), peers.tolist(), strict=True)
         self._numbers = dict(one for one, keep in names if keep)
-        self._load = self._load[:, peers]
+        self._load = self._load.compress(peers, axis=1)
         self._heard_at, self._patience, self._counts = (
             one[peers] for one in (self._heard_at, self._patience, self._counts)
         )

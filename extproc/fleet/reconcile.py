@@ -94,22 +94,24 @@ class Reconciliation:
 
     def _correct_external(self, row: int, then: Indices, state: ReplicaState) -> None:
         """Tells what the poll saw beyond ``then``, the router's requests at that time, and those of
-        the peers that count."""
-        replicas, requests = self._replicas, self._requests
-        own = sum(requests.parts[then].tolist())
+        the peers that count.
+
+        Of these any number may run, and those without a token may wait: so much of the replica's
+        queue is theirs, and the rest of it external.
+        """
+        replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
-            known = own + replicas.peers_parts.item(row)
+            known = sum(self._requests.parts[then].tolist()) + replicas.peers_parts.item(row)
             replicas.unattributed_before[row] = replicas.unattributed[row]
             replicas.unattributed[row] = state.running + state.waiting - known
             replicas.set_external()
         self._peers.polled(row, sequences=in_time)
         replicas.polled_waiting[row] = state.waiting
-        waiting = state.waiting - replicas.queued.item(row) - replicas.peers_queued.item(row)
-        prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
-        replicas.external_backlog[row] = (
-            min(max(waiting, 0.0), replicas.external.item(row)) * prompt
-        )
         replicas.polled_kv_usage[row] = state.kv_usage
+        may_wait = replicas.queued.item(row) + replicas.peers_queued.item(row)
+        waiting = min(max(state.waiting - may_wait, 0.0), replicas.external.item(row))
+        prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
+        replicas.external_backlog[row] = waiting * prompt
 
     def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
         """What the poll saw beyond what the running ones of ``then``, and peers' requests, have.
@@ -148,27 +150,25 @@ class Reconciliation:
         told = state.first_tokens > 0 or state.generated_tokens == 0
         theirs = replicas.peers_requests.item(row) + replicas.external.item(row)
         queued = max(state.waiting - theirs, 0.0)
-        counted = self._count(row, order, state, queued, told and not theirs)
         budget = replicas.token_budget.item(row)
-        admitted = self._admitted(self._settled(row, order, asked_at), state, budget)
-        surely = order[requests.prompt_end[order] <= admitted]
-        if len(surely) and requests.turn[surely[-1]] > counted:
-            # some were given up, and never counted
-            counted = replicas.begun[row] = requests.turn.item(surely[-1])
+        begun = self._count(row, order, state, queued, told and not theirs)
+        admitted = self._admitted(row, order, state, asked_at, budget)
+        surely = requests.turn[order[requests.prompt_end[order] <= admitted]]
+        if len(surely) and surely[-1] > begun:  # some were given up, and never counted
+            begun = replicas.begun[row] = surely.item(-1)
 
-        ahead = order[requests.turn[order] > counted]
-        prefilled, enqueued = replicas.prefilled.item(row), replicas.enqueued.item(row)
-        if not len(ahead):
-            replicas.prefilled[row] = enqueued
-            return
-        first = ahead[0]
-        end = requests.prompt_end.item(first)
-        start = end - requests.prompt.item(first)
-        least, most = max(start, admitted), inf
-        if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
-            rate = self._prefill_rate(row)
-            most = max(end, start + budget, least) + rate * (now - asked_at)
-        replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
+        ahead = order[requests.turn[order] > begun]
+        least, most = replicas.enqueued.item(row), inf
+        if len(ahead):
+            first = ahead.item(0)
+            end = requests.prompt_end.item(first)
+            start = end - requests.prompt.item(first)
+            least = max(start, admitted)
+            if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
+                rate = self._prefill_rate(row)
+                most = max(end, start + budget, least) + rate * (now - asked_at)
+        prefilled = min(max(replicas.prefilled.item(row), least), most)
+        replicas.prefilled[row] = min(prefilled, replicas.enqueued.item(row))
 
     def _count(
         self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
@@ -181,8 +181,6 @@ class Reconciliation:
         known = replicas.known.item(row)
         firsts = state.first_tokens - replicas.polled_firsts.item(row)
         replicas.polled_firsts[row] = state.first_tokens
-        if firsts < 0.0:  # another process
-            firsts = state.first_tokens
         if alone:
             # What was seen before the poll before is in the counts; what was seen since may not be.
             begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
@@ -194,28 +192,27 @@ class Reconciliation:
         # Of several engines each has a queue of its own: one that has a token may have overtaken.
         return begun if state.engines > 1 else max(begun, known)
 
-    def _admitted(self, settled: Indices, state: ReplicaState, budget: float) -> float:
-        """Up to where the prompts must be prefilled that are not in the replica's queue any
-        more."""
+    def _admitted(
+        self, row: int, order: Indices, state: ReplicaState, asked_at: float, budget: float
+    ) -> float:
+        """Prompt tokens that must be prefilled, as their requests have left the replica's queue.
+
+        Of use are the first requests, that were surely among those running or waiting: vLLM says at
+        the end of each step what was there when it began.
+        """
         requests = self._requests
+        under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
+        prompts = requests.each[order] * np.maximum(requests.weight[order], 1.0)
+        late = requests.sent_at[order] + _TOKENIZED * prompts > asked_at - under_way
+        settled = order[: late.argmax()] if late.any() else order
         turns: Floats = requests.turn[settled]
         most = turns[-1] - state.waiting if len(settled) else 0.0
         admitted = settled[: int(turns.searchsorted(most, "right"))]
         if not len(admitted):
             return 0.0
-        last = admitted[-1]
-        under_way = max(budget, requests.prompt.item(last)) if state.running else 0.0
-        return requests.prompt_end.item(last) - under_way
-
-    def _settled(self, row: int, order: Indices, asked_at: float) -> Indices:
-        """The first ones, that were surely among those running or waiting: vLLM says at the end of
-        each step what was there when it began."""
-        requests = self._requests
-        step = self._step_with(row, self._replicas.token_budget.item(row))
-        prompts = requests.each[order] * np.maximum(requests.weight[order], 1.0)
-        arrived_at = requests.sent_at[order] + _TOKENIZED * prompts
-        late = (arrived_at > asked_at - _UNDER_WAY - 2.0 * step).nonzero()[0]
-        return order[: late[0]] if len(late) else order
+        last = admitted.item(-1)
+        in_progress = max(budget, requests.prompt.item(last)) if state.running else 0.0
+        return requests.prompt_end.item(last) - in_progress
 
     def _prefill_rate(self, row: int) -> float:
         chunk = self._replicas.chunk.item(row)
@@ -228,18 +225,11 @@ class Reconciliation:
 
 
 def fade(replicas: Replicas, now: float) -> None:
-    """Forgets others' load on replicas whose polls are too old to tell."""
+    """Forgets external load on replicas whose polls are too old to tell."""
     sampled_at = replicas.sampled_at
     if len(replicas) and now - sampled_at[sampled_at.argmin()] > SILENT_AFTER_S:
         old = now - sampled_at > SILENT_AFTER_S
-        for column in (
-            replicas.unattributed,
-            replicas.unattributed_before,
-            replicas.external,
-            replicas.external_backlog,
-            replicas.kv_unattributed,
-            replicas.polled_waiting,
-            replicas.polled_kv_usage,
-        ):
-            column[old] = 0.0
         sampled_at[old] = inf  # forgotten, once and for all
+        replicas.unattributed_figures[:, old] = 0.0
+        replicas.external[old] = replicas.external_backlog[old] = 0.0
+        replicas.polled_waiting[old] = replicas.polled_kv_usage[old] = 0.0

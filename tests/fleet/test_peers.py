@@ -132,6 +132,13 @@ class Load(RuleBasedStateMachine):
         """A digest comes late, or once more."""
         self.hear(self.late.pop(data.draw(st.integers(0, len(self.late) - 1))))
 
+    @rule(router=ROUTER, number=REPLICA)
+    def overtaken_digest(self, router: int, number: int) -> None:
+        for fate in ("late", "heard"):
+            self.send(router, number, 100, 1)
+            self.digest(router, fate)
+        self.hear(self.late[-2])
+
     @rule(router=ROUTER)
     def farewell(self, router: int) -> None:
         self.hear(decode(self.fleets[router].digests.farewell().encode()))
@@ -154,7 +161,7 @@ class Load(RuleBasedStateMachine):
         now = self.clock()
         self.heard = {name: one for name, one in self.heard.items() if now - one.at <= DEAD_S}
 
-    @rule(seconds=st.sampled_from([0.01, EVERY_S, STALE_S, 0.3, DEAD_S]))
+    @rule(seconds=st.sampled_from([0.01, EVERY_S, 0.05, STALE_S, 0.3, DEAD_S]))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
@@ -230,4 +237,4 @@ class Load(RuleBasedStateMachine):
 
 
 TestLoad = Load.TestCase
-TestLoad.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLoad.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
