@@ -6,12 +6,12 @@ A decision turns a request's profile into a ``Decision``: it updates the fleet, 
 replica and chooses. Further columns: the ledger's entry and release of the request, and a poll of a
 replica. Learning from answers is not timed. A second table has the time from a chat's body to its
 profile, and the part of it for the keys of its prefix. A third one has an arrival and an end by the
-number of requests that are queued.
+number of requests that are queued. With LoRA adapters, each request is for one drawn at random.
 """
 
 import gc
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,6 +42,9 @@ from extproc.route.waiting import Waiting
 POLICIES = ("completion", "least_request")
 REPLICAS = (8, 100, 1000)
 _IN_FLIGHT = 30  # requests per replica
+_ADAPTERS = 500
+_MAX_LORAS = 8  # adapters in a batch
+LOADED = ((100, 30), (100, 50))  # replicas and requests per replica of the lines with adapters
 _RATE = 300.0  # requests per second, whatever the size of the fleet
 _POLL_INTERVAL = 0.2  # seconds between two polls of a replica
 _MODEL = "model"
@@ -71,6 +74,8 @@ class Timing:
     policy: str
     replicas: int
     full: bool  # no KV cache has room for another prompt
+    adapters: int  # LoRA adapters, one of which each request is for
+    in_flight: int  # requests
     median_us: float
     p99_us: float
     ledger_us: float  # median, for the entry of a request and its release together
@@ -102,16 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_json(parser)
     args = parser.parse_args(argv)
     print(
-        f"{'policy':<14}{'replicas':>9}{'':<6}{'decision':>12}{'p99':>12}"
-        f"{'its ledger':>12}{'a poll':>12}"
+        f"{'policy':<14}{'replicas':>9}{'':<6}{'in flight':>10}{'adapters':>10}"
+        f"{'decision':>12}{'p99':>12}{'its ledger':>12}{'a poll':>12}"
     )
     runs = []
-    fleets = [(policy, replicas, False) for policy in POLICIES for replicas in REPLICAS]
-    fleets += [("completion", replicas, True) for replicas in REPLICAS]
-    for policy, replicas, full in fleets:
-        run = measure(policy, replicas, args.decisions, full)
+    fleets = [(policy, size, False, 0, _IN_FLIGHT) for policy in POLICIES for size in REPLICAS]
+    fleets += [("completion", size, True, 0, _IN_FLIGHT) for size in REPLICAS]
+    fleets += [
+        ("completion", size, False, adapters, in_flight)
+        for size, in_flight in LOADED
+        for adapters in (0, _ADAPTERS)
+    ]
+    for policy, replicas, full, adapters, in_flight in fleets:
+        run = measure(policy, replicas, args.decisions, full, adapters, in_flight)
         times = (run.median_us, run.p99_us, run.ledger_us, run.poll_us)
         line = f"{policy:<14}{replicas:>9}{' full' if full else '':<6}"
+        line += f"{run.in_flight:>10}{adapters:>10}"
         print(line + "".join(f"{us:>9.1f} µs" for us in times), flush=True)
         runs.append(asdict(run))
     print(f"{'a chat of':<14}{'profile':>12}{'its keys':>12}")
@@ -131,9 +142,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> Timing:
-    """Times decisions, after a tenth as many to warm up."""
-    load = _Load(policy, replicas, _FULL if full else _KV_USAGE)
+def measure(
+    policy: str,
+    replicas: int,
+    decisions: int,
+    full: bool = False,
+    adapters: int = 0,
+    in_flight: int = _IN_FLIGHT,
+) -> Timing:
+    """Times decisions, after a tenth as many to warm up; ``in_flight``: requests per replica."""
+    load = _Load(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
     for _ in range(decisions // 10):
         load.step()
     for seconds in (load.decisions, load.ledger, load.polls):
@@ -147,6 +165,8 @@ def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> T
         policy,
         replicas,
         full,
+        adapters,
+        replicas * in_flight,
         median_us=median(load.decisions) * 1e6,
         p99_us=quantiles(load.decisions, n=100)[-1] * 1e6,
         ledger_us=median(load.ledger) * 1e6,
@@ -244,7 +264,9 @@ class _Queued:
 class _Load:
     """Router under a virtual clock; with each request that comes another ends."""
 
-    def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
+    def __init__(
+        self, policy: str, replicas: int, kv_usage: float, adapters: int, in_flight: int
+    ) -> None:
         self.decisions: list[float] = []  # seconds of each
         self.ledger: list[float] = []  # seconds, each for the entry and the release of a request
         self.polls: list[float] = []  # seconds of each
@@ -255,16 +277,19 @@ class _Load:
         self._router = Router(self._fleet, policy, self._random)
         size = _SHARED_TOKENS * _BYTES_PER_TOKEN
         self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
+        self._adapters = tuple(f"adapter-{number}" for number in range(adapters))
         names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
+        self._models: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name in names:
             self._fleet.put(self._state(name))
         self._to_poll = cycle(names)
         self._polled_at = 0.0
         self._pause = _POLL_INTERVAL / replicas
-        self._in_flight: list[Ticket] = []
-        for name in (one for one in names for _ in range(_IN_FLIGHT)):
+        self._in_flight: list[tuple[Ticket, str, str]] = []
+        for name in (one for one in names for _ in range(in_flight)):
             self._wait()
-            self._in_flight.append(self._fleet.dispatch(name, self._request()))
+            request = self._request()
+            self._enter(self._fleet.dispatch(name, request), name, request.model)
 
     def step(self) -> None:
         self._wait()
@@ -276,14 +301,20 @@ class _Load:
         ticket = self._fleet.dispatch(decision.replica, request, decision.cached)
         entered = perf_counter()
         self.decisions.append(decided - start)
-        self._in_flight.append(ticket)
+        self._enter(ticket, decision.replica, request.model)
         self._wait()
-        ended = self._in_flight.pop(self._random.randrange(len(self._in_flight)))
+        at = self._random.randrange(len(self._in_flight))
+        ended, replica, model = self._in_flight.pop(at)
+        self._models[replica] -= Counter((model,))
         start = perf_counter()
         self._fleet.release(ended)
         self.ledger.append(perf_counter() - start + entered - decided)
         tokens = int(self._random.lognormvariate(0.0, 1.0) * _OUTPUT_TOKENS) + 1
         self._fleet.lengths.observe(request, min(tokens, request.output_bound or tokens))
+
+    def _enter(self, ticket: Ticket, replica: str, model: str) -> None:
+        self._in_flight.append((ticket, replica, model))
+        self._models[replica][model] += 1
 
     def _wait(self) -> None:
         """Advances half the time until the next request, with the polls that are due."""
@@ -303,17 +334,22 @@ class _Load:
         size, shared = prompt * _BYTES_PER_TOKEN, self._random.choice(self._shared)
         text = (shared + self._random.randbytes(max(size - len(shared), 0)))[:size]
         return RequestProfile(
-            *(Endpoint.CHAT, _MODEL, prompt, size, bound),
+            Endpoint.CHAT,
+            self._random.choice(self._adapters) if self._adapters else _MODEL,
+            *(prompt, size, bound),
             stream=stream,
             prefix=prefix_of(b"", b"", text, prompt, 0),
         )
 
     def _state(self, name: str) -> ReplicaState:
-        now = self._clock()
+        now, in_use = self._clock(), tuple(self._models[name])[:_MAX_LORAS]
         return ReplicaState(
             id=name,
             profile=_HARDWARE,
-            models=(_MODEL,),
+            models=(_MODEL, *self._adapters),
+            adapters=self._adapters,
+            max_loras=_MAX_LORAS,
+            adapters_in_use=in_use if self._adapters else (),
             max_model_len=16_384,
             running=self._fleet.in_flight_on(name),
             kv_usage=self._kv_usage,

@@ -109,11 +109,15 @@ class Simulation(simulation.Simulation):
     target_share: float = 1.0  # of the others, those that have the target
     ignore_targets: bool = False  # the router is told of no target
     tenants: PySequence[float] = ()  # shares of the requests; none: one tenant
+    adapters: int = 0  # LoRA adapters; the k-th is asked for 1/k as often as the model itself
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self._groups = Random(f"{self.seed} groups")
+        self._asked = Random(f"{self.seed} adapters")
+        self._names = tuple(f"adapter-{number}" for number in range(self.adapters))
+        self._shares = [1.0, *(1.0 / number for number in range(1, self.adapters + 1))]
         machines = {name: self._machine(name) for name in self.fleet_file.members}
         poll_s = self.poll_interval or poll_interval(self.policy)
         self.nodes: list[Node] = []
@@ -141,9 +145,10 @@ class Simulation(simulation.Simulation):
         assert isinstance(traced, TracedRequest)
         streamed = self._random.random() < STREAMED
         known = "lengths" in self.know
+        (model,) = self._asked.choices((MODEL, *self._names), self._shares)
         profile = RequestProfile(
             Endpoint.CHAT,
-            MODEL,
+            model,
             traced.prompt_tokens,
             traced.prompt_tokens * 4,
             output_bound=traced.output_tokens if known else traced.max_tokens,
@@ -155,7 +160,8 @@ class Simulation(simulation.Simulation):
         objective = self._objective()
         if not (self.ignore_targets and objective.has_target):
             profile.objective = objective
-        sequences = partial(_sequences, traced, objective.priority)
+        adapter = model if model in self._names else ""
+        sequences = partial(_sequences, traced, objective.priority, adapter)
         return Arrival(number, traced, profile, objective, sequences)
 
     def _objective(self) -> Objective:
@@ -200,7 +206,8 @@ class Simulation(simulation.Simulation):
             cold_steps=group.cold_steps,
             old_counters=group.old_counters,
         )
-        return Machine(name, self.fleet_file.members[name], engine)
+        profile = self.fleet_file.members[name]
+        return Machine(name, profile, lambda profile: engine(profile, adapters=group.adapters()))
 
     def _node(self, number: int) -> Node:
         hold = _HOLD if self.hold else _NO_HOLD
@@ -216,7 +223,8 @@ class Simulation(simulation.Simulation):
             id=machine.name,
             name=machine.name,
             profile=machine.profile.name,
-            models=(MODEL,),
+            models=(MODEL, *self._names),
+            adapters=self._names,
             takes_priority=True,
             by_priority=machine.engine.by_priority,
             max_model_len=min(_MAX_MODEL_LEN, capacity),
@@ -225,6 +233,8 @@ class Simulation(simulation.Simulation):
         return Watch(machine, told, believed, prior, poll_s, Random(self.seed))
 
 
-def _sequences(traced: TracedRequest, priority: int, block_size: int) -> list[Sequence]:
+def _sequences(
+    traced: TracedRequest, priority: int, adapter: str, block_size: int
+) -> list[Sequence]:
     lengths = traced.prompt_tokens, traced.output_tokens
-    return [Sequence(0, *lengths, traced.block_hashes(block_size), priority=-priority)]
+    return [Sequence(0, *lengths, traced.block_hashes(block_size), adapter, priority=-priority)]

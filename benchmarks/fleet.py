@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.features import ACCEPTANCE, Speculation
+from extproc.lab.simulator.features import ACCEPTANCE, Adapters, Speculation
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 Happening = Literal["down", "up", "hang"]
@@ -37,6 +37,8 @@ class ReplicaGroup(_Part):
     """Probability that a drafted token is accepted if those before it are."""
     cold_steps: int = Field(default=0, ge=0)  # first steps of each process, which take longer
     old_counters: bool = False  # of vLLM up to 0.15
+    max_loras: int = Field(default=0, ge=0)  # LoRA adapters in a batch; 0: none are served
+    adapter_load_s: float = Field(default=0.1, ge=0)  # seconds
 
     @field_validator("profile", "believed")
     @classmethod
@@ -51,6 +53,9 @@ class ReplicaGroup(_Part):
     def speculation(self, random: Random) -> Speculation | None:
         drafts = self.draft_tokens
         return Speculation(drafts, self.acceptance, random) if drafts else None
+
+    def adapters(self) -> Adapters | None:
+        return Adapters(self.max_loras, self.adapter_load_s) if self.max_loras else None
 
 
 class FleetEvent(_Part):

@@ -71,6 +71,7 @@ def _compare(
         "hold": args.hold == "on",
         "urgent": args.urgent,
         "tenants": args.tenants,
+        "adapters": args.adapters,
         "target": Objective("target", ttft_s=args.ttft_target, completion_s=args.completion_target),
         "target_share": args.target_share,
         "ignore_targets": args.ignore_targets,
@@ -169,6 +170,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ignore-targets", action="store_true", help=counted)
     deal = "so many requests of each tenant for so many of the others [one tenant]"
     add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=deal)
+    asked = "LoRA adapters; the k-th is asked for 1/k as often as the model itself [0]"
+    add("--adapters", type=arguments.count, default=0, metavar="N", help=asked)
     told = "what the router is told that production would not know"
     known = arguments.some_of(KNOWN)
     add("--know", type=known, default=[], metavar=",".join(KNOWN), help=told)

@@ -30,7 +30,7 @@ _REMEMBERED_S = 2 * _LONGEST_EJECTION_S  # longer than until the next trial of a
 _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
 enough to bear it where it is ten times slower than its profile says."""
-_MODELS_REMEMBERED = 64
+_REMEMBERED_ROWS = 200_000  # entries of remembered candidates, of all models: some 10 MB
 _UNDER_WAY_S = 1.0  # seconds for which an answer may be on its way
 _FULL = "its engine answered that it is full"
 _FAILING = "it failed several requests in a row"
@@ -125,6 +125,8 @@ REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
 @dataclass(slots=True)
 class _Replica:
     state: ReplicaState
+    models: frozenset[str]  # those in ``state``
+    adapters: frozenset[str]
     heard_at: float
     moved_at: float  # when its engine was last seen to work, or to have nothing to do
     stalled: str = ""  # why it looks alive and is not; empty where it does not
@@ -176,12 +178,15 @@ class Eligibility:
         self.silence.heard(state.id, now)
         one = self._replicas.get(state.id)
         if one is None:
-            one = self._replicas[state.id] = _Replica(state, now, now)
+            served = frozenset(state.models), frozenset(state.adapters)
+            one = self._replicas[state.id] = _Replica(state, *served, now, now)
             self._changed = True
         else:
             if _moved(one.state, state):
                 one.moved_at = now
-            self._changed |= _said(state) != _said(one.state)
+            if _said(state) != _said(one.state):
+                one.models, one.adapters = frozenset(state.models), frozenset(state.adapters)
+                self._changed = True
         one.state, one.heard_at = state, now - age
         one.frozen = idle and one.heard_at - one.moved_at >= _FROZEN_S
         if state.healthy:
@@ -270,19 +275,19 @@ class Eligibility:
             self._next_end = min((end for end in ends if end > now), default=inf)
         found = self._candidates.get((model, among, told))
         if found is None:
-            if len(self._candidates) >= _MODELS_REMEMBERED:
+            if len(self._candidates) * len(self._replicas) >= _REMEMBERED_ROWS:
                 self._candidates.clear()
             found = self._candidates[model, among, told] = self._choose(model, among, told)
         return found
 
-    def without_full(self, candidates: Candidates, requests: Floats) -> Candidates:
+    def without_full(self, candidates: Candidates, model: str, requests: Floats) -> Candidates:
         """Without new ones that may get no more for now, unless that is all; ``requests``: by row
         of the fleet's table, those in flight."""
         ids, rows = candidates.ids, candidates.rows.tolist()
         left_out = [self._full(name, requests[row]) for name, row in zip(ids, rows, strict=True)]
         if not any(left_out) or all(left_out):
             return candidates
-        chosen = self._of(ids, left_out)
+        chosen = self._of(ids, left_out, model)
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
     def everyone(self) -> Candidates:
@@ -291,7 +296,8 @@ class Eligibility:
         ids = sorted(self._rows, key=self._rows.__getitem__)
         against = self._against()
         reasons = [against[name][1] if name in against else "" for name in ids]
-        return replace(self._of(ids, [""] * len(ids)), excluded=self._of(ids, reasons).excluded)
+        usable = self._of(ids, [""] * len(ids))
+        return replace(usable, excluded=self._of(ids, reasons).excluded)
 
     def against(self) -> Iterator[tuple[str, str]]:
         """Members that something speaks against, whatever the model: what they are, in one word."""
@@ -338,6 +344,12 @@ class Eligibility:
         usable = self.candidates(model, among).ids
         return any(self._serves(model, self._replicas[name]) for name in usable)
 
+    def adapter(self, replica: str, model: str) -> str:
+        """Returns the LoRA adapter that a member is asked for; empty: it has none of that name."""
+        one = self._replicas[replica]
+        name = self._names.known(model, one.models) or ""
+        return name if name in one.adapters else ""
+
     def works(self, replica: str) -> bool:
         """Whether a member is healthy and not ejected: it can be asked for what it alone holds."""
         one = self._replicas.get(replica)
@@ -379,7 +391,7 @@ class Eligibility:
             del left_out[tried]
         ids = sorted(members, key=self._rows.__getitem__)
         return replace(
-            self._of(ids, [left_out.get(name, "") for name in ids]),
+            self._of(ids, [left_out.get(name, "") for name in ids], model),
             unknown=bool(serving) and all_told and not any(serving),
             only_some=any(serving) and not all(serving),
         )
@@ -398,14 +410,16 @@ class Eligibility:
         ]
         return min(found, key=lambda one: one.trial_at).state.id if found else None
 
-    def _of(self, ids: Iterable[str], left_out: Iterable[str]) -> Candidates:
+    def _of(self, ids: Iterable[str], left_out: Iterable[str], model: str = "") -> Candidates:
         found = [(self._replicas[name].state, why) for name, why in zip(ids, left_out, strict=True)]
         usable = [state for state, why in found if not why]
         ids = [state.id for state in usable]
+        adapters = [self.adapter(name, model) for name in ids]
         return Candidates(
             np.array([self._rows[name] for name in ids], dtype=np.intp),
             ids,
             [state.name or state.id for state in usable],
+            adapters if any(adapters) else (),
             tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
         )
 
@@ -455,7 +469,7 @@ class Eligibility:
         return f"new, and its speed not measured yet: at most {limit} requests at a time"
 
     def _serves(self, model: str, one: _Replica) -> bool:
-        return self._names.known(model, one.state.models) is not None
+        return self._names.known(model, one.models) is not None
 
     def _is_ejected(self, one: _Replica) -> bool:
         return self._clock() < one.ejected_until
@@ -515,8 +529,8 @@ def _is_held_up(state: ReplicaState) -> bool:
 
 def _said(state: ReplicaState) -> tuple[object, ...]:
     """What a poll says that may change what is answered."""
-    told = state.healthy, state.problem, state.models, state.listed, state.name, state.draining
-    return *told, state.asleep, _is_held_up(state)
+    told = state.healthy, state.problem, state.models, state.adapters, state.listed, state.name
+    return *told, state.draining, state.asleep, _is_held_up(state)
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:

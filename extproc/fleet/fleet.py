@@ -87,13 +87,13 @@ class Fleet:
         self.sessions = Holders()
         self.sent = SentPrompts()
         self.blocks = HeldBlocks(clock)
-        self.adapters = Adapters(requests, rows)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
         self._prefixes = Prefixes()
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
+        self.adapters = Adapters(replicas, rows, self._ledger, lengths)
         self._reconciliation = Reconciliation(replicas, requests, self.peers)
         self.digests = DigestSource(
             self.router,
@@ -145,7 +145,7 @@ class Fleet:
             self.sent.emptied(state.id)
             self.adapters.restarted(row)
         self._prefixes.polled(row, state)
-        self.adapters.polled(row, state, asked_at)
+        self.adapters.polled(row, state, asked_at, now)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
 
     def _is_idle(self, replica: str) -> bool:
@@ -240,7 +240,7 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
         self._remember(row, profile.prefix)
-        [adapter] = self._adapters_on([replica], profile.model) or ("",)
+        adapter = self.eligibility.adapter(replica, profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self.adapters.sent(row, ticket, adapter, now)
@@ -386,8 +386,8 @@ class Fleet:
             requests = table.requests + table.external
             if self.peers.counted:
                 requests += table.peers_requests
-            candidates = self.eligibility.without_full(candidates, requests)
-        view = self._view(candidates, self._adapters_on(candidates.ids, model))
+            candidates = self.eligibility.without_full(candidates, model, requests)
+        view = self._view(candidates)
         if len(view) and most(view.by_priority) > 0.0:
             self._put_behind(view, priority)
         if self.eligibility.any_new:
@@ -425,10 +425,10 @@ class Fleet:
         if self._corrections.due(now):
             self._replicas.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
 
-    def _view(self, candidates: Candidates, adapters: Sequence[str] = ()) -> FleetView:
+    def _view(self, candidates: Candidates) -> FleetView:
         rows, table = candidates.rows, self._replicas
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
-        view = FleetView(candidates, columns, adapters)
+        view = FleetView(candidates, columns)
         view.taken = view.kv_used + view.joining + view.external_backlog
         view.beside_steps = self.first_tokens.beside_steps
         if self.peers.counted:
@@ -483,18 +483,8 @@ class Fleet:
 
     def adapter_times(self, view: FleetView) -> AdapterTimes | None:
         """What a request for a LoRA adapter meets on the candidates of a view; None where the model
-        is none. Call :meth:`sequences` before."""
-        if not any(view.adapters):
-            return None
-        typical = self.lengths.expected(0, _UNBOUNDED)
-        return self.adapters.times(view, typical, self._clock())
-
-    def _adapters_on(self, replicas: Sequence[str], model: str) -> Sequence[str]:
-        adapters, members = self.adapters, self.members
-        if not adapters or not any(name in adapters for name in members.names.served(model)):
-            return ()
-        names = (members.name_on(replica, model) for replica in replicas)
-        return [name if name in adapters else "" for name in names]
+        is none."""
+        return self.adapters.times(view, self._clock()) if view.adapters else None
 
 
 def _beside(

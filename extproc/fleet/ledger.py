@@ -90,6 +90,14 @@ class Ledger:
         age = now - self._replicas.sampled_at[rows]
         return (age >= 0.0) & (age <= _LATE_S)
 
+    def ends(self, replica: int) -> dict[int, float]:
+        """Returns when each request there should end by its ticket, if all of them decode."""
+        table, requests = self._replicas, self._requests
+        token = table.decode_step.item(replica) / table.tokens_per_step.item(replica)
+        here = (requests.replica == replica).nonzero()[0]
+        ends = requests.remaining[here] * token + self._progress.refreshed_at
+        return dict(zip(requests.ticket[here].tolist(), ends.tolist(), strict=True))
+
     def generated(self, ticket: Ticket, now: float) -> tuple[float, float]:
         """Tokens that each of a request's sequences has, by the steps that its replica counts, and
         seconds since the first of them; nothing where steps were not heard of lately: they are only

@@ -116,6 +116,11 @@ class Progress:
             self._start_decoding()
             self._sum_up()
 
+    @property
+    def refreshed_at(self) -> float:
+        """Seconds on the clock as of which the requests are."""
+        return self._refreshed_at
+
     def look_ahead(self) -> None:
         """What is expected of the requests, as of the last refresh."""
         if not self._looked_ahead:

@@ -106,6 +106,9 @@ class Replicas(Columns, Table):
     held: Floats  # their prompt tokens
     tells: Floats  # 1: it tells the size of its KV cache, and its speed was measured
     sampled_at: Floats  # when the last poll's figures were taken
+    adapter_at: Floats  # when another LoRA adapter gets a slot; in the past: now
+    adapter_load_s: Floats  # to load it; 0: not known to serve any
+    idle_adapter_at: Floats  # last use of the adapter that is dropped for it; −∞: a slot is empty
     # What polls saw beyond the router's own requests and those of the peers that count; may be
     # negative:
     unattributed: Floats  # sequences, at the last poll

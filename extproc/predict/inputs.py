@@ -55,6 +55,7 @@ class Candidates:
     rows: Indices  # where they stand in the fleet's table
     ids: list[str]  # ``ip:port`` of each
     names: list[str]  # what the configuration calls them
+    adapters: Sequence[str] = ()  # LoRA adapter that each is asked for, ""; (): all for none
     excluded: tuple[Excluded, ...] = ()  # replicas of the pool that could not serve it now
     unknown: bool = False  # all members told all they serve, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
@@ -107,21 +108,12 @@ class FleetView(Columns):
     and for each token of its prompt."""
     behind: Floats | float = 0.0  # prompt tokens of requests that let this one pass; not in backlog
 
-    def __init__(
-        self,
-        candidates: Candidates,
-        columns: Iterable[tuple[str, Floats]],
-        adapters: Sequence[str] = (),
-    ) -> None:
-        """A view of these, with columns and their names.
-
-        ``adapters``: the LoRA adapter that each is asked for, empty for a model that is none; no
-        entries where the model is an adapter nowhere.
-        """
+    def __init__(self, candidates: Candidates, columns: Iterable[tuple[str, Floats]]) -> None:
+        """A view of these, with columns and their names."""
         self.candidates = candidates
         self.rows, self.ids, self.names = candidates.rows, candidates.ids, candidates.names
         self.excluded = candidates.excluded
-        self.adapters = adapters
+        self.adapters = candidates.adapters
         self.__dict__.update(columns)
 
     @property

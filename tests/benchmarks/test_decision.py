@@ -10,6 +10,7 @@ def test_it_times_every_policy_and_size_of_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decision, "REPLICAS", (1, 3))
+    monkeypatch.setattr(decision, "LOADED", ((2, 4),))
     monkeypatch.setattr(decision, "QUEUED", (5, 20))
     report = tmp_path / "decision.json"
     assert decision.main(["--decisions", "50", "--json", str(report)]) == 0
@@ -18,7 +19,9 @@ def test_it_times_every_policy_and_size_of_fleet(
     assert [(run["policy"], run["replicas"], run["full"]) for run in runs] == [
         *[(policy, size, False) for policy in ("completion", "least_request") for size in (1, 3)],
         *[("completion", size, True) for size in (1, 3)],
+        *[("completion", 2, False)] * 2,
     ]
+    assert [(run["in_flight"], run["adapters"]) for run in runs[-2:]] == [(8, 0), (8, 500)]
     for run in runs:
         assert 0 < run["median_us"] <= run["p99_us"]
         assert run["ledger_us"] > 0

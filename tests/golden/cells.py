@@ -51,6 +51,7 @@ CELLS: dict[str, tuple[str, str, str, str, str]] = {
     "routers-1s": (_CONV, "equal", "1.5", "completion", "--routers 4 --share-lag 1"),
     "routers-alone": (_CONV, "mixed", "4", "completion", "--routers 4"),
     "routers-mixed": (_CONV, "mixed", "4", "completion", "--routers 4 --share-lag 0.02"),
+    "adapters": (_CONV, "adapters", "1.3", "completion,least_request", "--adapters 24"),
     "agents": (_AGENTS, "a100", "2", _SHARED, "--requests 2500"),
     "agents-mixed": (_AGENTS, "mixed", "1.5", "completion,lmetric", "--requests 2500"),
     "agents-routers": (

@@ -1,8 +1,10 @@
 """Requests for LoRA adapters: where they go, and what is predicted of them."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from msgspec import structs
@@ -27,10 +29,10 @@ SHORT = 5  # tokens of an answer of which a load is more than a tenth: else it i
 class System:
     """Replicas that serve three adapters, and a router."""
 
-    def __init__(self, replicas: int, max_loras: int) -> None:
+    def __init__(self, replicas: int, max_loras: int, adapters: tuple[str, ...] = ADAPTERS) -> None:
         self.clock = ManualClock()
         self.fleet = Fleet(OutputLengths(), self.clock)
-        self.max_loras = max_loras
+        self.max_loras, self.adapters = max_loras, adapters
         for number in range(1, replicas + 1):
             self.poll(number)
         self.router = Router(self.fleet, "completion", random.Random(1))
@@ -45,8 +47,8 @@ class System:
             number,
             A10,
             self.clock,
-            models=(MODEL, *ADAPTERS),
-            adapters=ADAPTERS,
+            models=(MODEL, *self.adapters),
+            adapters=self.adapters,
             max_loras=self.max_loras,
             adapters_in_use=in_use,
             **figures,
@@ -274,6 +276,28 @@ def test_no_more_adapters_are_told_apart_than_a_batch_can_have() -> None:
     assert system.extra(names[0]) == 0.0
     assert system.extra(names[255]) == 0.0
     assert system.extra(names[256]) > 0.0
+
+
+@pytest.mark.parametrize("in_flight", [30, 50])
+def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_model(in_flight: int) -> None:
+    """Counted in function calls, which no other process slows down."""
+    system = System(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
+    names = cycle(system.adapters)
+    for number in range(1, 101):
+        for _ in range(in_flight):
+            system.send(next(names), number)
+    plain, adapter = calls_of(system, MODEL), calls_of(system, "adapter-7")
+    assert adapter <= 1.5 * plain
+
+
+def calls_of(system: System, model: str) -> int:
+    """Function calls of a decision after another one for the same model."""
+    calls = Counter[str]()
+    system.decide(model)
+    sys.setprofile(lambda _frame, event, _arg: calls.update([event]))
+    system.decide(model)
+    sys.setprofile(None)
+    return calls["call"] + calls["c_call"]
 
 
 def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:

@@ -182,6 +182,8 @@ class Watch:
         lengths = self._machine.output_lengths
         return EngineFigures(
             models=self.told.models,
+            max_loras=engine.adapters.slots if engine.adapters else 0,
+            adapters_in_use=tuple(gauges.adapters),
             running=gauges.running,
             waiting=gauges.waiting,
             kv_usage=gauges.kv_usage,
