@@ -50,6 +50,7 @@ class Keys:
         tag = f"{{{pool}}}:"
         self.slot = f"{tag}slot"  # never written: its hash slot is the pool's
         self.replica = f"{tag}replica:"  # a state, which expires
+        self.lists = f"{tag}lists:"  # models and adapters that states name, by hash
         self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
         self.departed_models = f"{tag}departed-models"  # when each was last served: a sorted set

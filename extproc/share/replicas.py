@@ -1,13 +1,18 @@
 """Replica state in Redis: pollers write it, every router hears of each change.
 
-A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
+A state is a value, not an event: the last one wins, and a lost one is repaired by the next. A state
+with LoRA adapters names its lists by their hash; Redis keeps each list once, for every reader that
+does not know it. Where Redis has no such list the state carries it.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 from random import Random
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
@@ -36,6 +41,20 @@ class Put(Struct, array_like=True, frozen=True):
     state: ReplicaState
 
 
+class PutListed(Struct, array_like=True, frozen=True):
+    """A replica's new state, without its models and adapters."""
+
+    state: ReplicaState
+    lists: str  # their hash
+
+
+class Lists(Struct, array_like=True, frozen=True):
+    """Lists that states name by a hash."""
+
+    models: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+
 class Removed(Struct, array_like=True, frozen=True):
     """A replica left the pool."""
 
@@ -45,20 +64,32 @@ class Removed(Struct, array_like=True, frozen=True):
 Change = Snapshot | Put | Removed
 
 PUT = Kind("put", Put, pack=float)  # of numpy's numbers
+PUT_LISTED = Kind("put listed", PutListed, pack=float)
+LISTS = Kind("lists", Lists)
 REMOVED = Kind("removed", Removed)
 
-# KEYS: of the states. ARGV: TTL in ms, channel, values. A full Redis refuses values, and still
-# passes them on.
+# KEYS: of the states, then of their lists. ARGV: number of states, TTL in ms of these, and of
+# lists, channel, values of the states, values of the lists (none: Redis should have them). Returns
+# 1, and does nothing else, if Redis lacks a list. A full Redis refuses values, and still passes
+# them on.
 _PUT = f"""
-local refused
-for i, key in ipairs(KEYS) do
-  local set = redis.pcall('SET', key, ARGV[2 + i], 'PX', ARGV[1])
+local states, refused = tonumber(ARGV[1])
+for i = states + 1, #KEYS do
+  if ARGV[4 + i] then
+    local set = redis.pcall('SET', KEYS[i], ARGV[4 + i], 'PX', ARGV[3])
+    if set.err then refused = set end
+  elseif redis.call('PEXPIRE', KEYS[i], ARGV[3]) == 0 then
+    return 1
+  end
+end
+for i = 1, states do
+  local set = redis.pcall('SET', KEYS[i], ARGV[4 + i], 'PX', ARGV[2])
   if set.err then refused = set end
 end
-for first = 1, #KEYS, {_IN_A_MESSAGE} do
-  local last = math.min(first + {_IN_A_MESSAGE} - 1, #KEYS)
+for first = 1, states, {_IN_A_MESSAGE} do
+  local last = math.min(first + {_IN_A_MESSAGE} - 1, states)
   local head = '\\220' .. string.char(0, last - first + 1)  -- sealed_list
-  redis.call('PUBLISH', ARGV[2], head .. table.concat(ARGV, '', 2 + first, 2 + last))
+  redis.call('PUBLISH', ARGV[4], head .. table.concat(ARGV, '', 4 + first, 4 + last))
 end
 return refused
 """
@@ -91,10 +122,16 @@ class StateWriter:
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
-        values = [PUT.seal(Put(state)) for state in states]
-        options = (self._ttl_ms, self._keys.changes)
+        named = {Lists(one.models, one.adapters) for one in states if one.adapters}
+        lists = {self._keys.lists + name: value for name, value in map(_sealed_lists, named)}
+        # Twice the life of a state: a reader finds the lists of each state that it found.
+        options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
+        keys += lists
         async with in_time():
-            await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
+            values = [_sealed(state) for state in states]
+            if await self._redis.eval(_PUT, len(keys), *keys, *options, *values):
+                values = [PUT.seal(Put(state)) for state in states]
+                await self._redis.eval(_PUT, len(keys), *keys, *options, *values, *lists.values())
 
     async def remove(self, replicas: Sequence[str]) -> None:
         if not replicas:
@@ -120,6 +157,8 @@ class StateReader(ChannelReader[Change]):
         self._outage = outage(redis)
         self._scraped_at: dict[str, float] = {}
         """When the states of the snapshot were scraped, while older ones may be pushed."""
+        self._lists: dict[str, Lists] = {}  # those that states name now, by hash
+        self._named: dict[str, str] = {}  # the hash that each replica's last state names
 
     @property
     def lost(self) -> bool:
@@ -134,17 +173,51 @@ class StateReader(ChannelReader[Change]):
             keys = await keys_after(self._redis, self._keys.replica)
         else:
             keys = [self._keys.replica + replica for replica in replicas]
-        states: list[ReplicaState] = []
+        found: list[ReplicaState] = []
         ages: dict[str, float] = {}
         for first in range(0, len(keys), _IN_A_PAGE):
             page = keys[first : first + _IN_A_PAGE]
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
-            for key, value, left_ms in zip(page, values, left, strict=True):
-                if value is not None and (put := self._skips.open(key, value, PUT)):
-                    states.append(put.state)
-                    ages[put.state.id] = max(put.state.life_s - left_ms / 1000, 0.0)
-        return Snapshot(tuple(states), ages)
+            opened = [
+                (self._skips.open(key, value, PUT, PUT_LISTED), left_ms)
+                for key, value, left_ms in zip(page, values, left, strict=True)
+                if value is not None
+            ]
+            for put in await self._whole([one for one, _ in opened if one]):
+                found.append(put.state)
+            ages |= {
+                one.state.id: max(one.state.life_s - left_ms / 1000, 0.0)
+                for one, left_ms in opened
+                if one
+            }
+        return Snapshot(tuple(found), ages)
+
+    async def _whole(self, changes: Collection[Any]) -> list[Any]:
+        """Gives states their lists; skips those whose list Redis lacks: the next one carries it."""
+        for one in changes:
+            if isinstance(one, PutListed):
+                self._named[one.state.id] = one.lists
+            elif isinstance(one, Put) and one.state.adapters:
+                lists = Lists(one.state.models, one.state.adapters)
+                self._named[one.state.id], _ = _sealed_lists(lists)
+                self._lists[self._named[one.state.id]] = lists
+        named = set(self._named.values())
+        if unknown := sorted(named - self._lists.keys()):
+            keys = [self._keys.lists + name for name in unknown]
+            async with in_time():
+                values = await self._redis.mget(keys)
+            self._lists = {name: one for name, one in self._lists.items() if name in named}
+            for name, key, value in zip(unknown, keys, values, strict=True):
+                if value is not None and (known := self._skips.open(key, value, LISTS)):
+                    self._lists[name] = known
+        return [
+            Put(structs.replace(one.state, **structs.asdict(self._lists[one.lists])))
+            if isinstance(one, PutListed)
+            else one
+            for one in changes
+            if not isinstance(one, PutListed) or one.lists in self._lists
+        ]
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
@@ -153,8 +226,8 @@ class StateReader(ChannelReader[Change]):
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
-        changes = self._skips.open_all(self._channel, data, PUT, REMOVED)
-        return filter(self._is_newer, changes)
+        changes = self._skips.open_all(self._channel, data, PUT, PUT_LISTED, REMOVED)
+        return filter(self._is_newer, await self._whole(changes))
 
     def _is_newer(self, change: Change) -> bool:
         """Drops what was pushed before the snapshot was read: falling counters mean a restart.
@@ -171,3 +244,17 @@ class StateReader(ChannelReader[Change]):
     def _cut_off(self, error: Exception) -> Iterable[Change]:
         self._outage.failed(error)
         return ()
+
+
+def _sealed(state: ReplicaState) -> bytes:
+    if not state.adapters:
+        return PUT.seal(Put(state))
+    name, _ = _sealed_lists(Lists(state.models, state.adapters))
+    return PUT_LISTED.seal(PutListed(structs.replace(state, models=(), adapters=()), name))
+
+
+@lru_cache(maxsize=256)
+def _sealed_lists(lists: Lists) -> tuple[str, bytes]:
+    """Returns the hash of lists, and what Redis keeps of them."""
+    value = LISTS.seal(lists)
+    return blake2b(value, digest_size=12).hexdigest(), value

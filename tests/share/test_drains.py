@@ -80,8 +80,9 @@ async def test_unreadable_drains_log(redis_server: RedisServer, run: Run, logged
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.until(lambda states: set(states) == {one.id})
         async with connect(redis_server.url, "default") as redis:
-            keys = "~{default}:replica:* ~{default}:poller:* ~{default}:poller-names"
-            await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys.split())
+            names = "replica:*", "lists:*", "poller:*", "poller-names"
+            keys = [f"~{{default}}:{name}" for name in names]
+            await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys)
             line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
             assert line["key"] == "{default}:drains"
             assert "permission" in str(line["error"])

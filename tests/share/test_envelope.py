@@ -18,7 +18,16 @@ from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
 from extproc.share.envelope import VERSION, Kind, Skips, sealed_list
 from extproc.share.owners import HEARTBEAT, Heartbeat
-from extproc.share.replicas import PUT, REMOVED, Put, Removed
+from extproc.share.replicas import (
+    LISTS,
+    PUT,
+    PUT_LISTED,
+    REMOVED,
+    Lists,
+    Put,
+    PutListed,
+    Removed,
+)
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
@@ -32,6 +41,8 @@ MESSAGES: list[tuple[Kind[Any], Any]] = [
     (BLOCKS, NewsOfReplica("10.0.0.1:8000", BlockNews(2, 1, 16, KEYS, KEYS[:1]))),
     (DRAIN, Drain(True)),
     (HEARTBEAT, Heartbeat(("10.0.0.1:8000",))),
+    (PUT_LISTED, PutListed(STATE, "hash")),
+    (LISTS, Lists(("m", "lora"), ("lora",))),
 ]
 KINDS = [kind for kind, _ in MESSAGES]
 
@@ -158,6 +169,8 @@ def test_message_fields_match_version() -> None:
     assert VERSION == 4
     assert found == {
         "put": "state",
+        "put listed": "state lists",
+        "lists": "models adapters",
         "removed": "id",
         "load": "router number sent_at kind replicas figures",
         "prompts": "router prompts",
