@@ -1,8 +1,9 @@
 import socket
+from collections.abc import AsyncIterator
 from io import BytesIO
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from extproc.lab.harness.processes import free_port
 from extproc.poll.scrape import (
@@ -15,6 +16,7 @@ from extproc.poll.scrape import (
 )
 from tests.poll.replica import (
     Handler,
+    Replica,
     disconnect,
     drip,
     endless,
@@ -28,6 +30,12 @@ from tests.poll.replica import (
 from tests.waiting import PATIENCE_S
 
 
+@pytest.fixture
+async def session() -> AsyncIterator[ClientSession]:
+    async with open_session(5) as session:
+        yield session
+
+
 async def redirect(_: web.Request) -> web.StreamResponse:
     raise web.HTTPFound("/elsewhere")
 
@@ -38,11 +46,10 @@ async def compressed(_: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_a_scrape_reads_health_and_metrics() -> None:
-    async with serving() as replica, open_session(5) as session:
-        figures = await scrape(session, replica.id)
-        assert (figures.running, figures.kv_tokens, figures.models) == (2, 1600, ("tiny",))
-        assert sorted(replica.asked) == ["/health", "/metrics"]
+async def test_a_scrape_reads_health_and_metrics(replica: Replica, session: ClientSession) -> None:
+    figures = await scrape(session, replica.id)
+    assert (figures.running, figures.kv_tokens, figures.models) == (2, 1600, ("tiny",))
+    assert sorted(replica.asked) == ["/health", "/metrics"]
 
 
 @pytest.mark.parametrize(
@@ -138,43 +145,38 @@ async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
                 assert not await says_anything(session, replica)
 
 
-async def test_models_and_adapters() -> None:
-    async with serving() as replica, open_session(5) as session:
-        replica.answers["/v1/models"] = models("base", adapters=("adapter",), max_model_len=8192)
-        listed = await read_models(session, replica.id)
-        assert listed == {
-            "models": ("base", "adapter"),
-            "listed": True,
-            "adapters": ("adapter",),
-            "max_model_len": 8192,
-            "takes_priority": True,
-        }
+async def test_models_and_adapters(replica: Replica, session: ClientSession) -> None:
+    replica.answers["/v1/models"] = models("base", adapters=("adapter",), max_model_len=8192)
+    listed = await read_models(session, replica.id)
+    assert listed == {
+        "models": ("base", "adapter"),
+        "listed": True,
+        "adapters": ("adapter",),
+        "max_model_len": 8192,
+        "takes_priority": True,
+    }
 
 
 @pytest.mark.parametrize(
-    ("answer", "takes"),
+    ("version", "takes"),
     [
-        ('{"version": "0.11.0"}', True),
-        ('{"version": "0.33.1rc2.dev20+gabcdef"}', True),
-        ('{"version": "1.0"}', True),
-        ('{"version": "0.10.2"}', False),
-        ('{"version": "0.9.2"}', False),
-        ('{"version": "dev"}', False),
-        ('{"version": 32}', False),
-        ("a proxy's page", False),
+        (text('{"version": "0.11.0"}'), True),
+        (text('{"version": "0.33.1rc2.dev20+gabcdef"}'), True),
+        (text('{"version": "1.0"}'), True),
+        (text('{"version": "0.10.2"}'), False),
+        (text('{"version": "0.9.2"}'), False),
+        (text('{"version": "dev"}'), False),
+        (text('{"version": 32}'), False),
+        (text("a proxy's page"), False),
+        (text("", 404), False),
     ],
 )
-async def test_which_versions_take_priorities(answer: str, takes: bool) -> None:
-    async with serving() as replica, open_session(5) as session:
-        replica.answers["/version"] = text(answer)
-        assert (await read_models(session, replica.id))["takes_priority"] is takes
-
-
-async def test_no_version_is_no_reason_to_know_no_models() -> None:
-    async with serving() as replica, open_session(5) as session:
-        replica.answers["/version"] = text("", 404)
-        fields = await read_models(session, replica.id)
-        assert (fields["listed"], fields["takes_priority"]) == (True, False)
+async def test_which_versions_take_priorities(
+    replica: Replica, session: ClientSession, version: Handler, takes: bool
+) -> None:
+    replica.answers["/version"] = version
+    fields = await read_models(session, replica.id)
+    assert (fields["listed"], fields["takes_priority"]) == (True, takes)
 
 
 @pytest.mark.parametrize(
@@ -192,14 +194,15 @@ async def test_no_version_is_no_reason_to_know_no_models() -> None:
         endless,
     ],
 )
-async def test_models_that_are_none(answer: Handler) -> None:
-    async with serving() as replica, open_session(5) as session:
-        replica.answers["/v1/models"] = answer
-        with pytest.raises(ScrapeError, match="/v1/models"):
-            await read_models(session, replica.id)
+async def test_models_that_are_none(
+    replica: Replica, session: ClientSession, answer: Handler
+) -> None:
+    replica.answers["/v1/models"] = answer
+    with pytest.raises(ScrapeError, match="/v1/models"):
+        await read_models(session, replica.id)
 
 
-async def test_connections_are_kept() -> None:
+async def test_connections_are_kept(replica: Replica, session: ClientSession) -> None:
     ports = set()
 
     async def note(request: web.Request) -> web.StreamResponse:
@@ -207,8 +210,7 @@ async def test_connections_are_kept() -> None:
         ports.add(request.transport.get_extra_info("peername")[1])
         return web.Response(text=page())
 
-    async with serving() as replica, open_session(5) as session:
-        replica.answers |= {"/health": note, "/metrics": note}
-        for _ in range(5):
-            await scrape(session, replica.id)
+    replica.answers |= {"/health": note, "/metrics": note}
+    for _ in range(5):
+        await scrape(session, replica.id)
     assert len(ports) == 2
