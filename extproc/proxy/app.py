@@ -34,7 +34,8 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.queue import LOOK_EVERY_S
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
-from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
+from extproc.share.lists import Put
+from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,19 @@
 """Replica state in Redis: pollers write it, every router hears of each change.
 
-A state is a value, not an event: the last one wins, and a lost one is repaired by the next. A state
-with LoRA adapters names its lists by their hash; Redis keeps each list once, for every reader that
-does not know it. Where Redis has no such list the state carries it.
+A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
 """
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
 from random import Random
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import Kind, Skips, sealed_list
+from extproc.share.lists import PUT, PUT_LISTED, KnownLists, Put, lists_of, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after
 
 _IN_A_MESSAGE = 16
@@ -35,26 +31,6 @@ class Snapshot:
     """Seconds that Redis has had each, by its id and by Redis's clock."""
 
 
-class Put(Struct, array_like=True, frozen=True):
-    """A replica's new state."""
-
-    state: ReplicaState
-
-
-class PutListed(Struct, array_like=True, frozen=True):
-    """A replica's new state, without its models and adapters."""
-
-    state: ReplicaState
-    lists: str  # their hash
-
-
-class Lists(Struct, array_like=True, frozen=True):
-    """Lists that states name by a hash."""
-
-    models: tuple[str, ...]
-    adapters: tuple[str, ...]
-
-
 class Removed(Struct, array_like=True, frozen=True):
     """A replica left the pool."""
 
@@ -63,9 +39,6 @@ class Removed(Struct, array_like=True, frozen=True):
 
 Change = Snapshot | Put | Removed
 
-PUT = Kind("put", Put, pack=float)  # of numpy's numbers
-PUT_LISTED = Kind("put listed", PutListed, pack=float)
-LISTS = Kind("lists", Lists)
 REMOVED = Kind("removed", Removed)
 
 # KEYS: of the states, then of their lists. ARGV: number of states, TTL in ms of these, and of
@@ -122,13 +95,13 @@ class StateWriter:
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
-        named = {Lists(one.models, one.adapters) for one in states if one.adapters}
-        lists = {self._keys.lists + name: value for name, value in map(_sealed_lists, named)}
+        named = {lists_of(state) for state in states if state.adapters}
+        lists = {self._keys.lists + name: value for name, value in map(sealed_lists, named)}
         # Twice the life of a state: a reader finds the lists of each state that it found.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
         async with in_time():
-            values = [_sealed(state) for state in states]
+            values = [sealed(state) for state in states]
             if await self._redis.eval(_PUT, len(keys), *keys, *options, *values):
                 values = [PUT.seal(Put(state)) for state in states]
                 await self._redis.eval(_PUT, len(keys), *keys, *options, *values, *lists.values())
@@ -157,8 +130,7 @@ class StateReader(ChannelReader[Change]):
         self._outage = outage(redis)
         self._scraped_at: dict[str, float] = {}
         """When the states of the snapshot were scraped, while older ones may be pushed."""
-        self._lists: dict[str, Lists] = {}  # those that states name now, by hash
-        self._named: dict[str, str] = {}  # the hash that each replica's last state names
+        self._lists = KnownLists(redis, pool, self._skips)
 
     @property
     def lost(self) -> bool:
@@ -173,51 +145,19 @@ class StateReader(ChannelReader[Change]):
             keys = await keys_after(self._redis, self._keys.replica)
         else:
             keys = [self._keys.replica + replica for replica in replicas]
-        found: list[ReplicaState] = []
+        states: list[ReplicaState] = []
         ages: dict[str, float] = {}
         for first in range(0, len(keys), _IN_A_PAGE):
             page = keys[first : first + _IN_A_PAGE]
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
-            opened = [
-                (self._skips.open(key, value, PUT, PUT_LISTED), left_ms)
-                for key, value, left_ms in zip(page, values, left, strict=True)
-                if value is not None
-            ]
-            for put in await self._whole([one for one, _ in opened if one]):
-                found.append(put.state)
-            ages |= {
-                one.state.id: max(one.state.life_s - left_ms / 1000, 0.0)
-                for one, left_ms in opened
-                if one
-            }
-        return Snapshot(tuple(found), ages)
-
-    async def _whole(self, changes: Collection[Any]) -> list[Any]:
-        """Gives states their lists; skips those whose list Redis lacks: the next one carries it."""
-        for one in changes:
-            if isinstance(one, PutListed):
-                self._named[one.state.id] = one.lists
-            elif isinstance(one, Put) and one.state.adapters:
-                lists = Lists(one.state.models, one.state.adapters)
-                self._named[one.state.id], _ = _sealed_lists(lists)
-                self._lists[self._named[one.state.id]] = lists
-        named = set(self._named.values())
-        if unknown := sorted(named - self._lists.keys()):
-            keys = [self._keys.lists + name for name in unknown]
-            async with in_time():
-                values = await self._redis.mget(keys)
-            self._lists = {name: one for name, one in self._lists.items() if name in named}
-            for name, key, value in zip(unknown, keys, values, strict=True):
-                if value is not None and (known := self._skips.open(key, value, LISTS)):
-                    self._lists[name] = known
-        return [
-            Put(structs.replace(one.state, **structs.asdict(self._lists[one.lists])))
-            if isinstance(one, PutListed)
-            else one
-            for one in changes
-            if not isinstance(one, PutListed) or one.lists in self._lists
-        ]
+            found = []
+            for key, value, left_ms in zip(page, values, left, strict=True):
+                if value is not None and (put := self._skips.open(key, value, PUT, PUT_LISTED)):
+                    found.append(put)
+                    ages[put.state.id] = max(put.state.life_s - left_ms / 1000, 0.0)
+            states += [put.state for put in await self._lists.complete(found)]
+        return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
@@ -227,7 +167,9 @@ class StateReader(ChannelReader[Change]):
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
         changes = self._skips.open_all(self._channel, data, PUT, PUT_LISTED, REMOVED)
-        return filter(self._is_newer, await self._whole(changes))
+        for removed in (one for one in changes if isinstance(one, Removed)):
+            self._lists.forget(removed.id)
+        return filter(self._is_newer, await self._lists.complete(changes))
 
     def _is_newer(self, change: Change) -> bool:
         """Drops what was pushed before the snapshot was read: falling counters mean a restart.
@@ -244,17 +186,3 @@ class StateReader(ChannelReader[Change]):
     def _cut_off(self, error: Exception) -> Iterable[Change]:
         self._outage.failed(error)
         return ()
-
-
-def _sealed(state: ReplicaState) -> bytes:
-    if not state.adapters:
-        return PUT.seal(Put(state))
-    name, _ = _sealed_lists(Lists(state.models, state.adapters))
-    return PUT_LISTED.seal(PutListed(structs.replace(state, models=(), adapters=()), name))
-
-
-@lru_cache(maxsize=256)
-def _sealed_lists(lists: Lists) -> tuple[str, bytes]:
-    """Returns the hash of lists, and what Redis keeps of them."""
-    value = LISTS.seal(lists)
-    return blake2b(value, digest_size=12).hexdigest(), value

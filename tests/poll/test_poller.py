@@ -22,7 +22,8 @@ from extproc.poll.metrics_text import EngineFigures, read_metrics
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.replicas import Put, StateReader, StateWriter
+from extproc.share.lists import Put
+from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.polling import SOON, Seen, config, polling, watching
 from tests.poll.replica import (

@@ -17,17 +17,9 @@ from extproc.share.blocks import BLOCKS, NewsOfReplica
 from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
 from extproc.share.envelope import VERSION, Kind, Skips, sealed_list
+from extproc.share.lists import LISTS, PUT, PUT_LISTED, Lists, Put, PutListed
 from extproc.share.owners import HEARTBEAT, Heartbeat
-from extproc.share.replicas import (
-    LISTS,
-    PUT,
-    PUT_LISTED,
-    REMOVED,
-    Lists,
-    Put,
-    PutListed,
-    Removed,
-)
+from extproc.share.replicas import REMOVED, Removed
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))

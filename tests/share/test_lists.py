@@ -8,7 +8,8 @@ from redis.exceptions import RedisError
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.replicas import PUT_LISTED, Put, PutListed, Snapshot, StateWriter
+from extproc.share.lists import PUT_LISTED, Put, PutListed
+from extproc.share.replicas import Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
 from tests.share.servers import command
