@@ -75,9 +75,7 @@ class InFlight:
     def chunk(self, message: HttpBody) -> None:
         self._ended = message.end_of_stream
         self._services.fleet.eligibility.answers(self.served_by)
-        if self._usage is None:
-            return
-        if not message.body:
+        if self._usage is None or not message.body:
             return
         if self._chunks is not None:
             self._chunks += 1
@@ -92,11 +90,10 @@ class InFlight:
     def end(self, lost: bool = False) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up; ``lost``: or
         the router did, for its replica hangs."""
-        services, outcome = self._services, self.outcome
+        services, outcome, profile = self._services, self.outcome, self._forecast.profile
         status, unseen = outcome.status, self._unseen
         if lost and status is None and not unseen:
             outcome.status = _LOST
-        profile = self._forecast.profile
         if self._chunks is not None:
             services.chunks.spend(self._chunks - self._foreseen)
         # What was cut off tells nothing of lengths.
@@ -110,10 +107,9 @@ class InFlight:
         unanswered = status is None and not lost
         if unanswered and not unseen:
             services.metrics.requests.add("unanswered")
-        if complete:
-            outcome.completion_s = seconds
         usage = self._usage.usage() if self._usage is not None and complete else None
         if complete:
+            outcome.completion_s = seconds
             self._account(seconds, usage)
         if usage is not None:
             self._learn(usage, seconds)

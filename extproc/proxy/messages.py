@@ -46,50 +46,31 @@ flight would be taken for one that has ended, were it not for trailers that may 
 _OVERWRITE_OR_ADD = 2
 _CONTINUE_AND_REPLACE = 1  # ``CommonResponse.ResponseStatus``
 
-_PHASES = (
-    "request_headers",
-    "request_body",
-    "request_trailers",
-    "response_headers",
-    "response_body",
-    "response_trailers",
-)
 
-
-def _empty_reply(phase: str) -> bytes:
+@cache
+def proceed(phase: str) -> bytes:
+    """Reply to a phase: nothing to change. A phase unknown here gets an empty message."""
     reply = ProcessingResponse()
-    getattr(reply, phase).SetInParent()
+    if phase in ProcessingResponse.DESCRIPTOR.fields_by_name:
+        getattr(reply, phase).SetInParent()
     return reply.SerializeToString()
 
 
-_EMPTY_REPLIES = {phase: _empty_reply(phase) for phase in _PHASES}
+@cache
+def leave_alone() -> bytes:
+    """Reply to request headers: send neither this request's body nor anything of its response.
 
-
-def proceed(phase: str) -> bytes:
-    """Reply to a phase: nothing to change. A phase unknown here gets an empty message."""
-    return _EMPTY_REPLIES.get(phase, b"")
-
-
-def _not_this_request() -> bytes:
+    What a client says of its destination is taken out; so it is where a destination is set.
+    """
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.request_headers.response.header_mutation.remove_headers.extend(_CONTROL_HEADERS)
     reply.mode_override.response_header_mode = _SKIP
     return reply.SerializeToString()
 
 
-LEAVE_ALONE: bytes = _not_this_request()
-"""Reply to request headers: send neither this request's body nor anything of its response.
-
-What a client says of its destination is taken out; so it is where a destination is set.
-"""
-
-
 @cache
 def body_only(mode: int) -> bytes:
-    """Reply to request headers: send this request's body, and nothing of its response.
-
-    ``mode``: how Envoy sends the body, for the reply says it anew.
-    """
+    """Reply to request headers: send this request's body in that mode, nothing of its response."""
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.mode_override.request_body_mode = mode
     reply.mode_override.response_header_mode = _SKIP
@@ -99,10 +80,7 @@ def body_only(mode: int) -> bytes:
 
 @cache
 def wait(seconds: float) -> bytes:
-    """Tells Envoy to wait for the reply, which comes within so many seconds.
-
-    It does where its ``max_message_timeout`` is as long, and passes over this where it is not.
-    """
+    """Tells Envoy to wait that long for the reply, as it does up to its ``max_message_timeout``."""
     reply = ProcessingResponse()
     reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
     return reply.SerializeToString()
@@ -157,13 +135,8 @@ def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """A reply to a request's body that replaces it.
-
-    Args:
-        reply: what :func:`send_to` made.
-        body: the new one.
-        length: bytes of all that the replica will get; None: not known.
-    """
+    """A reply to a request's body that replaces it. ``length``: bytes of all that the replica will
+    get; None: not known."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
     common.body_mutation.body = body
@@ -192,13 +165,7 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
 
 
 def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
-    """Answers the request in Envoy: ``status`` and a JSON body.
-
-    Args:
-        status: HTTP status.
-        body: JSON.
-        retry_after: seconds after which the client may try again; 0: it is not said.
-    """
+    """Answers the request in Envoy with a JSON body. ``retry_after``: seconds; 0: not said."""
     reply = ProcessingResponse()
     reply.immediate_response.status.code = status
     reply.immediate_response.body = body

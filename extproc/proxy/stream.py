@@ -65,7 +65,7 @@ async def _headers_first(exchange: Exchange) -> None:
     """Two messages before a request leaves, where no filter after ext_proc holds it back; and one
     for what is decided without a body. The body need not come, nor Envoy tell of the response: the
     reply to the headers says so."""
-    asked = await _headers(exchange, lambda: messages.LEAVE_ALONE)
+    asked = await _headers(exchange, messages.leave_alone)
     if asked is None:
         return
     # Where the headers leave before the body is seen its length must do.
