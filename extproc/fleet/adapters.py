@@ -63,7 +63,9 @@ class Adapters:
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
 
     def clear(self, row: int) -> None:
+        """Forgets all of a replica: another one has its row, or its process started anew."""
         self._replicas[row] = _Replica()
+        self._table.adapter_at[row] = self._table.adapter_load_s[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
         """Takes the adapters in use, in a poll that was sent at that time on the fleet's clock."""
@@ -80,10 +82,6 @@ class Adapters:
         one.polled_at = asked_at
         self._table.adapter_load_s[row] = median(one.loads)
         self._forecast(row, now)
-
-    def restarted(self, row: int) -> None:
-        one = self._replicas[row]
-        one.used_at = {name: one.used_at[name] for name in one.used}
 
     def sent(self, row: int, ticket: int, adapter: str, now: float) -> None:
         one = self._replicas[row]

@@ -143,7 +143,7 @@ class Fleet:
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
             self.sent.emptied(state.id)
-            self.adapters.restarted(row)
+            self.adapters.clear(row)
         self._prefixes.polled(row, state)
         self.adapters.polled(row, state, asked_at, now)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))

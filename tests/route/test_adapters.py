@@ -126,6 +126,15 @@ def test_a_replica_that_started_anew_has_none_loaded() -> None:
     assert system.extra("a") == LOAD_S
 
 
+def test_nothing_is_added_until_a_new_process_tells_of_adapters() -> None:
+    system = System(1, max_loras=1)
+    system.poll(1, "b", steps=100.0, running=1)
+    assert system.extra("a") > LOAD_S
+    system.max_loras = 0
+    system.poll(1, steps=0.0)
+    assert system.extra("a") == 0.0
+
+
 def test_an_adapter_that_others_are_seen_to_use_is_loaded() -> None:
     system = System(1, max_loras=2)
     system.poll(1, "b")
