@@ -13,7 +13,7 @@ from extproc.predict.inputs import Floats, Indices, least, most
 from extproc.route.decision import Situation
 
 _NEAR_TIE = 0.1  # scores this close are as good as equal: about the error of a prediction
-SAME_TTFT = 0.02  # times to first token this close are
+_SAME_TTFT = 0.05  # times to first token this close are
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
@@ -30,21 +30,24 @@ _TIE = 1e-6  # added to the score of the second of two replicas that were drawn
 def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     """The candidate with the lowest score, at random among equals, and all scores.
 
-    ``completion`` takes scores within its band for equal, and of these the soonest first token.
+    ``completion`` takes scores within its band for equal, of these the soonest first token, and of
+    those that are as soon the replica with the fewest requests: no error of prediction decides.
     """
     scores = POLICIES[policy](situation)
     if policy != "completion":
         return lowest(scores, situation.random), scores
-    near = near_lowest(scores, band(situation.prediction))
-    if len(near) == 1:
-        return near.item(), scores
-    ttft = situation.prediction.ttft[near]
-    return near.item(lowest(ttft, situation.random, SAME_TTFT)), scores
+    equal = soonest(situation.prediction, as_good(situation.prediction, scores))
+    return equal.item(lowest(situation.view.requests[equal], situation.random)), scores
 
 
-def band(prediction: Prediction) -> float:
-    """Fraction of the lowest score within which ``completion`` takes scores for equal."""
-    return _NEAR_TIE * (1.0 - prediction.first_token_share)
+def as_good(prediction: Prediction, scores: Floats) -> Indices:
+    """The candidates whose scores ``completion`` takes for equal to the lowest."""
+    return near_lowest(scores, _NEAR_TIE * (1.0 - prediction.first_token_share))
+
+
+def soonest(prediction: Prediction, equal: Indices) -> Indices:
+    """Those of equal candidates whose first token comes as soon as any."""
+    return equal[near_lowest(prediction.ttft[equal], _SAME_TTFT)]
 
 
 def lowest(scores: Floats, random: Random, band: float = 0.0) -> int:

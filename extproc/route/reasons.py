@@ -2,7 +2,7 @@
 
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Choice, Situation
-from extproc.route.policies import SAME_TTFT, band, near_lowest
+from extproc.route.policies import as_good, soonest
 
 _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
 
@@ -42,11 +42,14 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
     def more(term: Floats) -> float:
         return float(term[second] - term[first])
 
-    if second in near_lowest(choice.scores, band(prediction)):
+    equal = as_good(prediction, choice.scores)
+    if second in equal:
         text = f"{name} in {seconds(later)}: as good as equal"
-        if prediction.ttft[second] <= prediction.ttft[first] * (1.0 + SAME_TTFT):
-            return f"{text}, so one was drawn at random"
-        return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
+        if second not in soonest(prediction, equal):
+            return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
+        if requests := more(situation.view.requests):
+            return f"{text}, and here {requests:.0f} fewer are in flight"
+        return f"{text}, so one was drawn at random"
     others = prediction.cost_weight * prediction.cost_to_others
     if more(prediction.completion) < 0.0:
         terms = {"costs the requests in flight": others, "wastes": prediction.avoidable}
