@@ -90,6 +90,7 @@ class Waiting(Place):
             return
         view, prediction = decision.situation.view, decision.prediction
         first, profile = decision.choice.first, decision.profile
+        self.cost = self.cost or decision.work_s
         self.replica, self.row = decision.replica, view.rows.item(first)
         self.retry_at = now + max(prediction.queue.item(first), ANEW_S)
         self.usable = frozenset(view.rows.tolist())

@@ -434,6 +434,26 @@ def test_requests_wait_for_all_that_are_queued_before_them_where_places_are_shor
     assert later == pytest.approx(cost, rel=0.05)
 
 
+def test_a_request_that_no_replica_served_at_first_counts_in_expected_waits() -> None:
+    system = System()
+    system.fill()
+    profile = RequestProfile(Endpoint.CHAT, MODEL, MOST, MOST, 100)
+
+    def decide(place: Place) -> Decision | None:
+        return system.router.decide(profile, place=place)
+
+    unserved = Waiting(profile, None, system.clock(), decide, lambda _: None)
+    system.queue.enter(unserved)
+    system.pass_s(0.5)
+    assert unserved.row is not None
+    behind = system.router.decide(profile)
+    system.queue.abandon(unserved)
+    first = system.router.decide(profile)
+    assert first is not None
+    assert behind is not None
+    assert behind.wait_s > first.wait_s + 0.1
+
+
 def test_an_error_is_that_requests_alone() -> None:
     system = System()
     system.come("first")
