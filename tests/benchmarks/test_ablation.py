@@ -1,0 +1,97 @@
+"""Ablation: every part finds its target and matters; runs are kept, and their table."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import ablation, trace
+from benchmarks.ablation import CELLS, PAIRS, PARTS, shown
+from benchmarks.discrete import Simulation
+from benchmarks.fleet import FleetFile
+
+TRACES = Path(ablation.__file__).parent / "traces"
+SHARED, NOT_SHARED = 0.02, None  # seconds of a digest
+FLEET = FleetFile.model_validate(
+    {
+        "replicas": [
+            {"name": "right", "profile": "llama-8b-h100"},
+            {"name": "faster", "profile": "llama-8b-h100", "believed": "llama-8b-a10"},
+            {"name": "slower", "profile": "llama-8b-a10", "believed": "llama-3-8b-a100"},
+            {"name": "new", "profile": "llama-8b-h100", "believed": "llama-8b-a10"},
+        ],
+        "events": [
+            {"at": 0, "replica": "new-0", "do": "down"},
+            {"at": 22, "replica": "new-0", "do": "up"},
+        ],
+    }
+)
+
+
+def scene() -> list[trace.TracedRequest]:
+    """Conversations, one after the other, then agents at once and prompts that fill the caches."""
+    mixed = [
+        replace(one, at=one.at + later)
+        for later, name, speed, most in (
+            (0.0, "azure-2023-conv", 0.2, 30),
+            (20.0, "agents", 5.0, 60),
+            (24.0, "mooncake-synthetic", 1.0, 20),
+        )
+        for one in trace.read([TRACES / f"{name}.jsonl.gz"], speed, most)
+    ]
+    return sorted(mixed, key=lambda one: one.at)
+
+
+def decisions(requests: list[trace.TracedRequest], lag: float | None) -> list[tuple[int, str]]:
+    simulation = Simulation(FLEET, "completion", seed=1, routers=2, share_lag=lag, hold=True)
+    for machine in simulation.machines.values():
+        machine.runs_at(replace(machine.profile.step, frontend=0.05))
+    return [(one.number, one.replica) for one in simulation.run(requests)]
+
+
+@pytest.mark.timeout(600)  # it computes all the time, and a machine may be busy
+def test_each_part_changes_decisions_in_one_scene_and_comes_back() -> None:
+    requests = scene()
+    whole = {lag: decisions(requests, lag) for lag in (SHARED, NOT_SHARED)}
+    in_vain = set()
+    for name, part in PARTS.items():
+        with part.off():
+            if all(decisions(requests, lag) == decided for lag, decided in whole.items()):
+                in_vain.add(name)
+    assert in_vain == set()
+    assert {lag: decisions(requests, lag) for lag in whole} == whole
+
+
+def test_segments_of_a_trace_are_all_of_it_and_disjoint() -> None:
+    segments = [CELLS["mooncake"].requests(pair, 10**6) for pair in range(PAIRS)]
+    whole = trace.read([TRACES / "mooncake-synthetic.jsonl.gz"])
+    assert sum(map(len, segments)) == len(whole) - 1  # the last one is the end of the last segment
+    assert max(one.at for segment in segments for one in segment) <= whole[-1].at / PAIRS
+
+
+def test_finished_runs_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cells", "mixed", "--parts", "near ties", "--requests", "3", "--jobs", "1"]
+    arguments = [*options, "--json", str(tmp_path)]
+    assert ablation.main(arguments) == 0
+    first = capsys.readouterr().out
+    kept = [*tmp_path.rglob("*.json")]
+    assert len(kept) == 2 * PAIRS
+    for file in kept:
+        assert json.loads(file.read_text())["requests"] == 3
+
+    def never(*_: object) -> None:
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr(ablation.Cell, "play", never)
+    assert ablation.main(arguments) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_difference_is_named_only_where_its_interval_leaves_out_zero() -> None:
+    assert shown(np.zeros(PAIRS)) == "none"
+    assert shown(np.array([0.1, -0.1] * (PAIRS // 2))) == "none"
+    assert shown(np.log([1.02, 1.03] * (PAIRS // 2))) == "+2.5 (+2.1 to +2.9)"
