@@ -21,7 +21,7 @@ from benchmarks.compare.__main__ import contender
 from benchmarks.compare.play import FAULTS
 from benchmarks.report.figures import HEADLINES, Spread, contenders
 from benchmarks.report.markdown import table_of
-from benchmarks.report.results import Overhead, read
+from benchmarks.report.results import read
 from benchmarks.report.words import harm, median_and_range
 
 _ROOT = Path(__file__).parents[2]
@@ -39,6 +39,7 @@ _COSTS = {
     "stream_kb": "memory, kB",
     "failed": "failed",
 }
+_KEPT = ("name", *_COSTS)
 _BY_LOAD = (
     *("router", "envoy", "vllm-router", "smg", "sglang-router"),
     *("llm-d:scorers", "aibrix:least-request"),
@@ -139,15 +140,16 @@ def measure(folder: Path, programs: Path | None) -> bool:
 
 def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Figures to keep of a ``--json`` file: all but its requests."""
-    results = read(measured)
-    about = {key: results.about[key] for key in ("date", "commit")}
-    about["machine"] = results.about["machine"].rpartition(", ")[0]  # without its kernel
-    versions = results.about["versions"]
-    about["versions"] = {name: one for name, one in versions.items() if name not in _LIBRARIES}
-    about["command"] = re.sub(r" --(json|report|programs) \S+", "", results.about["command"])
-    if isinstance(results, Overhead):
-        setups = [one.model_dump() | {"failed": one.failed} for one in results.setups]
-        return {"about": about, "setups": setups}
+    made = measured["overhead" if "setups" in measured else "compare"]
+    about = {key: made[key] for key in ("date", "commit")}
+    about["machine"] = made["machine"].rpartition(", ")[0]  # without its kernel
+    about["versions"] = {
+        name: one for name, one in made["versions"].items() if name not in _LIBRARIES
+    }
+    about["command"] = re.sub(r" --(json|report|programs) \S+", "", made["command"])
+    if "setups" in measured:
+        setups = [one["rate"] | one for one in measured["setups"]]
+        return {"about": about, "setups": [{key: one[key] for key in _KEPT} for one in setups]}
     every = {
         one.name: {
             "requests": one.counted,
@@ -157,7 +159,7 @@ def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
                 for of in (harm(run) for run in one.runs if run.fault)
             ],
         }
-        for one in contenders(results)
+        for one in contenders(read(measured))
     }
     return {"about": about, "contenders": every, "figures": measured["figures"]}
 

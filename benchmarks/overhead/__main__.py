@@ -82,7 +82,7 @@ class Figures:
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {
-            name: getattr(self, name) for name in ("requests_per_s", "cpu_us", "load")
+            name: getattr(self, name) for name in ("requests_per_s", "cpu_us", "load", "failed")
         }
 
 
@@ -126,14 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=1, metavar="N", help="measure everything so often")
     streams = "instead: what answers of so many chunks cost, beside those of one"
     add("--stream", type=arguments.count, metavar="TOKENS", help=streams)
-    arguments.add_outputs(parser)
+    arguments.add_json(parser)
     args = parser.parse_args(argv)
     first, files = args.replicas[0], [TEMPLATE, *args.envoy]
     setups = [Setup("none", first), *(Setup("proceed", first, file) for file in files)]
     setups += [Setup("extproc", size, file) for size in args.replicas for file in files]
     setups *= args.rounds
-    if args.stream and args.report:
-        parser.error("--stream has no page: leave --report out, or take --json")
     allow_many_connections()  # each request is two of Envoy's
     measured: Sequence[Figures | Streamed]
     try:

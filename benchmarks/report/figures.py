@@ -160,7 +160,6 @@ def rivals(
 def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of every contender and ratios of ours, from the object that ``--json`` writes."""
     results = read(of)
-    assert isinstance(results, Results)
     every = contenders(results)
     subject, others = rivals(every, results.ours)
     beside = {one.name: beside_best(subject, others, one) if subject else None for one in METRICS}

@@ -8,10 +8,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from benchmarks.report.figures import METRICS, Contender, Metric, beside_best, contenders, spread
-from benchmarks.report.results import Overhead, Results, Setup, read
+from benchmarks.report.results import Results, read
 from benchmarks.report.words import (
     HARM_HEAD,
-    added,
     between,
     harm_rows,
     of_turns,
@@ -34,15 +33,6 @@ _SAME = {
     "simulate": "The same recorded requests were played against the same simulated replicas, "
     "under a virtual clock, once for each way of choosing the replica of a request.",
 }
-_OVERHEAD = (
-    "The same small requests were sent through Envoy alone, through Envoy with an ext_proc server "
-    "that does nothing, and through Envoy with the router. Behind it a server answers at once, so "
-    "that what is seen is the way, not the model."
-)
-_COSTS = (
-    *("", "Latency, p50", "p95", "p99", "Requests/s", "Failed"),
-    *("Router's CPU per request", "Router's memory per stream"),
-)
 _STRETCHED = (
     "How long requests take, from the fastest on the left to the slowest on the right. The tail "
     "is stretched: from p90 to p99 is as far as from p99 to p99.9. Lower is better. A band "
@@ -67,11 +57,6 @@ _PICTURES = {  # heading and caption
         "What the router expected when a request came, and what it took: on the line it was right, "
         "above the line the request was done sooner than expected, beyond a dashed line it was "
         "off by more than a factor of 2. The brighter, the more requests.",
-    ),
-    "overhead": (
-        "What the router adds, and what it costs",
-        "Latency at a fixed rate of requests; requests a second and CPU with a fixed number in "
-        "flight all the time; memory that the router's process grew by for each request in flight.",
     ),
 }
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
@@ -107,16 +92,10 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
     return page
 
 
-def markdown(results: Results | Overhead, pictures: Sequence[str]) -> str:
-    if isinstance(results, Overhead):
-        title, intro, said = "Envoy with and without the router", _OVERHEAD, added(results)
-        table = _costs(results.setups)
-    else:
-        every = contenders(results)
-        many = f"{len(every)} ways of choosing a replica, side by side"
-        title = f"How long requests take: {many if len(every) > 1 else every[0].name}"
-        intro, said = f"{_SAME[results.kind]} {_TERMS}", outcome(results, every)
-        table = _harm(results, every) if results.fault else _figures(results, every)
+def markdown(results: Results, pictures: Sequence[str]) -> str:
+    every = contenders(results)
+    many = f"{len(every)} ways of choosing a replica, side by side"
+    title = f"How long requests take: {many if len(every) > 1 else every[0].name}"
     shown = [
         f"## {heading}\n\n{caption}\n\n![{heading}]({name}.png)"
         for name in pictures
@@ -124,9 +103,9 @@ def markdown(results: Results | Overhead, pictures: Sequence[str]) -> str:
     ]
     parts = [
         f"# {escaped(title)}",
-        escaped(intro),
-        "\n".join(f"- {escaped(one)}" for one in said),
-        table,
+        escaped(f"{_SAME[results.kind]} {_TERMS}"),
+        "\n".join(f"- {escaped(one)}" for one in outcome(results, every)),
+        _harm(results, every) if results.fault else _figures(results, every),
         *shown,
         "## How it was measured",
         "\n".join(_about(results.about)),
@@ -213,27 +192,6 @@ def _metric(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
     small += [f"{unclear}{ratio(of.median)}", ratios(of.least, of.most)]
     best = beside.better is True and not one.doubtful and not one.reference
     return _cell(seconds(its.median), small, best)
-
-
-def _costs(setups: Sequence[Setup]) -> str:
-    alone = setups[0]
-
-    def latency(one: Setup, name: str) -> str:
-        value = getattr(one, name)
-        more = value - getattr(alone, name)
-        return _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
-
-    def rest(one: Setup) -> tuple[str, ...]:
-        units = f"{one.cpu_us:,.0f} µs", f"{one.stream_kb:,.0f} kB"
-        return f"{one.requests_per_s:,.0f}", f"{one.failed:,}", *units
-
-    names = "p50_ms", "p95_ms", "p99_ms"
-    rows = [
-        [_cell(one.name), *(latency(one, name) for name in names), *map(_cell, rest(one))]
-        for one in setups
-    ]
-    note = f"Latency in ms, and how much more than {alone.name}."
-    return "\n".join([*table_of(_COSTS, rows), "", escaped(note)])
 
 
 def _cell(text: str, more: Iterable[str] = (), best: bool = False) -> str:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, measured, spread
-from benchmarks.report.results import Event, Overhead, Results, Run, Setup
+from benchmarks.report.results import Event, Results, Run
 from benchmarks.report.words import seconds
 from extproc.predict.inputs import Floats
 
@@ -32,16 +32,13 @@ _MOMENTS = 300  # points in time at which the load is drawn
 _MOST_NAMED = 16  # replicas named beside a panel; of more of them every second, third, …
 
 
-def draw(results: Results | Overhead) -> dict[str, bytes]:
+def draw(results: Results) -> dict[str, bytes]:
     """PNGs by name; pictures without any data are left out."""
     with rc_context({"text.parse_math": False}):  # a name is text, whatever dollars it has
         return {name: _png(figure) for name, figure in _figures(results) if figure is not None}
 
 
-def _figures(results: Results | Overhead) -> Iterator[tuple[str, Figure | None]]:
-    if isinstance(results, Overhead):
-        yield "overhead", _costs(results.setups)
-        return
+def _figures(results: Results) -> Iterator[tuple[str, Figure | None]]:
     every = contenders(results)
     if len(every) > 1:
         yield "figures", _at_a_glance(every)
@@ -236,26 +233,6 @@ def _density(axis: Axes, pairs: Floats, ends: tuple[float, float]) -> None:
     axis.set(xlim=ends, ylim=ends, aspect="equal")
     _logarithmic(axis.xaxis)
     _logarithmic(axis.yaxis)
-
-
-def _costs(setups: Sequence[Setup]) -> Figure:
-    """Latency, throughput, CPU and memory of every setup of ``overhead``."""
-    panels = {
-        "Latency p50, ms": [one.p50_ms for one in setups],
-        "Latency p99, ms": [one.p99_ms for one in setups],
-        "Requests a second": [one.requests_per_s for one in setups],
-        "CPU per request, µs": [one.cpu_us for one in setups],
-        "Memory per stream, kB": [one.stream_kb for one in setups],
-    }
-    figure, axes = _panels(1, len(panels), (14.0, 1.7 + 0.36 * len(setups)), sharey=True)
-    for axis, (name, values) in zip(axes, panels.items(), strict=True):
-        axis.barh(range(len(setups)), values, color=_COLOURS[0], height=0.5)
-        for row, value in enumerate(values):
-            _beside(axis, f"{value:,.1f}" if "ms" in name else f"{value:,.0f}", value, row)
-        axis.set_xlim(0, 1.35 * max(*values, 1.0))
-        _title(axis, name, "higher is better" if "second" in name else "lower is better")
-    _name_rows(axes[0], [one.name for one in setups])
-    return figure
 
 
 # -- how they look --------------------------------------------------------------------------

@@ -89,35 +89,7 @@ class Results(BaseModel):
     without_part: list[str] = Field([], validation_alias=AliasPath("about", "without_part"))
 
 
-def _of(*path: str) -> Any:
-    return Field(validation_alias=AliasPath(*path))
-
-
-class Setup(BaseModel):
-    """Line of ``overhead``: Envoy alone, or with a server behind it; latencies at a fixed rate."""
-
-    name: str
-    p50_ms: float = _of("rate", "p50_ms")
-    p95_ms: float = _of("rate", "p95_ms")
-    p99_ms: float = _of("rate", "p99_ms")
-    failed_at_rate: int = _of("rate", "failed")
-    failed_at_once: int = _of("at_once", "failed")
-    failed_held: int = _of("held", "failed")
-    requests_per_s: float
-    cpu_us: float
-    stream_kb: float
-
-    @property
-    def failed(self) -> int:
-        return self.failed_at_rate + self.failed_at_once + self.failed_held
-
-
-class Overhead(BaseModel):
-    about: dict[str, Any]
-    setups: list[Setup] = Field(min_length=1)  # Envoy alone first
-
-
-def read(results: Mapping[str, Any]) -> Results | Overhead:
+def read(results: Mapping[str, Any]) -> Results:
     """Results from the object that ``--json`` writes; ValueError says where another one differs."""
     try:
         return _read(results)
@@ -127,10 +99,8 @@ def read(results: Mapping[str, Any]) -> Results | Overhead:
         raise ValueError(f"not a benchmark's result: {where}: {first['msg']}") from None
 
 
-def _read(results: Mapping[str, Any]) -> Results | Overhead:
+def _read(results: Mapping[str, Any]) -> Results:
     match results:
-        case {"overhead": about}:
-            return Overhead.model_validate({"about": about, "setups": results.get("setups")})
         case {"compare": about} | {"simulate": about}:
             kind = "compare" if "compare" in results else "simulate"
             ours = about.get("ours", []) if isinstance(about, Mapping) else []
@@ -139,7 +109,7 @@ def _read(results: Mapping[str, Any]) -> Results | Overhead:
         case {"run": about}:
             return Results.model_validate({"kind": "load", "about": about, "runs": [results]})
         case Mapping():
-            problem = "it has neither of run, compare, simulate and overhead"
+            problem = "it has neither of run, compare and simulate"
         case _:
             problem = "not an object"
     raise ValueError(f"not a benchmark's result: {problem}")

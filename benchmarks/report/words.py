@@ -16,7 +16,7 @@ from benchmarks.report.figures import (
     rivals,
     spread,
 )
-from benchmarks.report.results import Overhead, Results, Run, read
+from benchmarks.report.results import Results, Run, read
 from extproc.ground.text import Column, paragraph, table
 
 HARM_HEAD = (
@@ -119,21 +119,6 @@ def outcome(results: Results, contenders: Sequence[Contender]) -> list[str]:
         said.append(f"Failed requests: {', '.join(failed)}. Figures are of those answered.")
     warnings = ((run.name, text) for run in results.runs for text in run.warnings)
     return said + [f"Warning, {name}: {text}" for name, text in dict.fromkeys(warnings)]
-
-
-def added(overhead: Overhead) -> list[str]:
-    """Latency beyond the first setup's, and what failed."""
-    alone, *others = overhead.setups
-    return [
-        f"{one.name.removeprefix('+ ')}: adds {one.p50_ms - alone.p50_ms:.1f} ms at p50 "
-        f"and {one.p99_ms - alone.p99_ms:.1f} ms at p99 to {alone.name}, and answers "
-        f"{one.requests_per_s:,.0f} requests a second."
-        for one in others
-    ] + [
-        f"{one.name}: {one.failed:,} requests FAILED; its figures are of those answered."
-        for one in overhead.setups
-        if one.failed
-    ]
 
 
 def comparison(results: Results, contenders: Sequence[Contender]) -> Iterator[str]:
@@ -246,7 +231,6 @@ def progress_line(run: Mapping[str, Any]) -> str:
 def terminal_result(of: Mapping[str, Any]) -> str:
     """Table and conclusions of the object that ``--json`` writes."""
     known = read(of)
-    assert isinstance(known, Results)
     every = contenders(known)
     if known.fault:
         heads = [Column("", left=True), *map(Column, HARM_HEAD)]

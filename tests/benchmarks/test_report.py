@@ -107,49 +107,6 @@ def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
     )
 
 
-TURNS: dict[str, tuple[dict[str, tuple[float, ...]], str, set[str]]] = {
-    "worse in all": ({"us": (3, 3), "them": (1, 1)}, " 3.00×", {"them"}),
-    "better in all": ({"us": (1, 2), "them": (2, 5)}, " 0.45× 0.40 – 0.50×", {"us"}),
-    "no clear difference": ({"us": (1.0, 1.2), "them": (1.1, 1.1)}, "≈ 1.00× 0.91 – 1.09×", set()),
-    "shows no spread": ({"us": (1,), "them": (2,)}, " 0.50×", set()),
-}
-
-
-@pytest.mark.parametrize("verdict", TURNS)
-def test_table_marks_what_all_turns_agree_on(verdict: str) -> None:
-    scales, ending, best = TURNS[verdict]
-    runs = [run(name, scale, n) for name, of in scales.items() for n, scale in enumerate(of)]
-    page = told(compared(*runs))
-    assert verdict in page.said[0]
-    assert page.row("us")[4].endswith(ending)
-    assert ("≈" in page.row("them")[4]) is ending.startswith("≈")
-    assert page.best == best
-
-
-@pytest.mark.parametrize("wrong", [{"complaints": ["3 failed"]}, {"validity": {"doubts": ["CPU"]}}])
-def test_a_turn_in_doubt_is_marked_and_nothing_is_bold(wrong: Json) -> None:
-    names = (("fast", 0.1), ("us", 1.0), ("them", 2.0))
-    runs = [run(name, scale, n) for n in range(3) for name, scale in names]
-    runs[0] |= wrong
-    page = told(compared(*runs, ours=["us"]))
-    assert page.row("fast in doubt: 1 of 3 turns")
-    assert page.best == set()
-    assert "better in 1 of 3 turns" in page.said[0]
-    assert "In doubt: fast in 1 of 3 turns. Comparisons leave these turns out." in page.said
-
-
-def test_requests_of_a_turn_are_not_those_of_all() -> None:
-    runs = [run("us", 1, 0, requests=100), run("us", 1, 1, requests=1200)]
-    assert told(compared(*runs)).row("us")[1:4] == ["100 – 1,200", "25 – 300", "0"]
-
-
-def test_known_lengths_are_a_warning() -> None:
-    runs = run("us", 1), run("them", 2)
-    for known in (True, False):
-        page = told(compared(*runs, known_lengths=known))
-        assert ("told how long their answers would be" in "".join(page.said)) is known
-
-
 def test_pictures_of_an_earlier_run_are_not_left(tmp_path: Path) -> None:
     written(compared(run("us", 1), run("them", 2)), tmp_path)
     mine = tmp_path / "mine.png"
@@ -226,16 +183,6 @@ def test_all_requests_failed(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == {"load"}
 
 
-def test_contender_without_answers_has_a_row() -> None:
-    dead = run("dead", 1, requests=3)
-    for one in dead["requests"]:
-        one |= {"error": "connect", "completion_s": None}
-    page = told(compared(run("alive", 1), dead, run("none", 1, requests=0)))
-    assert page.row("dead")[1:5] == ["3", "1", "3", "–"]
-    assert page.row("none")[1:4] == ["0", "–", "0"]
-    assert "Failed requests: dead 3 of 3." in page.said[-1]
-
-
 def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
     requests = [
         request(0, 1.0),
@@ -244,17 +191,6 @@ def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
     ]
     page = told({"run": {"name": "one"}, "requests": requests})
     assert page.row("one")[1:5] == ["2", "1", "1", "1.00 s"]
-
-
-def test_time_per_token_is_that_of_the_requests_with_gaps() -> None:
-    gaps = [0.01, 0.02, 0.03, 0.04]
-    requests = [request(n, 1.0, gaps_s={"mean": mean}) for n, mean in enumerate(gaps)]
-    page = told({"run": {"name": "one"}, "requests": [*requests, request(9, 1.0, gaps_s=None)]})
-    assert page.row("one")[-1] == seconds(float(np.percentile(gaps, 99)))
-    runs = [run("a", 1), run("b", 1)]
-    for each in runs[0]["requests"] + runs[1]["requests"]:
-        each["gaps_s"] = {"mean": 0.0}
-    assert told(compared(*runs)).row("a")[-1] == "0.00 ms"
 
 
 def test_requests_in_flight_are_those_sent_and_not_ended() -> None:
@@ -280,44 +216,17 @@ def test_figures_have_three_digits_and_their_unit() -> None:
     assert ratio(0.453) == "0.45×"
 
 
-OVERHEAD = {
-    "overhead": {"machine": "a lathe"},
-    "setups": [
-        {
-            "name": name,
-            **{
-                part: {"answered": 9, "failed": failed, "p50_ms": p50, "p95_ms": 5, "p99_ms": p99}
-                for part in ("rate", "at_once", "held")
-            },
-            "requests_per_s": 1500.0,
-            "cpu_us": 440.0,
-            "stream_kb": 24.0,
-        }
-        for name, p50, p99, failed in (("Envoy alone", 1.0, 2.0, 0), ("+ router", 3.25, 8.5, 1))
-    ],
-}
-
-
-def test_overhead_is_told_beyond_envoy_alone(tmp_path: Path) -> None:
-    page = written(OVERHEAD, tmp_path)
-    assert page.said[0].startswith("router: adds 2.2 ms at p50 and 6.5 ms at p99 to Envoy alone")
-    assert page.said[1].startswith("+ router: 3 requests FAILED")
-    assert page.row("+ router")[1] == "3.25 +2.25"
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"overhead"}
-
-
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
         ([], "not an object"),
-        ({"policies": []}, "neither of run, compare, simulate and overhead"),
+        ({"policies": []}, "neither of run, compare and simulate"),
         ({"compare": {}, "runs": []}, "runs: "),
         ({"compare": {}}, "runs: "),
         ({"compare": 3, "runs": []}, "about: "),
         ({"run": {}, "requests": [{"completion_s": 1}]}, "runs.0.requests.0.at_s: Field required"),
         ({"run": {}, "requests": [{"at_s": "soon"}]}, "runs.0.requests.0.at_s: "),
         ({"run": {}, "requests": [{"at_s": 1, "ttft_s": 0}]}, "runs.0.requests.0.ttft_s: "),
-        ({"overhead": {}, "setups": [{"name": "a"}]}, "setups.0.rate.p50_ms: "),
     ],
 )
 def test_what_is_no_result_is_refused_and_nothing_drawn(
