@@ -22,11 +22,6 @@ from benchmarks.compare.validity import Look, between, hits, ticks, validity
 from extproc.lab.harness.processes import ProcessError, free_port
 
 FLEETS = Path("benchmarks/fleets")
-FLEET = """
-replicas:
-- {name: fast, profile: llama-8b-h100}
-- {name: slow, profile: llama-8b-a10, believed: llama-8b-h100}
-"""
 
 
 def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -57,11 +52,6 @@ def test_unknown_contender_fails(name: str, said: str, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().err
 
 
-def test_a_kind_alone_is_its_usual_policy() -> None:
-    assert compare.contender("router").name == "router:completion"
-    assert compare.contender("envoy").name == "envoy:least_request"
-
-
 def test_peers_are_listed_for_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path("benchmarks/compare/peers.txt").read_text().split()
     assert sorted(one.partition("==")[0] for one in listed) == sorted(PRODUCTS)
@@ -78,14 +68,6 @@ def test_peers_are_listed_for_installation(tmp_path: Path, monkeypatch: pytest.M
 def test_events_of_a_fleet_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["--fleet", str(FLEETS / "throttled.yaml"), "--contenders", "envoy"]) == 2
     assert "events" in capsys.readouterr().err
-
-
-def test_a_router_is_told_what_the_file_believes(tmp_path: Path) -> None:
-    file = tmp_path / "fleet.yaml"
-    file.write_text(FLEET)
-    simulated = Fleet(fleet.read(file))
-    assert simulated.profiles == {"fast-0": "llama-8b-h100", "slow-0": "llama-8b-h100"}
-    assert simulated.context == 32_768
 
 
 def test_nobody_is_told_which_cards_of_the_mixed_fleet_are_fast() -> None:

@@ -93,12 +93,6 @@ def test_a_replica_that_hangs_goes_on_where_it_was() -> None:
     assert on(served, 55) == {"a-0", "a-1"}
 
 
-def test_requests_on_a_replica_that_never_comes_back_fail_in_the_end() -> None:
-    simulation, served = play(two({"at": 30, "replica": "a-0", "hang": None}), every(1, 40))
-    assert {one.replica for one in simulation.failed} == {"a-0"}
-    assert on(served, 32) == {"a-1"}
-
-
 def test_with_no_replica_left_requests_fail() -> None:
     downs = [{"at": 10, "replica": name, "down": None} for name in ("a-0", "a-1")]
     simulation, served = play(two(*downs), every(1, 20, output=5))

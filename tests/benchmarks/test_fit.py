@@ -82,15 +82,6 @@ def test_a_trace_that_is_too_short_or_has_no_rate_is_refused() -> None:
         Plan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
 
 
-def test_a_recording_that_cannot_be_kept_is_said_before_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no vLLM either
-    path = tmp_path / "nowhere" / "made.json"
-    assert main(["--serve", str(tmp_path), "--recording", str(path)]) == 1
-    assert str(path) in capsys.readouterr().err
-
-
 @pytest.fixture
 async def replica() -> AsyncIterator[tuple[Replica, Player]]:
     replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
@@ -107,19 +98,6 @@ async def test_a_server_is_sent_what_the_trace_says(replica: tuple[Replica, Play
     assert all(0 < one.ttft_s < one.completion_s for one in run.requests)
     assert run.polls
     assert replica[0].engine.counters.cached_tokens == 0
-
-
-async def test_bursts_follow_each_other(replica: tuple[Replica, Player]) -> None:
-    burst = [TracedRequest(0.0, 10, 5, None)] * 3
-    run = await replica[1].play("run", [burst, burst])
-    first, second = run.requests[:3], run.requests[3:]
-    assert max(one.at_s + one.completion_s for one in first) < min(one.at_s for one in second)
-
-
-async def test_a_server_that_refuses_ends_the_recording(replica: tuple[Replica, Player]) -> None:
-    traced = [TracedRequest(0.0, 10, 10, None)]
-    with pytest.raises(RuntimeError, match="404"):
-        await replace(replica[1], model="another").play("run", [traced])
 
 
 def test_a_recording_is_read_as_it_was_written_and_another_file_is_named(

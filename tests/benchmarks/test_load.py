@@ -1,6 +1,5 @@
 import asyncio
 import json
-import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from benchmarks import trace
 from benchmarks.load.__main__ import main
 from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, Planned, Target, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
-from benchmarks.processes import allow_many_connections, get_samples
+from benchmarks.processes import get_samples
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client
@@ -91,22 +90,6 @@ def test_worthless_figures_are_said(answers: list[Answer], effort: Effort, warni
     (said,) = figures["warnings"]
     assert warning in said
     assert f"WARNING: {said}" in table(figures)
-
-
-@pytest.mark.parametrize("few", [256, 20_000, resource.RLIM_INFINITY])
-def test_connections_where_files_have_no_limit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS has no hard limit, and refuses a request for that many files."""
-    asked = []
-
-    def set_limit(_: int, limits: tuple[int, int]) -> None:
-        asked.append(limits[0])
-        if limits[0] == resource.RLIM_INFINITY:
-            raise ValueError("current limit exceeds maximum limit")
-
-    monkeypatch.setattr("resource.getrlimit", lambda _: (few, resource.RLIM_INFINITY))
-    monkeypatch.setattr("resource.setrlimit", set_limit)
-    allow_many_connections()
-    assert asked == {256: [10_240], 20_000: [20_000]}.get(few, [])
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
@@ -195,10 +178,3 @@ def test_run_that_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path, repl
     output = capsys.readouterr().out
     assert "1 of 2 requests answered" in output
     assert "failed: 1 × timeout" in output
-
-
-@pytest.mark.process
-def test_another_model(capsys: pytest.CaptureFixture[str], replica: str) -> None:
-    line = complaint(capsys, "--url", replica, "--model", "other")
-    assert "status 404" in line
-    assert "`other` does not exist" in line

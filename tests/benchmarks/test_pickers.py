@@ -35,11 +35,6 @@ def test_a_kind_alone_is_its_usual_policy(programs: Path, monkeypatch: pytest.Mo
         compare.contender("aibrix:pd")
 
 
-def test_only_who_speaks_its_protocol_is_behind_this_projects_file(programs: Path) -> None:
-    assert "endpoint_picker.yaml" in compare.contender("llm-d", programs, fair=True).about
-    assert "its makers'" in compare.contender("aibrix", programs, fair=True).about
-
-
 @pytest.mark.parametrize(
     ("account", "said"),
     [

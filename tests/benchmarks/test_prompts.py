@@ -75,17 +75,6 @@ async def test_a_prefix_is_found_in_the_cache(replica_url: str) -> None:
     assert hits.value == 2 * ID_TOKENS
 
 
-def test_another_run_says_other_words_and_so_does_another_request() -> None:
-    without_ids = TracedRequest(0.0, 40, 1, 1)
-    texts = {
-        prompt(without_ids, number, Counting(), salt) for number in (1, 2) for salt in ("a", "b")
-    }
-    assert len(texts) == 4
-    with_ids = TracedRequest(0.0, 40, 1, 1, (7,))
-    assert prompt(with_ids, 1, Counting(), "a") == prompt(with_ids, 2, Counting(), "a")
-    assert prompt(with_ids, 1, Counting(), "a") != prompt(with_ids, 1, Counting(), "b")
-
-
 async def test_a_server_with_another_tokenizer() -> None:
     """Words have several tokens, and the template is long."""
     tokenizer = Tokenizer(models.BPE())
@@ -137,14 +126,6 @@ def test_the_turns_of_a_conversation_go_to_one_endpoint() -> None:
     assert all(len(taken) == 1 for taken in endpoints)
     assert set.union(*endpoints) == {"chat", "completions"}
     assert 50 < sum(one.streamed for one in planned) < 150
-
-
-def test_a_conversation_of_which_one_turn_has_no_bound_is_a_chat() -> None:
-    bounds = (64, 64, None)
-    turns = [TracedRequest(0.0, 600, 10, bound, (1,)) for bound in bounds]
-    for seed in range(10):
-        planned = plan(turns, SIMULATED, 0.5, False, Random(seed))
-        assert [one.endpoint for one in planned] == ["chat"] * 3
 
 
 def test_no_body_tells_the_length_unless_asked_to() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_vllm import accuracy, groups, join, main, measures, requests
+from benchmarks.real_vllm import accuracy, join, main, measures, requests
 from benchmarks.vllm import vllm_command
 from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.lab.harness.traffic import Answer
@@ -45,18 +45,6 @@ def test_first_tokens_are_measured_where_they_were_seen() -> None:
     assert decode["median_bias"] == pytest.approx((1.7 / 1.0 + 1.7 / 1.5) / 2 - 1)
 
 
-def test_groups_tell_known_from_unknown_lengths_on_each_replica() -> None:
-    members = [served("a"), served("b", known=False), served("b")]
-    assert {name: len(group) for name, group in groups(members).items()} == {
-        "all": 3,
-        "known length": 2,
-        "unknown length": 1,
-        "a, known length": 1,
-        "b, known length": 1,
-        "b, unknown length": 1,
-    }
-
-
 def test_only_requests_that_were_routed_and_answered_count() -> None:
     sent = list(islice(requests("m", 1.0, Random(0)), 3))
     answered = [
@@ -84,26 +72,6 @@ def test_requests_are_mixed_arrive_at_the_rate_and_are_bound_if_known() -> None:
             assert body["max_tokens"] == one.output_tokens
         else:
             assert body["max_tokens"] > one.output_tokens
-
-
-def test_answers_may_be_short() -> None:
-    sent = list(islice(requests("m", 1.0, Random(4), output_median=12), 500))
-    assert min(one.output_tokens for one in sent) >= 1
-    assert max(one.body("run")["max_tokens"] for one in sent) == 156
-    assert sorted(one.output_tokens for one in sent)[250] == pytest.approx(12, abs=2)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_all_lengths_may_be_known_or_none(share: float) -> None:
-    sent = islice(requests("m", 1.0, Random(5), known_share=share), 100)
-    assert {one.kind == "known" for one in sent} == {share == 1.0}
-
-
-def test_no_prompt_is_in_a_prefix_cache_from_another_run() -> None:
-    (one,) = islice(requests("m", 1.0, Random(3)), 1)
-    bodies = [one.body(run) for run in ("first", "again")]
-    first, again = (body.get("prompt") or body["messages"][0]["content"] for body in bodies)
-    assert first[:4] != again[:4]
 
 
 @pytest.mark.parametrize(
@@ -137,12 +105,6 @@ def test_without_vllm_the_error_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--serve", "a,b"]) == 1
     assert capsys.readouterr().err.startswith("real_vllm: cannot start vllm-")
-
-
-def test_unwritable_result_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "nowhere" / "result.json"
-    assert main(["127.0.0.1:1", "--json", str(path)]) == 1
-    assert str(path) in capsys.readouterr().err
 
 
 @pytest.mark.process

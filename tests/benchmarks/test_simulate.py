@@ -69,16 +69,6 @@ def test_the_same_seed_gives_the_same_run() -> None:
         assert first == again
 
 
-def test_speculative_fleet_answers_sooner(simulate: Simulate, tmp_path: Path) -> None:
-    arguments = ["--policy", "round_robin", "--speed", "4", "--requests", "60", "--no-oracle"]
-    (plain,) = simulate(*arguments)
-    speculative = tmp_path / "speculative.yaml"
-    groups = MIXED.read_text().replace("count:", "draft_tokens: 3, acceptance: 0.8, count:")
-    speculative.write_text(groups)
-    (first,) = simulate(*arguments, fleet_file=speculative)
-    assert first["e2e_s"]["mean"] < 0.7 * plain["e2e_s"]["mean"]
-
-
 def test_replicas_that_serve_short_requests_now_and_then_are_measured(tmp_path: Path) -> None:
     """Two H100 and two A10, all believed to be A100; one request a second."""
     random, at, requests = Random(1), 0.0, []
@@ -153,13 +143,6 @@ def test_oracle_predicts_lone_requests_exactly(drafts: int) -> None:
         assert one.completion == pytest.approx(one.decision.predicted_completion, rel=0.01)
 
 
-def test_figures_are_of_the_phase_asked_for(simulate: Simulate) -> None:
-    at = [one.at for one in trace.read([CONVERSATION], speed=4, most=200)]
-    part = ["--speed", "4", "--requests", "200", "--no-oracle"]
-    (run,) = simulate(*part, "--from", "10", "--until", "20")
-    assert run["requests"] == sum(10 <= time < 20 for time in at)
-
-
 def test_a_phase_without_requests_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "5"]
     assert main([*common, "--no-oracle", "--from", "9999"]) == 2
@@ -194,16 +177,6 @@ def test_routers_that_share_what_they_do_decide_better() -> None:
     assert ttft[0.0] < ttft[None]
 
 
-def test_sharing_at_once_is_as_good_as_one_router() -> None:
-    requests = trace.read([CONVERSATION], speed=2, most=150)
-    equal = fleet.read(HERE / "fleets" / "equal.yaml")
-    know = frozenset({"lengths"})
-    one = Simulation(equal, "lmetric", know=know)
-    four = Simulation(equal, "lmetric", know=know, routers=4, share_lag=0.0)
-    means = [sum(s.completion for s in each.run(requests)) / 150 for each in (one, four)]
-    assert means[1] == pytest.approx(means[0], rel=0.05)
-
-
 ALONE = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
 
 
@@ -224,34 +197,6 @@ def test_a_prompt_longer_than_the_context_fails() -> None:
     assert served.traced is requests[1]
     assert [one.traced for one in simulation.failed] == requests[:1]
     assert simulation.fleet.in_flight == 0
-
-
-def test_pictures_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "report"
-    arguments = ["--policy", "completion,lmetric", "--speed", "4", "--requests", "40"]
-    simulate(*arguments, "--report", str(folder))
-    page = (folder / "report.md").read_text()
-    assert all(name in page for name in ("completion", "lmetric", "oracle"))
-    assert {path.stem for path in folder.glob("*.png")} == {
-        *("figures", "completion", "ttft", "load", "prediction")
-    }
-
-
-EVENTS = [
-    ("flapping", ["a-0 down", "a-0 up"]),
-    ("throttled", ["a-0 3× slower", "a-0 at full speed"]),
-]
-
-
-@pytest.mark.parametrize(("fleet_file", "told"), EVENTS)
-def test_what_happens_to_replicas_is_told(fleet_file: str, told: list[str], tmp_path: Path) -> None:
-    written = tmp_path / "results.json"
-    path = HERE / "fleets" / f"{fleet_file}.yaml"
-    common = ["--trace", str(CONVERSATION), "--fleet", str(path), "--requests", "5"]
-    assert main([*common, "--no-oracle", "--json", str(written)]) == 0
-    events = json.loads(written.read_text())["events"]
-    assert [one["text"] for one in events[:2]] == told
 
 
 def test_requests_outside_the_phase_are_load_but_in_no_figure(tmp_path: Path) -> None:
