@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.announcements import Holders, SentPrompts, read_prompts
-from extproc.fleet.digest import Digest, Kind
+from extproc.fleet.digest import DECODED, EXPECTED, Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -423,7 +423,8 @@ class Fleet:
         self._progress.advance(now)
         self._progress.refresh()
         if self._corrections.due(now):
-            self._replicas.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
+            decoded = self._replicas.peers[[DECODED, EXPECTED]]
+            self._replicas.stretch[:] = self._corrections.ratios(now, decoded)
 
     def _view(self, candidates: Candidates) -> FleetView:
         rows, table = candidates.rows, self._replicas

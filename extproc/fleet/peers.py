@@ -116,9 +116,9 @@ class Peers:
             self._attribute(fresh & changed, changed)
             self._counts = fresh.astype(float)
             self._add_up()
-        if not alive.all():
+        if dead := not alive.all():
             self._keep(alive)
-        return bool(changed.any()) or not alive.all()
+        return dead or bool(changed.any())
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
         """Takes what polls saw of peers out of what nobody accounts for, or puts it back.
@@ -159,11 +159,6 @@ class Peers:
         load[KV] += made
         load[REMAINING] = np.maximum(load[REMAINING] - made, 0.0)
         self._add_up()
-
-    @property
-    def decoded(self) -> Floats:
-        """Seconds of decoding, actual and predicted, a column a replica."""
-        return np.array([self._replicas.peers_decoded, self._replicas.peers_expected])
 
     def clear(self, row: int) -> None:
         """Another replica is in that row."""
