@@ -75,6 +75,7 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     asleep: bool = False  # vLLM's sleep mode: an engine answers no inference until it is woken up
     started_at: Finite = 0.0  # of its process: seconds since the epoch, its clock; 0: not known
     refuses: bool = False  # connections: no process listens there
+    most_running: int = 0  # sequences that ever ran at once in its process
     max_num_seqs: int = 0  # sequences that run at once at most, as learned; 0: the profile's
     tokens_per_step: Annotated[float, Meta(ge=1.0, le=sys.float_info.max)] = 1.0  # of a sequence
 

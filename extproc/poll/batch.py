@@ -1,7 +1,8 @@
 """Properties of an engine's batch that its page does not tell, learned from poll to poll.
 
-- *Limit.* The most sequences seen to run in this process, once two polls in a row have shown
-  requests that wait while KV space is free and all that run decode.
+- *Limit.* The most sequences that ever ran in the process, once two polls in a row have shown
+  requests that wait while as many run, KV space is free and all that run decode. A poll that shows
+  more running disproves the limit.
 - *Tokens per step.* The ratio of tokens to steps of a sequence in each stretch between two polls,
   averaged over about the last thousand tokens.
 """
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from extproc.replica_state import ReplicaState
 
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
+_STEPS = 3  # between two polls, at least: in fewer, sequences that begin or end count for much
 _MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts are seldom right
 _MEMORY = 1000.0  # generated tokens over which a ratio loses two thirds of its weight
 
@@ -40,35 +42,31 @@ def batch_fields(before: ReplicaState, now: Figures) -> dict[str, Any]:
 
     ``before``: what the last poll of the same process told; a blank state for a new process.
     """
+    most = max(before.most_running, now.running)
+    limit = before.max_num_seqs if most == before.most_running else 0
+    if most in (before.running, now.running) and _is_full(before, now):
+        limit = most
     return {
-        "max_num_seqs": _limit(before, now),
+        "most_running": most,
+        "max_num_seqs": limit,
         "tokens_per_step": _tokens_per_step(before, now),
     }
-
-
-def _limit(before: ReplicaState, now: Figures) -> int:
-    """A poll shows what is left after a step: the limit less the sequences that ended in it.
-
-    vLLM's limit never changes, so the most that ran is nearest to it.
-    """
-    if not before.max_num_seqs and not _is_full(before, now):
-        return 0
-    return max(before.max_num_seqs, before.running, now.running)
 
 
 def _is_full(before: ReplicaState, now: Figures) -> bool:
     """Return True if requests wait for a place in the batch, and for nothing else.
 
     Requests that wait in one poll alone may have come a moment ago. While a prompt is prefilled,
-    others wait for the token budget, and one sequence less than run gets a token in each step, but
-    for those that end: about as many as those that get their first token.
+    others wait for the token budget, and one sequence less than run gets a token in each step: of
+    those that a poll shows, and those that end in the step, about as many as begin.
     """
     waiting = all(one.waiting > 0 and one.kv_usage < _NEARLY_FULL for one in (before, now))
     steps = now.steps - before.steps
     decoded = now.generated_tokens - before.generated_tokens
     decoded -= now.accepted_tokens - before.accepted_tokens
-    decoded -= now.first_tokens - before.first_tokens
-    return waiting and decoded > steps * (max(before.running, now.running) - 0.5)
+    begun = now.first_tokens - before.first_tokens
+    run = steps * (before.running + now.running) / 2.0 + begun
+    return waiting and steps >= _STEPS and decoded > run - steps / 2.0
 
 
 def _tokens_per_step(before: ReplicaState, now: Figures) -> float:

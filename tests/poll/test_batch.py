@@ -131,8 +131,8 @@ def polled(steps: int, **figures: float) -> ReplicaState:
 
 def limit(*polls: ReplicaState) -> int:
     """Limit that polls of one process teach."""
-    state = polls[0]
-    for now in polls[1:]:
+    state = ReplicaState(id=replica(1))
+    for now in polls:
         state = structs.replace(now, **batch_fields(state, now))
     return state.max_num_seqs
 
@@ -140,8 +140,14 @@ def limit(*polls: ReplicaState) -> int:
 def test_limit_is_the_most_that_ran() -> None:
     assert limit(polled(10), polled(20)) == 4
     assert limit(polled(10), polled(20, running=3)) == 4
-    assert limit(polled(10, running=3), polled(20, running=3), polled(30)) == 4
-    assert limit(polled(10), polled(20), polled(30, running=9, waiting=0)) == 9
+    assert limit(polled(10, running=3), polled(20), polled(30, running=3, waiting=0)) == 4
+
+
+def test_poll_that_shows_more_running_disproves_a_limit() -> None:
+    more = {"running": 9, "generated_tokens": 210.0}
+    assert limit(polled(10), polled(20), polled(30, **more, waiting=0)) == 0
+    again = polled(40, running=9, generated_tokens=300.0)
+    assert limit(polled(10), polled(20), polled(30, **more), again) == 9
 
 
 @pytest.mark.parametrize(
@@ -151,6 +157,8 @@ def test_limit_is_the_most_that_ran() -> None:
         (polled(10, waiting=0), polled(20)),
         (polled(10), polled(10)),  # the engine is paused
         (polled(10), polled(20, kv_usage=0.95)),
+        (polled(10), polled(12)),  # too few steps
+        (polled(5, running=9, waiting=0), polled(10), polled(20)),  # nine ran
         (polled(10), polled(20, running=5)),  # the fifth is in prefill
         (polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)),  # two decode
     ],

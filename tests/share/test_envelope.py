@@ -177,6 +177,6 @@ def test_message_fields_match_version() -> None:
             "engines running waiting kv_usage kv_tokens block_size prefix_caching steps "
             "prompt_tokens cached_tokens generated_tokens first_tokens accepted_tokens "
             "preemptions kv_news output_lengths scraped_at scrape_seconds life_s asleep "
-            "started_at refuses max_num_seqs tokens_per_step"
+            "started_at refuses most_running max_num_seqs tokens_per_step"
         ),
     }
