@@ -61,23 +61,17 @@ async def test_duplex_headers_wait_for_unchanged_body(stream: Stream, services: 
     assert services.fleet.in_flight == 0
 
 
-class TestDefault:
-    """Not every gateway takes a list of addresses."""
-
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(route={"seed": 1})
-
-    async def test_duplex_names_one_replica(self, envoy: EnvoySide, services: Services) -> None:
-        services.fleet.responses.keep("resp_1", replica(2))
-        for body, path in ((CHAT, "/v1/chat/completions"), (None, "/v1/responses/resp_1")):
-            async with envoy.stream() as stream:
-                method = "GET" if body is None else "POST"
-                await stream.write_headers(path, method, body is None, **DUPLEX)
-                if body is not None:
-                    await stream.write_body(BODY)
-                assert len(destination(await stream.read())) == 1
-        assert len(destination(await envoy.ask())) == 2
+@pytest.mark.parametrize("config", [config_of(route={"seed": 1})])
+async def test_duplex_names_one_replica(envoy: EnvoySide, services: Services) -> None:
+    services.fleet.responses.keep("resp_1", replica(2))
+    for body, path in ((CHAT, "/v1/chat/completions"), (None, "/v1/responses/resp_1")):
+        async with envoy.stream() as stream:
+            method = "GET" if body is None else "POST"
+            await stream.write_headers(path, method, body is None, **DUPLEX)
+            if body is not None:
+                await stream.write_body(BODY)
+            assert len(destination(await stream.read())) == 1
+    assert len(destination(await envoy.ask())) == 2
 
 
 async def test_duplex_body_before_trailers_returns_with_headers(stream: Stream) -> None:
@@ -230,15 +224,11 @@ async def test_duplex_metadata_names_serving_replica(
     assert services.fleet.in_flight_on(first) == 0
 
 
-class TestSaturated:
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(route={"max_ttft_s": 0.5})
-
-    async def test_max_ttft_answers_429(self, envoy: EnvoySide, services: Services) -> None:
-        long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
-        reply = await envoy.ask(long, "/v1/completions")
-        assert status_of(reply) == 429
-        assert refusal_header(reply, "retry-after") == b"3"
-        assert set(destination(await envoy.ask())) == MEMBERS
-        assert services.fleet.in_flight == 0
+@pytest.mark.parametrize("config", [config_of(route={"max_ttft_s": 0.5})])
+async def test_max_ttft_answers_429(envoy: EnvoySide, services: Services) -> None:
+    long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
+    reply = await envoy.ask(long, "/v1/completions")
+    assert status_of(reply) == 429
+    assert refusal_header(reply, "retry-after") == b"3"
+    assert set(destination(await envoy.ask())) == MEMBERS
+    assert services.fleet.in_flight == 0

@@ -102,21 +102,15 @@ async def test_failure_to_end_one_request_spares_others(
                 await stream.end()
 
 
-class TestNever:
-    """Where the setting says so."""
-
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(serve={"hung_s": 0.0})
-
-    async def test_hung_s_zero_ends_nothing(
-        self, stream: Stream, server: GrpcServer, services: Services
-    ) -> None:
-        on = await sent_to(stream)
-        hangs(services, on, 1000.0)
-        await server.end_lost()
-        assert services.fleet.in_flight_on(on) == 1
-        await stream.end()
+@pytest.mark.parametrize("config", [config_of(serve={"hung_s": 0.0})])
+async def test_hung_s_zero_ends_nothing(
+    stream: Stream, server: GrpcServer, services: Services
+) -> None:
+    on = await sent_to(stream)
+    hangs(services, on, 1000.0)
+    await server.end_lost()
+    assert services.fleet.in_flight_on(on) == 1
+    await stream.end()
 
 
 class TestRecorded:
@@ -173,22 +167,16 @@ class TestAnAnswerThatIsNotRead:
         assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
-class TestAReplyThatIsOnItsWay:
-    """For it is large."""
-
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(route={"models": {"chat": "llama"}})
-
-    async def test_large_reply_precedes_refusal(self, stream: Stream, services: Services) -> None:
-        large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
-        await stream.write(stream.body_message(large))
-        await until(lambda: services.fleet.in_flight)
-        hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
-        await until(lambda: not services.fleet.in_flight)
-        assert chosen(await stream.read())
-        assert (await stream.read()).immediate_response
-        await stream.end()
+@pytest.mark.parametrize("config", [config_of(route={"models": {"chat": "llama"}})])
+async def test_large_reply_precedes_refusal(stream: Stream, services: Services) -> None:
+    large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
+    await stream.write(stream.body_message(large))
+    await until(lambda: services.fleet.in_flight)
+    hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
+    await until(lambda: not services.fleet.in_flight)
+    assert chosen(await stream.read())
+    assert (await stream.read()).immediate_response
+    await stream.end()
 
 
 class TestASampledOne:

@@ -12,7 +12,6 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.body_memory import BodyMemory
@@ -33,35 +32,31 @@ def has_less_than(services: Services, size: int) -> bool:
     return services.body_memory.free < size
 
 
-class TestStreams:
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(serve={"max_streams": 2})
-
-    async def test_max_streams_refuses_further(self, services: Services, logged: Logged) -> None:
-        """Beyond that of a connection, Envoy opens another one."""
-        server = GrpcServer(services)
-        port = await server.start("127.0.0.1:0")
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        async with (
-            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as one,
-            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as other,
-            EnvoySide(one).stream() as first,
-        ):
-            await first.request_headers()
-            async with EnvoySide(one).stream() as second:
-                await second.request_headers()
-                for _ in range(3):
-                    async with EnvoySide(other).stream() as third:
-                        with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
-                            await third.request_headers()
-                await second.end()
-            assert set(destination(await first.request_body(CHAT))) == MEMBERS
-            await first.end()
-            assert set(destination(await EnvoySide(other).ask())) == MEMBERS
-        await server.stop(0)
-        assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
-        assert len(logged.lines()) == 2  # when it begins, and when it is over
+@pytest.mark.parametrize("config", [config_of(serve={"max_streams": 2})])
+async def test_max_streams_refuses_further(services: Services, logged: Logged) -> None:
+    """Beyond that of a connection, Envoy opens another one."""
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as one,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as other,
+        EnvoySide(one).stream() as first,
+    ):
+        await first.request_headers()
+        async with EnvoySide(one).stream() as second:
+            await second.request_headers()
+            for _ in range(3):
+                async with EnvoySide(other).stream() as third:
+                    with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
+                        await third.request_headers()
+            await second.end()
+        assert set(destination(await first.request_body(CHAT))) == MEMBERS
+        await first.end()
+        assert set(destination(await EnvoySide(other).ask())) == MEMBERS
+    await server.stop(0)
+    assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
+    assert len(logged.lines()) == 2  # when it begins, and when it is over
 
 
 class TestBodies:

@@ -5,6 +5,8 @@ import json
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
+from random import Random
 from typing import Any
 
 import grpc
@@ -21,13 +23,15 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.proxy.body_memory import BodyMemory
+from extproc.proxy.body_memory import MOST_HELD, BodyMemory
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
+from tests.conftest import Logged
 from tests.fakes import ManualClock, fleet_of, replica, state
 from tests.proxy.conftest import config_of, on_fleet, router_of, samples
-from tests.proxy.envoy_side import CHAT, Local, LocalCall, Stream, headers_message
-from tests.proxy.replies import BodyMode
+from tests.proxy.envoy_side import CHAT, EnvoySide, Local, LocalCall, Stream, headers_message
+from tests.proxy.replies import BodyMode, chosen
+from tests.waiting import until
 
 BODY = json.dumps(CHAT).encode()
 MEMORY = 350_000  # bytes: three of the long bodies below
@@ -52,8 +56,8 @@ def chunk(body: bytes, end: bool = True) -> ProcessingRequest:
     return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end))
 
 
-def answer(status: int, end: bool = False) -> ProcessingRequest:
-    told = {":status": str(status), "content-type": "application/json"}
+def answer(status: str, end: bool = False) -> ProcessingRequest:
+    told = {":status": status, "content-type": "text/event-stream"}
     return ProcessingRequest(response_headers=headers_message(told, end_of_stream=end))
 
 
@@ -75,6 +79,12 @@ CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
     "stop": stop_reading,
     "go on": read_again,
 }
+
+
+def said(body: bytes, end: bool = True) -> ProcessingRequest:
+    return ProcessingRequest(response_body=HttpBody(body=body, end_of_stream=end))
+
+
 BUFFERED, DUPLEX = headers(BodyMode.BUFFERED), headers(BodyMode.FULL_DUPLEX_STREAMED)
 FIRST = Stream(None).body_message(CHAT)
 GZIPPED = deepcopy(BUFFERED)
@@ -83,26 +93,29 @@ GZIPPED.request_headers.headers.headers.append(
 )
 AFTER = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
 TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
-USAGE = ProcessingRequest(
-    response_body=HttpBody(body=b'{"usage": {"completion_tokens": 3}}', end_of_stream=True)
-)
+USAGE = said(b'{"usage": {"completion_tokens": 3}}')
 
 CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int]]] = [
     ([], [], 0, {}),
     ([FIRST], ["request_body"], 1, {"routed": 1}),
     ([FIRST, FIRST, BUFFERED], ["request_body"] * 2 + ["request_headers"], 1, {"routed": 1}),
     ([BUFFERED], ["request_headers"], 0, {}),
-    ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
-    ([answer(200), USAGE, TRAILERS, AFTER, ProcessingRequest()],
-     ["response_headers", "response_body", "request_trailers", "response_trailers", ""], 0, {}),
-    ([BUFFERED, chunk(BODY), answer(200), USAGE],
+    ([BUFFERED, chunk(BODY)], ["request_headers", "request_body"], 1, {"routed": 1}),
+    ([BUFFERED, chunk(BODY), answer("200")],
+     ["request_headers", "request_body", "response_headers"], 1, {"routed": 1}),
+    ([BUFFERED, chunk(BODY), answer("200"), said(b"{", False)],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
-    ([answer(200), chunk(BODY), BUFFERED, chunk(BODY)],
+    ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
+    ([answer("200"), USAGE, TRAILERS, AFTER, ProcessingRequest()],
+     ["response_headers", "response_body", "request_trailers", "response_trailers", ""], 0, {}),
+    ([BUFFERED, chunk(BODY), answer("200"), USAGE],
+     ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
+    ([answer("200"), chunk(BODY), BUFFERED, chunk(BODY)],
      ["response_headers", "request_body", "request_headers", "request_body"], 1, {"routed": 1}),
     ([BUFFERED, chunk(b"[]")], ["request_headers", "immediate_response"], 0, {"refused": 1}),
     ([BUFFERED, chunk(b"[]"), chunk(BODY)],
      ["request_headers", "immediate_response", "request_body"], 0, {"refused": 1}),
-    ([headers(BodyMode.NONE, path="/tokenize"), answer(200)],
+    ([headers(BodyMode.NONE, path="/tokenize"), answer("200")],
      ["request_headers", "response_headers"], 0, {"passed": 1}),
     ([DUPLEX, chunk(BODY[:9], False)], [], 0, {}),
     ([DUPLEX, chunk(BODY[:9], False), chunk(BODY[9:]), chunk(BODY[9:])],
@@ -136,6 +149,9 @@ async def test_stream_answers_each_message_and_leaves_nothing(
     await settle()
     assert call.serving.done()
     assert (services.fleet.in_flight, services.body_memory.free) == (0, free)
+    assert samples(services.metrics.open_streams) == {(): 0}
+    backlog = services.fleet.view("llama").backlog.tolist()
+    assert backlog == pytest.approx([0, 0], abs=1e-6)
 
 
 def crowded() -> tuple[Services, ManualClock]:
@@ -163,13 +179,21 @@ def long(name: str) -> bytes:
 
 LONG = long("a")
 LONG_FIRST = [Stream(None).body_message(long(name), "/v1/completions") for name in "bcdefgh"]
+FIELDS: list[dict[str, Any]] = [
+    {"model": "nobody's"}, {"model": 5}, {"n": 3}, {"stream": True}, {"max_tokens": 5},
+    {"messages": "hello"}, {"input": "hello"},
+]  # fmt: skip
 SOME = [
     *([one] for one in LONG_FIRST),
     *([BUFFERED, chunk(long(name))] for name in "ij"),
     *([DUPLEX, chunk(long(name)[:50_000], False), chunk(long(name)[50_000:])] for name in "kl"),
     *([DUPLEX, chunk(LONG[:70_000], False)], [chunk(LONG[70_000:])], [DUPLEX, chunk(BODY, False)]),
     *([FIRST], [DUPLEX, chunk(b"x" * 90_000, False)], [DUPLEX], [BUFFERED]),
-    *([answer(200), USAGE], [answer(503, end=True)], [TRAILERS], [headers(BodyMode.NONE)]),
+    *([answer("200"), USAGE], [answer("503", end=True)], [TRAILERS], [headers(BodyMode.NONE)]),
+    *([answer("?")], [said(b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n', False)]),
+    *([said(b'{"id": "resp_1"}')], [said(b"\xff", False)], [AFTER]),
+    *([BUFFERED, chunk(json.dumps(CHAT | more).encode())] for more in FIELDS),
+    *([headers(BodyMode.STREAMED, path=path)] for path in ("/v1/responses", "/v1/models")),
     *([chunk(b"{", False)], [chunk(b"\xff")], [ProcessingRequest()]),
 ]
 """Messages that a stream gets at once, in whichever state it is."""
@@ -225,3 +249,22 @@ def test_any_messages_leave_ledger_and_memory_as_before(
     events: list[tuple[Any, Any]],
 ) -> None:
     asyncio.run(play(events))
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_any_messages_over_grpc_leave_nothing(
+    services: Services, over_grpc: EnvoySide, logged: Logged, seed: int
+) -> None:
+    random = Random(seed)
+
+    async def ask() -> None:
+        async with over_grpc.stream() as call:
+            for message in chain.from_iterable(random.choices(SOME, k=6)):
+                await call.write(message)
+            if random.random() < 0.7:
+                await call.end_unread()
+
+    await asyncio.gather(*(ask() for _ in range(50)))
+    await until(lambda: not services.fleet.in_flight)
+    assert services.body_memory.free == MOST_HELD
+    assert chosen(await over_grpc.ask_body_first())
