@@ -1,8 +1,7 @@
 """The EndpointSlices of an API server of Kubernetes, listed and watched as the real one has them.
 
 As in kube-apiserver: every change has a version; a watch tells all changes after the one it is
-asked from, and nothing while that is yet to come; an object that a selector no longer selects is
-DELETED; items of a list have no kind.
+asked from, and nothing while that is yet to come; items of a list have no kind.
 """
 
 import asyncio
@@ -230,21 +229,20 @@ class ApiServer:
             watch.put_nowait(change)
 
 
-def _selected(one: Mapping[str, Any] | None, selector: str) -> bool:
+def _selected(one: Mapping[str, Any], selector: str) -> bool:
     label, _, value = selector.partition("=")
-    return one is not None and one["metadata"]["labels"].get(label) == value
+    return bool(one["metadata"]["labels"].get(label) == value)
 
 
 def _event(change: _Change, selector: str) -> bytes:
     """The line that tells of a change those who asked with this selector; empty: none does."""
     version, before, after = change
-    was, is_ = _selected(before, selector), _selected(after, selector)
-    if not was and not is_:
-        return b""
-    told = copy.deepcopy(after if is_ else before)
+    told = copy.deepcopy(after or before)
     assert told is not None
+    if not _selected(told, selector):
+        return b""
     told["metadata"]["resourceVersion"] = str(version)
-    kind = "MODIFIED" if was and is_ else "ADDED" if is_ else "DELETED"
+    kind = "DELETED" if after is None else "MODIFIED" if before else "ADDED"
     return _line(kind, {**KIND, **told})
 
 
