@@ -142,6 +142,7 @@ def _served(one: Served, policy: str) -> dict[str, Any]:
         "prompt_tokens": one.traced.prompt_tokens,
         "output_tokens": one.traced.output_tokens,
         "group": one.group,
+        "stream": one.profile.stream,
         "ttft_s": one.ttft,
         "completion_s": one.completion,
         "replica": one.replica,

@@ -31,6 +31,7 @@ class Prediction:
     waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
     lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
 
+    streamed: bool  # False: nobody sees its first token
     first_token_share: float  # time to first token in the completion, at the soonest, 0…1
     adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
     queue: Floats  # expected wait at the router; 0 where the replica can start the request now
@@ -40,9 +41,11 @@ class Prediction:
     def cost_weight(self) -> Floats:
         """How much the cost to others counts, 0…1 (:class:`~extproc.route.policies.completion`).
 
-        The square of the KV pressure or, where that is more, the time to first token ÷ that of
-        decoding, at the soonest.
+        All of it where the answer is not streamed. Else the square of the KV pressure or, where
+        that is more, the time to first token ÷ that of decoding, at the soonest.
         """
+        if not self.streamed:
+            return np.ones(len(self.kv_pressure))
         share = self.first_token_share
         return np.maximum(self.kv_pressure**2, share / (1.0 - share) if share < 0.5 else 1.0)
 
@@ -121,6 +124,7 @@ def predict(
         growth,
         cached,
         avoidable,
+        profile.stream,
         least(ttft) / least(completion),
         np.zeros(len(view)),
         np.zeros(len(view)),

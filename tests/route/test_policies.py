@@ -471,3 +471,15 @@ def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
     late = decide(fleet, "completion", chat(100, 50))
     assert late.fallback == "news of other routers is 0.35 s old and does not count"
     assert late.why.startswith(f"{late.fallback}: r")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_cost_to_others_counts_in_full_where_nobody_sees_a_first_token(streamed: bool) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    for _ in range(30):
+        fleet.first_token(fleet.dispatch(replica(1), chat(10, 200)))
+    decision = decide(fleet, "completion", replace(chat(2000, 20), stream=streamed))
+    prediction = decision.prediction
+    assert prediction.completion.argmin() == 0, "the H100 finishes it first, and 30 others wait"
+    assert decision.replica == replica(1 if streamed else 2)
