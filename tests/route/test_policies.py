@@ -477,9 +477,9 @@ def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
 def test_cost_to_others_counts_in_full_where_nobody_sees_a_first_token(streamed: bool) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, H100, A10)
-    for _ in range(30):
+    for _ in range(60):
         fleet.first_token(fleet.dispatch(replica(1), chat(10, 200)))
-    decision = decide(fleet, "completion", replace(chat(2000, 20), stream=streamed))
+    decision = decide(fleet, "completion", replace(chat(2000, 200), stream=streamed))
     prediction = decision.prediction
-    assert prediction.completion.argmin() == 0, "the H100 finishes it first, and 30 others wait"
+    assert prediction.completion.argmin() == 0, "the H100 finishes it first, and 60 others wait"
     assert decision.replica == replica(1 if streamed else 2)
