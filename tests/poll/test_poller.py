@@ -78,6 +78,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer, replica: R
             max_model_len=4096,
             takes_priority=True,
             running=2,
+            most_running=2,
             waiting=1,
             kv_usage=0.5,
             kv_tokens=1600,
