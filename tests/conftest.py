@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
-from xdist.scheduler import LoadFileScheduling
 
 from extproc.lab.harness.processes import Process, free_port, start_redis
 from extproc.share import connection, reader
@@ -24,32 +23,9 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
-SYSTEMS = {
-    "pools": ("pools", "contexts", "adapters", "prefixes", "first_token"),
-    "routers": ("sessions", "responses"),
-}
-"""Systems of tests/e2e that run for a whole session, and the files of tests that share each."""
-_SHARED = {
-    f"tests/e2e/test_{file}.py": system for system, files in SYSTEMS.items() for file in files
-}
-
-
 def pytest_xdist_auto_num_workers() -> int:
     """Tests with real processes wait more than they compute; their files keep 16 busy."""
     return min(2 * len(os.sched_getaffinity(0)), 16)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """A worker runs all tests of a file, and of all files that share its running system."""
-    scheduler = LoadFileScheduling(config, log)
-    file_of = scheduler._split_scope
-
-    def together(nodeid: str) -> str:
-        file: str = file_of(nodeid)
-        return _SHARED.get(file, file)
-
-    scheduler._split_scope = together
-    return scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,6 +40,10 @@ class Client:
         self._session = session
         self._headers = {"host": host} if host else {}
 
+    def of(self, pool: str) -> "Client":
+        """A client of the host that a route gives to this pool."""
+        return Client(self._stack, self._session, f"{pool}.example")
+
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
     ) -> Answer:

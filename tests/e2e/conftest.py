@@ -8,8 +8,7 @@ import pytest_asyncio
 
 from tests.conftest import wait_for_redis
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
-from tests.e2e.systems import Pools, Routers
+from tests.e2e.stack import Behind, Stack
 from tests.waiting import PATIENCE_S
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
@@ -21,29 +20,25 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(
+async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
+    """The system of the test file."""
     usual = partial(Stack, settings=SETTINGS)
     system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
     async with system(tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def pools(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Pools(tmp_path_factory.mktemp("pools")) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Routers(tmp_path_factory.mktemp("routers")) as running:
-        yield running
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(request: pytest.FixtureRequest, running: Stack) -> Stack:
+    """The running system, behind the Envoy that the test names if it names one."""
+    if isinstance(running, Behind) and (name := getattr(request, "param", "")):
+        await running.behind(name)
+    return running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Client]:
-    host = getattr(request.module, "HOST", "")
+async def client(stack: Stack) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session, host)
+        yield Client(stack, session)

@@ -1,5 +1,6 @@
 """The demo's stack, for tests: its Envoy is patient, and may have a control plane."""
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from extproc.cli import main
 from extproc.lab.harness import stack
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.processes import Check, free_port, listening
@@ -117,7 +119,7 @@ class EdsStack(FileStack):
 
     async def start(self, name: str) -> None:
         """Before Envoy its control plane, so that it need not ask twice."""
-        if name == "envoy":
+        if name == "envoy" and self.name == "eds":
             await super().start("eds")
         await super().start(name)
 
@@ -155,3 +157,9 @@ def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
             text = text.replace(f"127.0.0.1:{number}", stack.address(process))
     bootstrap: Bootstrap = yaml.safe_load(text)
     return bootstrap
+
+
+async def replicas(stack: Stack, *arguments: str) -> int:
+    """The exit status of ``extproc replicas`` with these arguments."""
+    argv = ["replicas", *arguments, "--config", str(stack.config_file)]
+    return await asyncio.to_thread(main, argv)

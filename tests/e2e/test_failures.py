@@ -2,7 +2,9 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from math import log2
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
 from extproc.predict.step import PROFILES
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Stack
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import FileStack, Stack, replicas
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -22,6 +25,10 @@ FAST = PROFILES["llama-8b-h100"].step
 IN_TURN = {"x-extproc-policy": "round_robin"}
 AT_ONCE = 16
 """Requests at most of steady traffic: a machine too busy for the rate gets fewer, not a jam."""
+
+
+def system(directory: Path) -> FileStack:
+    return FileStack(directory, settings=SETTINGS)
 
 
 @asynccontextmanager
@@ -125,7 +132,7 @@ async def test_bodies_on_their_way_to_dead_router_are_served(client: Client, sta
     await routed_again(client)
 
 
-async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
+async def test_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
     stack.process("router").signal(signal.SIGSTOP)
     try:
@@ -137,7 +144,7 @@ async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
     await client.ledger_empty()
 
 
-async def test_without_redis_routing_goes_on(client: Client, stack: Stack) -> None:
+async def test_routing_goes_on_without_redis(client: Client, stack: Stack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         await stack.kill("redis")
@@ -155,7 +162,7 @@ async def test_without_redis_routing_goes_on(client: Client, stack: Stack) -> No
     assert all(answer.decisions for answer in answers)
 
 
-async def test_a_dead_replica_costs_no_request_and_comes_back(client: Client, stack: Stack) -> None:
+async def test_dead_replica_costs_no_request_and_comes_back(client: Client, stack: Stack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         stopped = monotonic()
@@ -206,7 +213,7 @@ async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> No
     await routed_again(client)
 
 
-async def test_a_throttled_replica_is_seen_and_avoided(client: Client, stack: Stack) -> None:
+async def test_throttled_replica_is_seen_and_avoided(client: Client, stack: Stack) -> None:
     await client.simulate("fast-1", slow=5.0)
     ended = asyncio.Event()
 
@@ -232,3 +239,55 @@ async def test_a_throttled_replica_is_seen_and_avoided(client: Client, stack: St
     finally:
         ended.set()
         await asyncio.gather(*loads)
+
+
+async def test_replica_drains_and_comes_back(client: Client, stack: Stack) -> None:
+    long = asyncio.create_task(client.chat(tokens=500, headers={"x-extproc-policy": "round_robin"}))
+    busy = await client.busy()
+    await client.simulate(busy, slow=20.0)  # what is there does not end by itself
+    async with traffic(client) as answers:
+        await more(answers, 5)
+        drained = asyncio.create_task(replicas(stack, "drain", busy, "--wait", "60"))
+        await until_read(lambda: client.replica(busy), lambda now: now["draining"])
+        assert not long.done()
+        await client.simulate(busy, slow=0.1)
+        assert await drained == 0
+        assert await client.load(busy) == 0
+        await client.simulate(busy, slow=1.0)
+        later = await more(answers, 10)
+        labels = f'reason="draining",replica="{stack.address(busy)}"'
+        left_out = partial(client.metric, f"extproc_replica_left_out{{{labels}}}")
+        await until(left_out)
+        assert await client.metric('extproc_replicas_needed{pool="default"}') > 0.0
+        assert await replicas(stack, "undrain", busy) == 0
+        await until_read(lambda: client.replica(busy), lambda now: not now["draining"])
+    await until_read(left_out, lambda now: now == 0)
+    assert (await long).status == 200
+    assert {answer.status for answer in answers} == {200}
+    for answer in later:
+        assert answer.decision["replica_name"] != busy
+        assert {"replica": stack.address(busy), "name": busy, "why": "draining"} in (
+            answer.decision["excluded"]
+        )
+
+
+async def test_unlisted_replica_gets_nothing_until_listed(client: Client, stack: FileStack) -> None:
+    async def names() -> set[str]:
+        return {one["name"] for one in (await client.fleet())["replicas"]}
+
+    labels = f'policy="round_robin",replica="{stack.address("fast-2")}"'
+    counted = partial(client.metric, f"extproc_decisions_total{{{labels}}}")
+    for _ in range(8):
+        await client.chat(tokens=1, headers={"x-extproc-policy": "round_robin"})
+    assert await counted() > 0
+    async with traffic(client) as answers:
+        await more(answers, 3)
+        usual = stack.listed()
+        stack.list_replicas([one for one in usual if one["name"] != "fast-2"])
+        await until_read(names, lambda now: "fast-2" not in now)
+        later = await more(answers, 10)
+        await until_read(counted, lambda now: now == 0)
+        stack.list_replicas(usual)
+        await until_read(names, lambda now: "fast-2" in now)
+    assert {answer.status for answer in answers} == {200}
+    assert "fast-2" not in {answer.decision["replica_name"] for answer in later}

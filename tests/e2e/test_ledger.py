@@ -3,20 +3,16 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind, ext_proc_of
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+from tests.e2e.stack import Behind, Stack, ext_proc_of
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """No answer's chunks are read: nothing but the stream says that it goes on."""
@@ -25,6 +21,11 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
 MODES = ["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.parametrize("stack", MODES, indirect=True),
+]
 
 
 class Case(Behind):
@@ -48,16 +49,8 @@ class Case(Behind):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
-    async with Case(tmp_path_factory.mktemp("ledger")) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=MODES)
-async def stack(request: pytest.FixtureRequest, running: Case) -> Case:
-    await running.behind(request.param)
-    return running
+def system(directory: Path) -> Stack:
+    return Case(directory)
 
 
 async def is_held(client: Client, **more: Any) -> None:
@@ -74,15 +67,15 @@ async def is_held(client: Client, **more: Any) -> None:
     await client.ledger_empty()
 
 
-async def test_an_answer_that_is_looked_at(client: Client) -> None:
+async def test_answer_that_is_read(client: Client) -> None:
     await is_held(client)
 
 
-async def test_the_answer_to_a_body_too_large_to_be_looked_at(client: Client) -> None:
+async def test_answer_to_body_too_large_to_be_read(client: Client) -> None:
     await is_held(client, padding="x" * (LARGE_BODY + 1))
 
 
-async def test_an_answer_among_many_that_is_not_looked_at(client: Client) -> None:
+async def test_answer_among_many_that_is_not_read(client: Client) -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(LOOKED_AT_PER_S + 50):
             tasks.create_task(client.chat(tokens=1))

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -12,25 +12,29 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind
+from tests.e2e.stack import Behind, Stack
 from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
 UPLOADS = 1000
 AT_ONCE = 100  # begun together
 CHUNKS = 24
 ENDLESS = 3000  # tokens of an answer that does not end during a test
-IN_FULL_DUPLEX = "endpoint_picker"
+ENVOYS = ("envoy", "endpoint_picker")  # bodies in one piece, and in full duplex
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.parametrize("stack", ENVOYS, indirect=True),
+]
 
 
 class Doubled(Behind):
-    """The same Envoy listens on a second port too, where it asks no router."""
+    """Its Envoy takes trailers of HTTP/1.1, and listens on a second port too, where it asks no
+    router."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
@@ -38,6 +42,7 @@ class Doubled(Behind):
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
+        manager_of(bootstrap)["http_protocol_options"] = {"enable_trailers": True}
         (listener,) = bootstrap["static_resources"]["listeners"]
         alone = copy.deepcopy(listener)
         alone["name"] = "alone"
@@ -50,16 +55,8 @@ class Doubled(Behind):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Doubled]:
-    async with Doubled(tmp_path_factory.mktemp("doubled")) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["envoy", IN_FULL_DUPLEX])
-async def stack(request: pytest.FixtureRequest, running: Doubled) -> Doubled:
-    await running.behind(request.param)
-    return running
+def system(directory: Path) -> Stack:
+    return Doubled(directory)
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
@@ -106,7 +103,7 @@ async def in_envoy(client: Client) -> int:
 
 
 @pytest.mark.parametrize("door", ["alone", "envoy"])
-async def test_thousand_uploads_in_small_chunks(stack: Doubled, client: Client, door: str) -> None:
+async def test_thousand_uploads_in_small_chunks(stack: Stack, client: Client, door: str) -> None:
     half_sent = asyncio.Barrier(UPLOADS + 1)
     uploads: list[asyncio.Future[int]] = []
 
@@ -146,7 +143,7 @@ def headers_of(kilobytes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("version", ["1.1", "2"])
-async def test_headers_up_to_envoys_limit_of_60_kb(stack: Doubled, version: str) -> None:
+async def test_headers_up_to_envoys_limit_of_60_kb(stack: Stack, version: str) -> None:
     way = {"1.1": "--http1.1", "2": "--http2-prior-knowledge"}[version]
     for door in ("alone", "envoy"):
         answer = await curl(stack.ports[door], way, "-d", BODY, *headers_of(59))
@@ -170,7 +167,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, phase: str) -> None:
+async def test_clients_that_close_over_http_1(stack: Stack, client: Client, phase: str) -> None:
     async with AsyncExitStack() as closing:
         for _ in range(10):
             reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
@@ -190,7 +187,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("phase", ["within the body", "waiting", "reading"])
-async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, phase: str) -> None:
+async def test_clients_that_close_over_http_2(stack: Stack, client: Client, phase: str) -> None:
     process = await asyncio.create_subprocess_exec(
         "curl", "-sSN", "--http2-prior-knowledge", f"{stack.url}{CHAT}", "-X", "POST", "-T", "-",
         "-H", "content-type: application/json", "-H", "expect:",
@@ -211,3 +208,34 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
             await client.has_in_flight(1)
     process.kill()
     await process.communicate()
+
+
+WHOLE = BODY.encode()
+IMAGE = WHOLE[:-1] + b', "filler": "' + b"x" * 2**22 + b'"}'
+CHUNKED = (
+    f"POST {CHAT} HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n"
+    "content-type: application/json\r\ntransfer-encoding: chunked\r\ntrailer: x-after\r\n\r\n"
+).encode()
+
+
+async def send_chunks(
+    stack: Stack, chunks: Sequence[bytes], trailers: str = ""
+) -> tuple[int, bytes]:
+    """Sends a request in these chunks, with these trailers; returns status and answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
+    writer.write(CHUNKED)
+    for chunk in chunks:
+        writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        await writer.drain()
+    writer.write(f"0\r\n{trailers}\r\n".encode())
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize("chunks", [[WHOLE], [WHOLE[:20], WHOLE[20:]], [IMAGE]])
+async def test_body_with_trailers(stack: Stack, client: Client, chunks: list[bytes]) -> None:
+    routed = await client.routed(stack.router_admin)
+    status, answer = await send_chunks(stack, chunks, "x-after: 1\r\n")
+    assert status == 200, answer
+    assert await client.routed(stack.router_admin) == routed + 1

@@ -68,13 +68,6 @@ def system(directory: Path) -> Secured:
     return Secured(directory)
 
 
-async def test_requests_are_routed_over_mutual_tls(client: Client, stack: Secured) -> None:
-    before = await client.metric(ROUTED)
-    for _ in range(4):
-        assert (await client.chat(tokens=3)).status == 200
-    assert await client.metric(ROUTED) == before + 4
-
-
 async def test_headers_of_90_kb_reach_router_and_replica(client: Client, stack: Secured) -> None:
     before = await client.metric(ROUTED)
     large = {f"x-large-{number}": "v" * 7_500 for number in range(12)}

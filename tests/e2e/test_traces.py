@@ -51,16 +51,8 @@ class Traced(Stack):
         agent = Path(rotel.__file__).with_name("rotel-agent")
         grpc, http = (self.address(one) for one in ("collector", "collector-http"))
         onward = f"http://127.0.0.1:{self.spans.port}"
-        argv: list[str | Path] = [
-            agent,
-            "start",
-            "--exporter",
-            "otlp",
-            "--otlp-grpc-endpoint",
-            grpc,
-            "--otlp-http-endpoint",
-            http,
-        ]
+        argv: list[str | Path] = [agent, "start", "--exporter", "otlp"]
+        argv += ["--otlp-grpc-endpoint", grpc, "--otlp-http-endpoint", http]
         argv += ["--otlp-exporter-endpoint", onward, "--otlp-exporter-protocol", "http"]
         argv += ["--otlp-exporter-compression", "none", "--batch-timeout", "200ms"]
         return argv, listening(self.ports["collector-http"])

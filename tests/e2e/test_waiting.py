@@ -13,8 +13,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, bootstrap_of, ext_proc_of
-from tests.e2e.test_examples import EXAMPLES
+from tests.e2e.stack import Behind, Stack, ext_proc_of
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -30,31 +29,25 @@ FILLING, SO_SLOW = 10.0, 50.0
 numbers = itertools.count()
 
 
-class Behind(Stack):
-    """The stack behind one of the files in envoy/."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        serve = {"chunks_per_s": 1e6, "drain_s": 1.0} | EXAMPLES.get(name, {})
+class Waiting(Behind):
+    def __init__(self, directory: Path) -> None:
+        serve = {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True}
         super().__init__(directory, REPLICAS, {"serve": serve})
-        self.name = name
-        if name == IMPATIENT:
-            self.patience_s = 4  # a wait that is longer tells nothing of Envoy
+
+    async def behind(self, name: str) -> None:
+        """``IMPATIENT`` waits less: a wait that is longer tells nothing of Envoy."""
+        self.patience_s = 4 if name == IMPATIENT else Stack.patience_s
+        await super().behind(name)
 
     def _bootstrap(self) -> Bootstrap:
-        if self.name in (HEADERS_FIRST, FULL_DUPLEX):
-            return bootstrap_of(self, self.name)
-        whole = super()._bootstrap()
+        bootstrap = super()._bootstrap()
         if self.name == IMPATIENT:
-            del ext_proc_of(whole)["max_message_timeout"]
-        return whole
+            del ext_proc_of(bootstrap)["max_message_timeout"]
+        return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Behind]:
-    async with Behind(request.param, tmp_path_factory.mktemp("waiting")) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Waiting(directory)
 
 
 def behind(*names: str) -> pytest.MarkDecorator:
@@ -165,7 +158,7 @@ async def test_requests_wait_for_room_and_compute_once(client: Client, stack: St
 
 
 @behind(BODY_FIRST)
-async def test_hardly_any_of_many_is_computed_twice(client: Client, stack: Stack) -> None:
+async def test_few_of_many_are_computed_twice(client: Client, stack: Stack) -> None:
     """Between two polls the router only predicts what became of them, and how long they get."""
     before = await preempted(client)
     asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
@@ -184,14 +177,14 @@ async def nothing_left(client: Client) -> None:
 
 
 @behind(BODY_FIRST)
-async def test_a_router_that_dies_takes_none_with_it(client: Client, stack: Stack) -> None:
+async def test_dead_router_loses_no_request(client: Client, stack: Stack) -> None:
     async with crowd(client, 12):
         await stack.kill("router")
     await back(client, stack)
 
 
 @behind(BODY_FIRST)
-async def test_a_router_that_hangs_keeps_none_for_long(client: Client, stack: Stack) -> None:
+async def test_hung_router_keeps_no_request(client: Client, stack: Stack) -> None:
     async with crowd(client, 12) as came:
         stack.process("router").signal(signal.SIGSTOP)
         await until(lambda: came.unanswered == 0)
@@ -200,7 +193,7 @@ async def test_a_router_that_hangs_keeps_none_for_long(client: Client, stack: St
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None:
+async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -> None:
     async with crowd(client, 4, SO_SLOW) as came:
         await client.has_in_flight(len(REPLICAS) * FIT)
         wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
@@ -214,7 +207,7 @@ async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None
 
 @behind(BODY_FIRST)
 @pytest.mark.parametrize("part", ["poller", "redis", "one"])
-async def test_whatever_dies_meanwhile_none_fails(client: Client, stack: Stack, part: str) -> None:
+async def test_dead_part_fails_no_waiting_request(client: Client, stack: Stack, part: str) -> None:
     """Not even what a replica was answering that dies: nothing of it had left Envoy."""
     async with crowd(client, 12):
         await stack.kill(part)
@@ -224,9 +217,7 @@ async def test_whatever_dies_meanwhile_none_fails(client: Client, stack: Stack, 
 
 
 @behind(IMPATIENT)
-async def test_envoy_that_does_not_wait_goes_on_without_the_router(
-    client: Client, stack: Stack
-) -> None:
+async def test_impatient_envoy_goes_on_without_router(client: Client, stack: Stack) -> None:
     async def went_on() -> float:
         """Requests that were routed, or for which Envoy waited no longer."""
         passed = await client.envoy_counts("ext_proc.failure_mode_allowed")
