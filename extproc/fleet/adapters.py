@@ -60,6 +60,7 @@ class Adapters:
         self._lengths = lengths
         self._replicas: dict[int, _Replica] = {}  # by row
         self._overruns: deque[float] = deque([1.0], _REMEMBERED)
+        self._overrun = 1.0  # their median
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
 
     def clear(self, row: int) -> None:
@@ -117,10 +118,11 @@ class Adapters:
     def waited(self, overrun: float) -> None:
         """A request waited for a slot so many times as long as for what had come before it."""
         self._overruns.append(min(max(overrun, 1.0), _MOST_OVERRUN))
+        self._overrun = median(self._overruns)
 
     def times(self, view: FleetView, now: float) -> AdapterTimes:
         """What a request for an adapter meets on the candidates."""
-        table, rows, overrun = self._table, view.rows, median(self._overruns)
+        table, rows, overrun = self._table, view.rows, self._overrun
         places = [self._replicas[row].starts for row in rows.tolist()]
         known = np.array([*map(dict.get, places, view.adapters, repeat(nan))])
         starts = np.where(np.isnan(known), table.adapter_at[rows], known)
