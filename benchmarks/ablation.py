@@ -78,8 +78,8 @@ def _zeros(_: Any) -> Callable[..., Floats]:
 
 
 def _weight(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A weight of the cost to others, computed of a prediction."""
-    return lambda _: property(of)
+    """A weight of the cost to others where first tokens are seen, computed of a prediction."""
+    return lambda _: property(lambda prediction: of(prediction) if prediction.streamed else 1.0)
 
 
 def _first_token_weight(prediction: Any) -> float:
@@ -87,13 +87,18 @@ def _first_token_weight(prediction: Any) -> float:
     return share / (1.0 - share) if share < 0.5 else 1.0
 
 
-def _without_avoidable(predict: Any) -> Any:
-    def predicted(*args: Any) -> Any:
-        prediction = predict(*args)
-        prediction.avoidable = np.zeros_like(prediction.ttft)
-        return prediction
+def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A prediction that has another value in one field."""
 
-    return predicted
+    def neutral(predict: Any) -> Any:
+        def predicted(*args: Any) -> Any:
+            prediction = predict(*args)
+            setattr(prediction, name, value(prediction))
+            return prediction
+
+        return predicted
+
+    return neutral
 
 
 def _queued_unseen(_: Any) -> Any:
@@ -129,19 +134,25 @@ PARTS = {
     "no wait beside an idle replica": Part(f"{_ROUTER}:_without_idle_wait", _passing(0)),
     "learned lengths": Part(f"{_LENGTHS}:OutputLengths.observe", _returning(None)),
     "kinds of lengths": Part(f"{_LENGTHS}:_kinds", _returning([])),
-    "cost to others": Part(_WEIGHT, _weight(lambda prediction: 0.0)),
+    "cost to others": Part(_WEIGHT, _constant(0.0)),
     "KV pressure": Part(_WEIGHT, _weight(_first_token_weight)),
     "first token in the weight": Part(
         _WEIGHT, _weight(lambda prediction: prediction.kv_pressure**2)
     ),
-    "avoidable prefill": Part(f"{_ROUTER}:predict", _without_avoidable),
+    "whole cost of first tokens unseen": Part(
+        f"{_ROUTER}:predict", _predicting("streamed", lambda _: True)
+    ),
+    "avoidable prefill": Part(
+        f"{_ROUTER}:predict", _predicting("avoidable", lambda one: np.zeros_like(one.ttft))
+    ),
     "near ties": Part(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
-    "equal first tokens": Part(f"{_POLICIES}:SAME_TTFT", _constant(0.0)),
+    "equal first tokens": Part(f"{_POLICIES}:_SAME_TTFT", _constant(0.0)),
     "prefix caches": Part(
         f"{_PREFIXES}:Prefixes.held",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
     "belief in prefix caches": Part(f"{_PREFIXES}:_Belief.observe", _returning(None)),
+    "adapters": Part(f"{_FLEET}.adapter_times", _returning(None)),
     "digests of other routers": Part(f"{_FLEET}.hear", _returning(None)),
     "prompts of other routers": Part(f"{_FLEET}.hear_prompts", _returning(None)),
     "load that only polls show": Part(
@@ -198,6 +209,7 @@ CELLS = {
     "throttled": Cell(_CONV, "throttled", 1.2, events=0.05),
     "flapping": Cell(_CONV, "flapping", 1.2, events=0.5),
     "lone": Cell(_CONV, "live-mixed", 1, longest=(600, 80)),
+    "adapters": Cell(_CONV, "adapters", 1.2, {"adapters": 24}),
     "full": Cell(_CONV, "equal", 2.4, {"hold": True}),
     "four routers": Cell(_CONV, "mixed", 4, _FOUR),
     "agents": Cell("agents", "a100", 2),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,20 @@ from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
 
 TRACES = Path(ablation.__file__).parent / "traces"
-SHARED, NOT_SHARED = 0.02, None  # seconds of a digest
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shared": {"share_lag": 0.02},
+    "not shared": {},
+    "one": {"routers": 1},
+    "adapters": {"adapters": 6},
+}
+_LORAS = {"max_loras": 2}
 FLEET = FleetFile.model_validate(
     {
         "replicas": [
-            {"name": "right", "profile": "llama-8b-h100"},
-            {"name": "faster", "profile": "llama-8b-h100", "believed": "llama-8b-a10"},
-            {"name": "slower", "profile": "llama-8b-a10", "believed": "llama-3-8b-a100"},
-            {"name": "new", "profile": "llama-8b-h100", "believed": "llama-8b-a10"},
+            {"name": "right", "profile": "llama-8b-h100", **_LORAS},
+            {"name": "faster", "profile": "llama-8b-h100", "believed": "llama-8b-a10", **_LORAS},
+            {"name": "slower", "profile": "llama-8b-a10", "believed": "llama-3-8b-a100", **_LORAS},
+            {"name": "new", "profile": "llama-8b-h100", "believed": "llama-8b-a10", **_LORAS},
         ],
         "events": [
             {"at": 0, "replica": "new-0", "do": "down"},
@@ -44,8 +51,9 @@ def scene() -> list[trace.TracedRequest]:
     return sorted(mixed, key=lambda one: one.at)
 
 
-def decisions(requests: list[trace.TracedRequest], lag: float | None) -> list[tuple[int, str]]:
-    simulation = Simulation(FLEET, "completion", seed=1, routers=2, share_lag=lag, hold=True)
+def decisions(requests: list[trace.TracedRequest], variant: str) -> list[tuple[int, str]]:
+    options: dict[str, Any] = {"seed": 1, "routers": 2, "hold": True, **VARIANTS[variant]}
+    simulation = Simulation(FLEET, "completion", **options)
     for machine in simulation.machines.values():
         machine.runs_at(replace(machine.profile.step, frontend=0.05))
     return [(one.number, one.replica) for one in simulation.run(requests)]
@@ -54,14 +62,14 @@ def decisions(requests: list[trace.TracedRequest], lag: float | None) -> list[tu
 @pytest.mark.timeout(600)  # it computes all the time, and a machine may be busy
 def test_each_part_changes_decisions_in_one_scene_and_comes_back() -> None:
     requests = scene()
-    whole = {lag: decisions(requests, lag) for lag in (SHARED, NOT_SHARED)}
+    whole = {variant: decisions(requests, variant) for variant in VARIANTS}
     in_vain = set()
     for name, part in PARTS.items():
         with part.off():
-            if all(decisions(requests, lag) == decided for lag, decided in whole.items()):
+            if all(decisions(requests, variant) == whole[variant] for variant in VARIANTS):
                 in_vain.add(name)
     assert in_vain == set()
-    assert {lag: decisions(requests, lag) for lag in whole} == whole
+    assert {variant: decisions(requests, variant) for variant in VARIANTS} == whole
 
 
 def test_segments_of_a_trace_are_all_of_it_and_disjoint() -> None:
