@@ -126,7 +126,7 @@ class PolledReplica:
         finally:
             self._clear_doubt()
             self._models.forget()
-            self._prior.report(self.target.id, None)
+            self._prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
         started = self._monotonic()

@@ -31,7 +31,7 @@ _IDLE_MEMORY_S = 60.0  # the same without work: a slow replica is tried again af
 _REACTION_S = 4.0  # memory of ``s``: a throttled card, a noisy neighbour
 _IDLE_REACTION_S = 20.0  # the same without work: rest does not make a slow replica fast
 _DOUBT_S = 0.1  # δ
-_PROPORTIONS = 1e-3  # κ, in stretches of 16 s
+_PROPORTIONS = 2e-4  # κ, in stretches of 16 s
 _LITTLE = 1e-5  # ε, in the same, while fewer than three replicas were measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
 """ε else, in the same, is noise ÷ spread of the fleet, both as squared logarithms: where replicas
@@ -145,37 +145,40 @@ class FleetPrior:
 
     Where nobody named a profile, the default one is wrong for all of them alike. Their speed is the
     median, so that an outlier teaches nobody; of an even number, the one of the middle two that is
-    nearer to its profile.
+    nearer to its profile. Those not measured yet count as their profiles say: the fast ones are
+    measured first, and would make the others look fast, too.
     """
 
     def __init__(self) -> None:
-        self._evidence: dict[str, Floats] = {}
+        self._evidence: dict[str, Floats | None] = {}
         self._reports = 0
         self.prior = NOTHING_KNOWN
 
     def report(self, replica: str, evidence: Floats | None) -> None:
         """Takes what :attr:`Estimator.evidence` says of a replica."""
-        if evidence is None:
-            self._evidence.pop(replica, None)
-        else:
-            self._evidence[replica] = evidence
+        self._evidence[replica] = evidence
         self._reports += 1
         if self._reports >= len(self._evidence):  # once a round is soon enough
             self._reports = 0
             self.prior = self._typical()
 
+    def forget(self, replica: str) -> None:
+        """Drops a replica that this poller scrapes no more."""
+        self._evidence.pop(replica, None)
+
     def _typical(self) -> Prior:
-        slower = {name: _slower(one) for name, one in self._evidence.items()}
-        if not slower:
+        measured = [one for one in self._evidence.values() if one is not None]
+        if not measured:
             return NOTHING_KNOWN
-        middle = median_low(slower.values()), median_high(slower.values())
+        slower = [_slower(one) for one in measured]
+        all_of_them = slower + [1.0] * (len(self._evidence) - len(measured))
+        middle = median_low(all_of_them), median_high(all_of_them)
         median = min(middle, key=lambda one: abs(log(one)))
         # Evidence as if all were as fast as their profiles say.
-        alike = [one * ([slower[name] ** 2] * 4 + [slower[name]]) for name, one in
-                 self._evidence.items()]  # fmt: skip
+        alike = [one * ([g**2] * 4 + [g]) for one, g in zip(measured, slower, strict=True)]
         solution = list(_SAME)
         descend(np.sum(alike, axis=0), [_PROPORTIONS] * 4, _SAME, solution)
-        spread = mean(log(one / median) ** 2 for one in slower.values())
+        spread = mean(log(one / median) ** 2 for one in slower)
         weight = _NOISE / (spread + _EVEN) if len(slower) > 2 else _LITTLE
         return Prior(tuple(median * one for one in solution), weight)
 

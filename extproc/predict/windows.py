@@ -168,5 +168,7 @@ def _terms(last: EngineCounts, counts: EngineCounts) -> Terms:
 def _settled(last: EngineCounts, counts: EngineCounts, terms: Terms) -> bool:
     steps, computed, generated, _ = terms
     batch = max(last.in_flight, counts.in_flight)
-    decoded = steps > 0 and generated >= _DECODING * steps * batch
-    return decoded or (computed > 0 and not counts.early)
+    if counts.early:  # a prompt in prefill may have more cached tokens than all others computed
+        same = (last.in_flight, last.finished) == (counts.in_flight, counts.finished)
+        return same and steps > 0 and generated >= steps * batch
+    return computed > 0 or (steps > 0 and generated >= _DECODING * steps * batch)

@@ -393,11 +393,19 @@ class Pool:
         return [one.model.c0 / START.c0 for one in self.replicas]
 
 
-def test_of_two_the_one_not_measured_is_taken_to_be_as_the_other() -> None:
-    pool = Pool(2.0, None)
-    assert pool.slowness == [1.0, 1.0]
+def test_one_not_measured_is_taken_to_be_as_most_others_turned_out_to_be() -> None:
+    pool = Pool(2.0, 2.0, None)
+    assert pool.slowness == [1.0] * 3
     pool.poll(30)
-    assert pool.slowness == pytest.approx([2.0, 2.0], rel=0.05)
+    assert pool.slowness == pytest.approx([2.0] * 3, rel=0.05)
+
+
+@pytest.mark.parametrize("measured", [0.5, 7.0])
+def test_one_of_two_teaches_the_other_nothing(measured: float) -> None:
+    """The fast one is measured first, and the slow one may be an outlier."""
+    pool = Pool(measured, None)
+    pool.poll(30)
+    assert pool.slowness == pytest.approx([measured, 1.0], rel=0.05)
 
 
 def test_what_was_measured_of_a_replica_outweighs_the_others() -> None:
@@ -407,7 +415,7 @@ def test_what_was_measured_of_a_replica_outweighs_the_others() -> None:
 
 
 def test_of_more_the_median_counts() -> None:
-    pool = Pool(1.0, 2.0, 9.0, None)
+    pool = Pool(1.0, 2.0, 2.0, 9.0, None)
     pool.poll(30)
     assert pool.slowness[-1] == pytest.approx(2.0, rel=0.05)
 

@@ -96,6 +96,7 @@ class Engine:
         self.steps = 0  # completed ones, also those that vLLM does not count
         self.step: Step | None = None  # in progress
         self.gauges = Gauges()
+        self._prefix_queries = self._prefix_hits = 0  # vLLM tells them with the gauges
         self.freezing_gauges = False  # up to vLLM 0.10.1: set only by steps that yield a token
         self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
@@ -354,8 +355,8 @@ class Engine:
         needed = self.pool.blocks_for(sequence.context) - hits + self.pool.idle(shared)
         fits = needed <= self.pool.free
         if self.prefix_caching and not sequence.preemptions and (fits or self.old_counters):
-            self.counters.prefix_queries += sequence.prompt_tokens
-            self.counters.prefix_hits += hits * self.pool.block_size
+            self._prefix_queries += sequence.prompt_tokens
+            self._prefix_hits += hits * self.pool.block_size
         if not fits:
             return False
         self.pool.share(shared)
@@ -521,9 +522,10 @@ class Engine:
         self._publish(sequence, sequence.prompt_tokens, tokens)
 
     def _count(self, outcome: Outcome) -> None:
+        counters, first = self.counters, outcome.first
+        counters.prefix_queries, counters.prefix_hits = self._prefix_queries, self._prefix_hits
         if not outcome.decoded and not outcome.prefilled:
             return
-        counters, first = self.counters, outcome.first
         prompt_tokens = sum(sequence.prompt_tokens for sequence in first)
         cached = sum(sequence.cached_tokens for sequence in first)
         tokens = len(outcome.decoded) + sum(outcome.accepted.values())

@@ -82,10 +82,11 @@ def test_old_counters_count_the_hits_of_each_attempt_to_admit(old: bool, attempt
 
 
 def test_hits_of_the_prefix_cache_count_before_the_prompt_they_belong_to() -> None:
-    engine = engine_with(Sequence(1, 320, 1, range(20)))
+    engine = engine_with(Sequence(1, 320, 1, range(20)), kv_tokens=8000)
     run(engine)
-    engine.add(Sequence(2, 1000, 1, range(20)), 1.0)
+    engine.add(Sequence(2, 4000, 1, range(20)), 1.0)
     begin(engine, 1.0)
+    engine.complete()  # the first of two steps
     counters = engine.counters
     assert (counters.prefix_hits, counters.cached_tokens, counters.prompt_tokens) == (320, 0, 320)
 

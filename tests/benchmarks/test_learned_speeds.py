@@ -1,0 +1,172 @@
+"""Speeds that routers learn of replicas, and requests that they send by them, in simulation."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks import fleet, trace
+from benchmarks.discrete import MODEL, Simulation
+from benchmarks.fleet import FleetFile, speed
+from benchmarks.trace import ID_TOKENS, TracedRequest
+from extproc.predict.step import StepModel
+
+H100, A100, A10 = "llama-8b-h100", "llama-3-8b-a100", "llama-8b-a10"
+BENCHMARKS = Path(fleet.__file__).parent
+CONVERSATION = BENCHMARKS / "traces" / "azure-2023-conv.jsonl.gz"
+SHORT = (50, 400), (20, 200)  # tokens of prompts and answers: from, below
+MIXED = (50, 1500), (20, 300)
+
+
+@dataclass
+class Observed(Simulation):
+    """Simulation in which the learned step times are read at given times."""
+
+    look_at: tuple[float, ...] = ()
+    seen: dict[float, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def _poll(self) -> None:
+        super()._poll()
+        for at in self.look_at:
+            if at <= self.clock() and at not in self.seen:
+                self.seen[at] = {name: self.ratios(name) for name in self.fleet.view(MODEL).ids}
+
+    def ratios(self, name: str) -> tuple[float, float]:
+        """Decode speed, and the time of a prefill of 1,000 tokens, learned ÷ true."""
+        view, truth = self.fleet.view(MODEL), self.machines[name].step_model
+        row = view.ids.index(name)
+        each = view.c0, view.c_prefill, view.c_batch, view.c_kv
+        learned = StepModel(*(float(values[row]) for values in each))
+        prefill = truth.step_time(1000, 1, 0, 1000 * 500)
+        return speed(learned) / speed(truth), learned.step_time(1000, 1, 0) / prefill
+
+
+def requests_at(
+    rate: float, count: int, seed: int, lengths: tuple[tuple[int, int], tuple[int, int]]
+) -> list[TracedRequest]:
+    random, at, requests = Random(seed), 0.0, []
+    for _ in range(count):
+        at += random.expovariate(rate)
+        prompt, answer = (random.randrange(*bounds) for bounds in lengths)
+        requests.append(TracedRequest(at, prompt, answer, None))
+    return requests
+
+
+def about(value: float, factor: float) -> bool:
+    return 1 / factor <= value <= factor
+
+
+# -- equal replicas ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [SHORT, MIXED], ids=["short", "mixed"])
+@pytest.mark.parametrize("cold_steps", [0, 10])
+@pytest.mark.parametrize("believed", [A100, A10])
+def test_equal_replicas_get_equal_shares(
+    believed: str, cold_steps: int, lengths: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    group = {"name": "gpu", "profile": H100, "believed": believed, "count": 2}
+    file = FleetFile.model_validate({"replicas": [group | {"cold_steps": cold_steps}]})
+    shares = []
+    for seed in range(2):
+        simulation = Simulation(file, "completion", seed=seed)
+        sent = Counter(one.replica for one in simulation.run(requests_at(8, 400, seed, lengths)))
+        shares.append(sent["gpu-0"] / sent.total())
+    assert all(0.45 <= share <= 0.55 for share in shares), shares
+
+
+# -- a slow card among others ------------------------------------------------------------------
+
+SLOW = {
+    "replicas": [
+        {"name": "gpu", "profile": H100, "count": 2},
+        {"name": "small", "profile": A10},
+    ],
+    "events": [
+        {"at": 0, "replica": "gpu-1", "slow": 1 / 0.15},
+        {"at": 60, "replica": "gpu-1", "do": "down"},
+        {"at": 60, "replica": "gpu-1", "slow": 1},
+        {"at": 62, "replica": "gpu-1", "do": "up"},
+    ],
+}
+RATES = pytest.mark.parametrize("rate", [2, 14])
+
+
+def slow_card(rate: float, *look_at: float) -> Observed:
+    """Two H100 and an A10; an H100 runs at 15% of its speed until it is restarted."""
+    file = FleetFile.model_validate(SLOW)
+    simulation = Observed(file, "completion", look_at=look_at)
+    for _ in simulation.run(requests_at(rate, int(rate * 80), 0, MIXED)):
+        pass
+    assert not simulation.failed
+    return simulation
+
+
+@RATES
+def test_slow_card_is_known_after_thirty_seconds(rate: float) -> None:
+    decode, prefill = slow_card(rate, 30.0).seen[30.0]["gpu-1"]
+    assert about(decode, 1.2)
+    assert about(prefill, 1.2)
+
+
+@RATES
+def test_slow_card_teaches_no_other_card(rate: float) -> None:
+    for seen in slow_card(rate, 5.0, 15.0, 30.0, 59.0).seen.values():
+        for name in ("gpu-0", "small-0"):
+            decode, prefill = seen[name]
+            assert about(decode, 1.2), name
+            assert about(prefill, 1.2), name
+
+
+@RATES
+def test_restarted_card_is_no_longer_slow_within_ten_seconds(rate: float) -> None:
+    simulation = slow_card(rate, 59.0, 72.0)
+    assert simulation.seen[59.0]["gpu-1"] != simulation.seen[72.0]["gpu-1"]
+    decode, prefill = simulation.seen[72.0]["gpu-1"]
+    assert about(decode, 1.3)
+    assert about(prefill, 1.3)
+
+
+# -- a fresh pool with wrong profiles ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["live-mixed", "cold"])
+def test_decode_speed_of_a_fresh_pool_is_known_within_six_seconds(name: str) -> None:
+    part = trace.read([CONVERSATION], speed=4, start=46, duration=8)
+    file = fleet.read(BENCHMARKS / "fleets" / f"{name}.yaml")
+    simulation = Observed(file, "completion", seed=1, look_at=(6.0,))
+    for _ in simulation.run(part):
+        pass
+    for replica, (decode, _) in simulation.seen[6.0].items():
+        assert about(decode, 1.3), replica
+
+
+# -- counters of vLLM up to 0.15 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [4096, 16384])
+@pytest.mark.parametrize("old", [False, True])
+def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -> None:
+    """Prompts that share ``cached`` tokens, under so much load that the replica is never idle."""
+    random, at, requests = Random(0), 0.0, []
+    for number in range(400):
+        at += random.expovariate(4.0)
+        own = random.randrange(2, 6)
+        ids = (*range(cached // ID_TOKENS), *(1000 * (number + 1) + i for i in range(own)))
+        requests.append(
+            TracedRequest(at, len(ids) * ID_TOKENS, random.randrange(20, 100), None, ids)
+        )
+    group: dict[str, Any] = {"name": "gpu", "profile": H100, "old_counters": old}
+    file = FleetFile.model_validate({"replicas": [group]})
+    simulation = Observed(file, "completion", look_at=(90.0,))
+    for _ in simulation.run(requests):
+        pass
+    _, prefill = simulation.seen[90.0]["gpu-0"]
+    # The router's step times have no term for attention: long contexts make prefill dearer.
+    plain = 1 + cached * simulation.machines["gpu-0"].step_model.c_att / (
+        simulation.machines["gpu-0"].step_model.c_prefill
+    )
+    assert 0.75 <= prefill <= 1.25 * plain
