@@ -133,15 +133,14 @@ def test_restarted_card_is_no_longer_slow_within_ten_seconds(rate: float) -> Non
 # -- a fresh pool with wrong profiles ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["live-mixed", "cold"])
-def test_decode_speed_of_a_fresh_pool_is_known_within_six_seconds(name: str) -> None:
-    part = trace.read([CONVERSATION], speed=4, start=46, duration=8)
-    file = fleet.read(BENCHMARKS / "fleets" / f"{name}.yaml")
-    simulation = Observed(file, "completion", seed=1, look_at=(6.0,))
-    for _ in simulation.run(part):
-        pass
-    for replica, (decode, _) in simulation.seen[6.0].items():
-        assert about(decode, 1.3), replica
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_slow_replicas_of_a_fresh_pool_get_few_of_its_requests(seed: int) -> None:
+    """All four are said to be A100. A router that is told the truth sends an A10 one to nine."""
+    part = trace.read([CONVERSATION], speed=4, start=46, duration=16)
+    file = fleet.read(BENCHMARKS / "fleets" / "live-mixed.yaml")
+    served = Simulation(file, "completion", seed=seed).run(part)
+    sent = Counter(one.replica for one in served)
+    assert max(count for name, count in sent.items() if name.startswith("a10")) <= 12
 
 
 # -- counters of vLLM up to 0.15 ---------------------------------------------------------------
