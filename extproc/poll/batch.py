@@ -8,8 +8,9 @@
 """
 
 from math import exp
-from typing import Any, Protocol
+from typing import Any
 
+from extproc.poll.metrics_text import EngineFigures
 from extproc.replica_state import ReplicaState
 
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
@@ -18,26 +19,7 @@ _MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts
 _MEMORY = 1000.0  # generated tokens over which a ratio loses two thirds of its weight
 
 
-class Figures(Protocol):
-    """What a poll reads."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_usage(self) -> float: ...
-    @property
-    def steps(self) -> float: ...
-    @property
-    def generated_tokens(self) -> float: ...
-    @property
-    def first_tokens(self) -> float: ...
-    @property
-    def accepted_tokens(self) -> float: ...
-
-
-def batch_fields(before: ReplicaState, now: Figures) -> dict[str, Any]:
+def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dict[str, Any]:
     """Fields of a ``ReplicaState`` that describe the batch.
 
     ``before``: what the last poll of the same process told; a blank state for a new process.
@@ -53,12 +35,12 @@ def batch_fields(before: ReplicaState, now: Figures) -> dict[str, Any]:
     }
 
 
-def _is_full(before: ReplicaState, now: Figures) -> bool:
+def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
     """Return True if requests wait for a place in the batch, and for nothing else.
 
     Requests that wait in one poll alone may have come a moment ago. While a prompt is prefilled,
-    others wait for the token budget, and one sequence less than run gets a token in each step: of
-    those that a poll shows, and those that end in the step, about as many as begin.
+    requests wait for the token budget instead: then one running sequence gets no token in a step,
+    hence the margin of half a sequence a step.
     """
     waiting = all(one.waiting > 0 and one.kv_usage < _NEARLY_FULL for one in (before, now))
     steps = now.steps - before.steps
@@ -69,8 +51,9 @@ def _is_full(before: ReplicaState, now: Figures) -> bool:
     return waiting and steps >= _STEPS and decoded > run - steps / 2.0
 
 
-def _tokens_per_step(before: ReplicaState, now: Figures) -> float:
-    """Drafts count before they are cut at the end of an answer: with short ones too many do."""
+def _tokens_per_step(before: ReplicaState, now: EngineFigures | ReplicaState) -> float:
+    """Tokens that a sequence gets from a step. Accepted drafts include those beyond the end of an
+    answer, so short answers overstate the figure."""
     generated = now.generated_tokens - before.generated_tokens
     if generated <= 0.0:
         return before.tokens_per_step

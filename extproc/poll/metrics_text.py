@@ -43,7 +43,7 @@ _WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"'
 _ESCAPE = re.compile(r"\\(.)")
 
 
-_OF_TIMES = ("finished", "prefill_s", "decode_s", "cached_early")  # no router needs these
+_FOR_ESTIMATOR = ("finished", "prefill_s", "decode_s", "cached_early")  # not in a state
 
 
 class MetricsError(ValueError):
@@ -81,7 +81,7 @@ class EngineFigures:
 
     def fields(self) -> dict[str, Any]:
         """Fields of a ``ReplicaState``, not copied: ``dataclasses.asdict`` takes 100 µs."""
-        return {name: getattr(self, name) for name in self.__slots__ if name not in _OF_TIMES}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in _FOR_ESTIMATOR}
 
     def counts(self, at: float) -> EngineCounts:
         """Returns the figures, read at that time, that step times are learned from.
@@ -100,6 +100,7 @@ class EngineFigures:
             in_flight=self.running + self.waiting,
             kv_tokens=max(self.kv_usage * self.kv_tokens - unfilled, 0.0),
             finished=self.finished,
+            first_tokens=self.first_tokens,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             prompt_tokens=self.prompt_tokens,

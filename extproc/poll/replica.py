@@ -28,7 +28,7 @@ from extproc.poll.scrape import (
     says_anything,
     scrape,
 )
-from extproc.predict.estimator import Estimator, FleetPrior
+from extproc.predict.estimator import Estimator, FleetPrior, coefficients
 from extproc.predict.step import StepModel, hardware_profile
 from extproc.replica_state import TTL_S, ReplicaState, checked
 
@@ -191,6 +191,7 @@ class PolledReplica:
         problem = str(error)
         self._metrics.failed.inc()
         self._estimator.interrupted()
+        self._prior.report(self.target.id, None)
         if self._kv_stream is not None:
             self._kv_stream.doubt()
         is_silent = isinstance(error, SilentError)
@@ -281,10 +282,12 @@ class PolledReplica:
 
     def _restarted(self, figures: EngineFigures) -> bool:
         last = self._figures or self.state
-        return last is not None and (
-            self._another_model(figures)
-            or last.started_at not in (0.0, figures.started_at)
-            or figures.steps < last.steps
+        if last is None or self._another_model(figures):
+            return last is not None
+        if last.started_at and figures.started_at:  # else fallen counters tell
+            return last.started_at != figures.started_at
+        return (
+            figures.steps < last.steps
             or figures.prompt_tokens < last.prompt_tokens
             or figures.generated_tokens < last.generated_tokens
         )
@@ -353,7 +356,10 @@ class Models:
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     if known is None or not known.measured or known.profile != profile:
         return None
-    return known.learned
+    model = known.learned
+    if model is None or not all(0.0 <= one < inf for one in coefficients(model)) or not model.c0:
+        return None
+    return model
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ tokens summed over the steps, in units of the replica's profile. With weight w a
     w = y / 16 s · min(r, 1/r)²                    r: expected by c, divided by y
     A ← λ·A + w·x·xᵀ/y²     b ← λ·b + w·x/y        normal equations of relative errors
     g = Σ b / Σ A                                  how slow the replica is, as a whole
-    p = median(g_j) · nnls(Σ g_j²·A_j + κ·I, Σ g_j·b_j + κ)      what the fleet tells
+    p = median(g_j) · nnls(Σ g_j²·A_j + κ′·I, Σ g_j·b_j + κ′)    what the fleet tells
     f = (p·b + ε) / (pᵀ·A·p + ε)                   one factor finds the speed at once
     c = nnls(A + κ·I, b + κ·f·p)                   proportions move once there is evidence
     s = (Σ y + δ) / (Σ c·x + δ)                    speed of the last seconds, against c
@@ -32,23 +32,24 @@ _REACTION_S = 4.0  # memory of ``s``: a throttled card, a noisy neighbour
 _IDLE_REACTION_S = 20.0  # the same without work: rest does not make a slow replica fast
 _DOUBT_S = 0.1  # δ
 _PROPORTIONS = 2e-4  # κ, in stretches of 16 s
+_FLEET_PROPORTIONS = 0.05  # κ′, in the same: a fleet of one kind tells little of proportions
 _LITTLE = 1e-5  # ε, in the same, while fewer than three replicas were measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
-"""ε else, in the same, is noise ÷ spread of the fleet, both as squared logarithms: where replicas
-are about as fast as their profiles say, one needs seconds of work to be believed another."""
+"""ε in a larger fleet is noise / (spread + floor), as squared logarithms: where replicas match
+their profiles, only seconds of work show that a replica differs."""
 _MEASURED = 0.01  # work, in the same, from which on a replica tells of the fleet
 _MOST_SCALE = 10.0  # s stays within this factor
 _WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0
-"""In its first steps an engine compiles kernels: no card is believed to be that much slower than
-others by these alone."""
-_NONSENSE = 1000.0  # no profile expects work to take so many times as long as it took
-_ROUNDS = 4  # of coordinate descent at each poll; it starts from the last solution
+"""An engine compiles kernels in its first steps: these alone make no replica more than 4 times
+slower than its fleet."""
+_NONSENSE = 1000.0  # expected ÷ actual time from which on a counter is wrong
+_ROUNDS = 4  # of coordinate descent each time; it starts from the last solution
 
 _SAME = (1.0, 1.0, 1.0, 1.0)
 
 
 class Prior(NamedTuple):
-    """What is known of a replica before it has worked."""
+    """Knowledge of a replica before its first work: that of its fleet."""
 
     proportions: Terms  # p
     weight: float  # ε
@@ -61,25 +62,27 @@ class Estimator:
     """Step-time model of one replica, learned from polls."""
 
     def __init__(self, profile: StepModel, known: StepModel | None = None) -> None:
-        """Starts from the profile; or from what was ``known``, as from one stretch of 16 s."""
+        """Starts from the profile, or from what was ``known``, as if learned from 16 s of work."""
         self._unit = coefficients(profile)
         self._equations = np.zeros((4, 5))  # A, and b as the last column
         self._solution = list(_SAME)
         if known is not None:
             self._solution = list(map(truediv, coefficients(known), self._unit))
-            self._equations += np.column_stack([np.eye(4), self._solution])
+            weight = 1.0 / max(sum(one * one for one in self._solution), _LITTLE)
+            self._equations += weight * np.column_stack([np.eye(4), self._solution])
         self._recent = Work(0.0, (0.0, 0.0, 0.0, 0.0))
         self._windows = Windows()
         self._polled_at: float | None = None
 
     @property
     def measured(self) -> bool:
-        """Whether the replica has worked enough, lately enough, to tell of itself."""
+        """True after enough work, lately enough, to judge the replica by itself."""
         return self.evidence is not None
 
     @property
     def evidence(self) -> Floats | None:
-        """Its normal equations, b as the last column; None: it has worked too little."""
+        """Normal equations, b as the last column, which change with each poll; None after too
+        little work."""
         return self._equations if self._equations[:, :4].sum() > _MEASURED else None
 
     @property
@@ -92,10 +95,13 @@ class Estimator:
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
-        stretches = self._windows.poll(counts)
-        if counts.steps < _WARM_UP_STEPS:
-            stretches = [self._bounded(work, fleet.proportions) for work in stretches]
-        if stretches and self._expected(stretches[0], _SAME) <= _NONSENSE * stretches[0].seconds:
+        stretches = [
+            self._bounded(work, fleet) if _warms_up(counts, work) else work
+            for work in self._windows.poll(counts)
+        ]
+        if any(self._expected(work, _SAME) > _NONSENSE * work.seconds for work in stretches):
+            self._windows.interrupted()
+        elif stretches:
             latest, *windows = stretches
             keep = exp(-latest.seconds / _REACTION_S)
             self._recent = self._recent.times(keep).plus(latest)
@@ -109,7 +115,7 @@ class Estimator:
 
     @property
     def _scale(self) -> float:
-        expected = self._expected(self._recent, self._solution)
+        expected = max(self._expected(self._recent, self._solution), 0.0)
         scale = (self._recent.seconds + _DOUBT_S) / (expected + _DOUBT_S)
         return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
 
@@ -117,8 +123,8 @@ class Estimator:
         """Seconds that the work should take."""
         return float(sum(map(mul, map(mul, solution, self._unit), work.terms)))
 
-    def _bounded(self, work: Work, fleet: Terms) -> Work:
-        most = _WARM_UP_SLOWER * self._expected(work, fleet)
+    def _bounded(self, work: Work, fleet: Prior) -> Work:
+        most = _WARM_UP_SLOWER * self._expected(work, fleet.proportions)
         return Work(min(work.seconds, most), work.terms)
 
     def _forget(self, elapsed: float, idle: bool) -> None:
@@ -127,8 +133,10 @@ class Estimator:
             self._recent = self._recent.times(exp(-elapsed / _IDLE_REACTION_S))
 
     def _learn(self, work: Work) -> None:
-        ratio = self._expected(work, self._solution) / work.seconds
-        weight = work.seconds / SECONDS[-1] * min(ratio, 1.0 / ratio) ** 2 if ratio > 0.0 else 0.0
+        ratio = self._expected(work, self._solution) / work.seconds if work.seconds else 0.0
+        if ratio <= 0.0:
+            return
+        weight = work.seconds / SECONDS[-1] * min(ratio, 1.0 / ratio) ** 2
         [row] = relative([work], self._unit)
         self._equations += weight * np.outer(row[:4], row)
 
@@ -141,7 +149,7 @@ class Estimator:
 
 
 class FleetPrior:
-    """What the measured replicas of a poller tell of the others: p.
+    """Prior of a poller's replicas, p, from those that were measured.
 
     Where nobody named a profile, the default one is wrong for all of them alike. Their speed is the
     median, so that an outlier teaches nobody; of an even number, the one of the middle two that is
@@ -151,6 +159,7 @@ class FleetPrior:
 
     def __init__(self) -> None:
         self._evidence: dict[str, Floats | None] = {}
+        self._solution = list(_SAME)
         self._reports = 0
         self.prior = NOTHING_KNOWN
 
@@ -176,17 +185,21 @@ class FleetPrior:
         median = min(middle, key=lambda one: abs(log(one)))
         # Evidence as if all were as fast as their profiles say.
         alike = [one * ([g**2] * 4 + [g]) for one, g in zip(measured, slower, strict=True)]
-        solution = list(_SAME)
-        descend(np.sum(alike, axis=0), [_PROPORTIONS] * 4, _SAME, solution)
+        descend(np.sum(alike, axis=0), [_FLEET_PROPORTIONS] * 4, _SAME, self._solution)
         spread = mean(log(one / median) ** 2 for one in slower)
         weight = _NOISE / (spread + _EVEN) if len(slower) > 2 else _LITTLE
-        return Prior(tuple(median * one for one in solution), weight)
+        return Prior(tuple(median * one for one in self._solution), weight)
 
 
 def _slower(evidence: Floats) -> float:
     """Seconds of the work seen, divided by those that its profile expects."""
     *seen, took = map(float, evidence.sum(axis=0))
-    return took / sum(seen)
+    return max(took / sum(seen), 1.0 / _NONSENSE)
+
+
+def _warms_up(counts: EngineCounts, work: Work) -> bool:
+    """True if the engine did some of the work in its first steps."""
+    return 0.0 < counts.steps < _WARM_UP_STEPS
 
 
 def coefficients(model: StepModel) -> Terms:

@@ -11,9 +11,9 @@ SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3  # a window may be shorter or longer than it should by this factor
 _WARMING_UP = 1.0  # steps of an engine's life that tell nothing: it compiles most kernels for them
-_FALLEN = 0.9
-"""Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
-little where cached tokens are counted before the prompt they belong to.)"""
+_DIP = 0.1
+"""Largest fraction by which computed tokens fall where cached tokens are counted before the prompt
+they belong to; a larger fall is an error of a counter."""
 _DECODING = 0.95
 """Share of the tokens that a batch without prefill would have generated, from which on there was
 none: a sequence in prefill generates nothing."""
@@ -30,6 +30,7 @@ class EngineCounts:
     in_flight: int  # requests running and waiting
     kv_tokens: float  # in use
     finished: float = 0.0  # requests finished
+    first_tokens: float = 0.0  # sequences with a first token
     prefill_s: float = 0.0  # seconds of these from their admission to their first token
     decode_s: float = 0.0  # seconds of these from their first token to their last
     prompt_tokens: float = 0.0  # cached ones included
@@ -99,7 +100,7 @@ class Windows:
         if counts.in_flight:
             return []
         before, self._idle = self._idle, counts
-        if before is None or counts.finished - before.finished != 1.0:
+        if before is None or not _served_one(before, counts):
             return []
         steps, computed, generated, _ = _terms(before, counts)
         later = max(generated - 1.0, 0.0)
@@ -112,12 +113,13 @@ class Windows:
             Work(counts.prefill_s - before.prefill_s, prefill),
             Work(counts.decode_s - before.decode_s, decode),
         ]
-        if not 0.0 < sum(work.seconds for work in works) <= counts.at - before.at:
+        whole = works[0].plus(works[1])
+        if min(works).seconds < 0.0 or not 0.0 < whole.seconds <= counts.at - before.at:
             return []
-        return [works[0].plus(works[1]), *(work for work in works if work.seconds > 0.0)]
+        return [whole, *(work for work in works if work.seconds > 0.0)]
 
     def _stretches(self, end: float) -> list[Work]:
-        while self._settled and end - self._settled[0][0] > SECONDS[-1] * _LONGEST:
+        while len(self._settled) > 1 and end - self._settled[0][0] > SECONDS[-1] * _LONGEST:
             self._settled.popleft()
         if not self._settled:
             return []
@@ -127,6 +129,8 @@ class Windows:
             fits = _SHORTEST <= (end - nearest[0]) / seconds <= _LONGEST
             if fits and all(nearest is not other for other in chosen[1:]):
                 chosen.append(nearest)
+        if end - chosen[0][0] > SECONDS[-1]:  # a prompt that takes longer than any window
+            chosen.append(chosen[0])
         return [Work(end - at, tuple(map(sub, self._now, terms))) for at, terms in chosen]
 
     def _nearest(self, wanted: float) -> tuple[float, Terms]:
@@ -137,9 +141,15 @@ class Windows:
         return earlier if wanted - earlier[0] <= later[0] - wanted else later
 
 
+def _served_one(before: EngineCounts, counts: EngineCounts) -> bool:
+    """True if one request began and ended, and no other was aborted."""
+    finished = counts.finished - before.finished
+    return finished == counts.first_tokens - before.first_tokens == 1.0
+
+
 def warms_up(before: float, after: float) -> bool:
-    """Whether what an engine did from one count of its steps to another tells nothing, for some of
-    them were its first; one that counts no steps is not known to."""
+    """True if the engine's first step lies between two counts of its steps; an engine that counts
+    no steps never warms up."""
     return before < _WARMING_UP and after > 0.0
 
 
@@ -149,7 +159,7 @@ def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
         warms_up(last.steps, counts.steps)
         or counts.steps < last.steps
         or counts.generated_tokens < last.generated_tokens
-        or counts.computed_tokens < last.computed_tokens * _FALLEN
+        or counts.computed_tokens < last.computed_tokens - _DIP * abs(last.computed_tokens)
         or counts.in_flight == 0
         or counts.finished - last.finished >= last.in_flight
     )

@@ -291,8 +291,11 @@ class Lone:
         self.counts = EngineCounts(0.0, 20.0, 0.0, 0.0, 0, 0.0)
         self.estimator.poll(self.counts)
 
-    def serve(self, prompt: int, tokens: int, cached: int = 0, at_once: int = 1) -> None:
-        """``at_once``: requests between two polls; their times in vLLM overlap."""
+    def serve(
+        self, prompt: int, tokens: int, cached: int = 0, at_once: int = 1, aborted: int = 0
+    ) -> None:
+        """``at_once``: requests between two polls; their times in vLLM overlap. ``aborted``: more
+        of them, which have no times."""
         prefill = self.truth.step_time(prompt - cached, 1, 0)
         decode = (tokens - 1) * self.truth.step_time(0, 1, prompt + tokens / 2)
         counts = self.counts
@@ -300,11 +303,12 @@ class Lone:
         self.counts = EngineCounts(
             at=counts.at + 0.2 * polls,
             steps=counts.steps + tokens,
-            computed_tokens=counts.computed_tokens + at_once * (prompt - cached),
-            generated_tokens=counts.generated_tokens + at_once * tokens,
+            computed_tokens=counts.computed_tokens + (at_once + aborted) * (prompt - cached),
+            generated_tokens=counts.generated_tokens + (at_once + aborted) * tokens,
             in_flight=0,
             kv_tokens=0.0,
             finished=counts.finished + at_once,
+            first_tokens=counts.first_tokens + at_once + aborted,
             prefill_s=counts.prefill_s + at_once * prefill,
             decode_s=counts.decode_s + at_once * decode,
             prompt_tokens=counts.prompt_tokens + at_once * prompt,
@@ -329,11 +333,14 @@ def test_cached_tokens_of_a_lone_request_are_not_taken_for_fast_ones() -> None:
     assert learned.step_time(100, 1, 0) == pytest.approx(A10.step_time(100, 1, 0), rel=0.1)
 
 
-def test_requests_that_were_served_together_are_not_taken_for_lone_ones() -> None:
+@pytest.mark.parametrize(("at_once", "aborted"), [(2, 0), (1, 1)])
+def test_requests_that_were_served_together_are_not_taken_for_lone_ones(
+    at_once: int, aborted: int
+) -> None:
     lone = Lone()
     start = lone.estimator.model
     for _ in range(20):
-        lone.serve(1000, 20, at_once=2)
+        lone.serve(1000, 20, at_once=at_once, aborted=aborted)
     assert lone.estimator.model == start
 
 
