@@ -4,7 +4,7 @@
 states that name it. A state carries its lists where Redis does not have them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -75,16 +75,22 @@ class KnownLists:
     def forget(self, replica: str) -> None:
         self._named.pop(replica, None)
 
+    def keep(self, replicas: Container[str]) -> None:
+        """Forgets all other replicas."""
+        self._named = {one: name for one, name in self._named.items() if one in replicas}
+
     async def complete(self, changes: Collection[Any]) -> list[Any]:
         """Gives states their lists; drops those whose list Redis lacks, for the next carries it."""
         new: dict[str, Lists] = {}
         for one in changes:
             if isinstance(one, PutListed):
                 self._named[one.state.id] = one.lists
-            elif isinstance(one, Put) and one.state.adapters:
-                name, _ = sealed_lists(lists_of(one.state))
-                self._named[one.state.id] = name
-                new[name] = lists_of(one.state)
+            elif isinstance(one, Put):
+                self._named.pop(one.state.id, None)
+                if one.state.adapters:
+                    name, _ = sealed_lists(lists_of(one.state))
+                    self._named[one.state.id] = name
+                    new[name] = lists_of(one.state)
         asked = {one.lists for one in changes if isinstance(one, PutListed)}
         if unknown := sorted(asked - self._lists.keys() - new.keys()):
             new |= await self._read(unknown)

@@ -80,8 +80,8 @@ return {values, left}
 
 
 class StateWriter:
-    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers, each
-    in one round trip.
+    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers: in one
+    round trip, or two where Redis lacks a list.
 
     Each method raises RedisError where Redis did not take all of it.
     """
@@ -151,25 +151,30 @@ class StateReader(ChannelReader[Change]):
             page = keys[first : first + _IN_A_PAGE]
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
+            left_s = {}
             found = []
             for key, value, left_ms in zip(page, values, left, strict=True):
                 if value is not None and (put := self._skips.open(key, value, PUT, PUT_LISTED)):
                     found.append(put)
-                    ages[put.state.id] = max(put.state.life_s - left_ms / 1000, 0.0)
-            states += [put.state for put in await self._lists.complete(found)]
+                    left_s[put.state.id] = left_ms / 1000
+            for put in await self._lists.complete(found):
+                states.append(put.state)
+                ages[put.state.id] = max(put.state.life_s - left_s[put.state.id], 0.0)
         return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
         self._outage.works()
         self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
+        self._lists.keep(self._scraped_at)
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
         changes = self._skips.open_all(self._channel, data, PUT, PUT_LISTED, REMOVED)
+        completed = await self._lists.complete(changes)
         for removed in (one for one in changes if isinstance(one, Removed)):
             self._lists.forget(removed.id)
-        return filter(self._is_newer, await self._lists.complete(changes))
+        return filter(self._is_newer, completed)
 
     def _is_newer(self, change: Change) -> bool:
         """Drops what was pushed before the snapshot was read: falling counters mean a restart.
