@@ -31,6 +31,7 @@ _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
 enough to bear it where it is ten times slower than its profile says."""
 _REMEMBERED_ROWS = 200_000  # entries of remembered candidates, of all models: some 10 MB
+_MOST_REMEMBERED = 1_000  # candidates, however few rows they have
 _UNDER_WAY_S = 1.0  # seconds for which an answer may be on its way
 _FULL = "its engine answered that it is full"
 _FAILING = "it failed several requests in a row"
@@ -275,7 +276,8 @@ class Eligibility:
             self._next_end = min((end for end in ends if end > now), default=inf)
         found = self._candidates.get((model, among, told))
         if found is None:
-            if len(self._candidates) * len(self._replicas) >= _REMEMBERED_ROWS:
+            rows = len(self._candidates) * len(self._replicas)
+            if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
                 self._candidates.clear()
             found = self._candidates[model, among, told] = self._choose(model, among, told)
         return found

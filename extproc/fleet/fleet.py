@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.announcements import Holders, SentPrompts, read_prompts
-from extproc.fleet.digest import DECODED, EXPECTED, Digest, Kind
+from extproc.fleet.digest import DECODED, EXPECTED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -313,9 +313,7 @@ class Fleet:
     # -- what other routers tell ------------------------------------------------------------
 
     def hear(self, digest: Digest, age: float = 0.0) -> None:
-        # Its own come back to it, too, and tell nothing but how long they took.
-        told = digest.replicas or digest.kind is not Kind.CHANGES
-        if told and digest.router != self.router:
+        if digest.router != self.router:  # the router's own come back, and measure the delay
             self._progress.advance(self._clock())
         if self.peers.hear(digest, age):
             self._progress.changed()

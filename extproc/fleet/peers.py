@@ -197,7 +197,9 @@ class Peers:
         # Where prompts were added, the step in progress is as long as they make it.
         longer = (load[BACKLOG] > before + 1.0).nonzero()[0]
         backlog = replicas.enqueued[longer] - replicas.prefilled[longer]
-        backlog += self._load[BACKLOG][:, longer].sum(axis=0)
+        counts = self._counts.copy()
+        counts[place] = 1.0  # the peer of this digest is about to count
+        backlog += counts @ self._load[BACKLOG][:, longer]
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:

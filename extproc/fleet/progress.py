@@ -56,9 +56,8 @@ class Progress:
             return
         on, weight = requests.replica.item(row), requests.weight.item(row)
         held = weight * (requests.generated.item(row) + requests.each.item(row))
-        if (
-            shared := replicas.kv_unattributed.item(on)
-        ) < 0.0:  # blocks that several have count once
+        shared = replicas.kv_unattributed.item(on)
+        if shared < 0.0:  # blocks that several sequences share count once
             shared *= held / max(replicas.kv_used.item(on) - shared, held)
             replicas.kv_unattributed[on] -= shared
             held += shared
@@ -94,11 +93,8 @@ class Progress:
         self._start(mine[done & ~decoding])
         self._requeue(mine[decoding & ~done])
         generated = self._set_generated(mine)
-        kv = (
-            float(requests.weight[mine] @ generated)
-            + replicas.held[row]
-            + replicas.kv_unattributed[row]
-        )
+        kv = float(requests.weight[mine] @ generated)
+        kv += replicas.held[row] + replicas.kv_unattributed[row]
         batch = replicas.decoding[row] + replicas.external[row]
         if self._peers.counted:
             batch += replicas.peers_decoding[row]

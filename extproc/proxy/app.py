@@ -61,12 +61,6 @@ async def run_router(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = GrpcServer(services, others)
-    parts = (
-        server.look_after(),
-        dispatch_queued(pools),
-        _states(pools, registry),
-        _housekeeping(pools),
-    )
     async with (
         serve_admin(
             config.serve.admin,
@@ -76,7 +70,15 @@ async def run_router(config: Config) -> None:
             config.admin,
             ready=readiness(pools, stopping),
         ) as admin,
-        _background(parts, stopping) as tasks,
+        _background(
+            (
+                server.look_after(),
+                dispatch_queued(pools),
+                _states(pools, registry),
+                _housekeeping(pools),
+            ),
+            stopping,
+        ) as tasks,
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(one.config.pool for one in pools)
