@@ -128,7 +128,6 @@ PARTS = {
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))
     ),
     "first-token offsets": Part(f"{_CORRECTION}:FirstTokens.observe", _returning(None)),
-    "rest of the step": Part(f"{_COMPLETION}:_step_rest", _zeros),
     "wait for admission": Part(f"{_COMPLETION}:admission", _zeros),
     "wait at the router": Part(f"{_ROUTER}:add_queue_wait", _queued_unseen),
     "no wait beside an idle replica": Part(f"{_ROUTER}:_without_idle_wait", _passing(0)),

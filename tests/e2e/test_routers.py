@@ -179,8 +179,7 @@ async def known(client: Client, answer: Answer) -> None:
             EnvoySide(channel).stream() as stream,
         ):
             reply = await stream.request_headers(path, "GET", end_of_stream=True)
-            (holder,) = {*destination(reply)}
-            return holder
+            return next(iter(destination(reply)), "")  # none: the router does not know it yet
 
     async def held() -> bool:
         return {await held_by(router) for router in stack.routers} == {server_of(answer)}
