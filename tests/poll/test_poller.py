@@ -330,6 +330,13 @@ LIVES = {
         Phase(told(started_at=1.7e9), {"started_at": 1.7e9}),
         Phase(OTHER | told(steps=1000, started_at=1.8e9), {"models": ("tiny", "other")}),
     ],
+    "counts nothing in one answer, and is the same process": [
+        KNOWN,
+        Phase(told(started_at=1.7e9), {"started_at": 1.7e9, "models": MODELS}),
+        Phase(
+            {"/v1/models": hang} | told(steps=0, started_at=1.7e9), {"steps": 0, "models": MODELS}
+        ),
+    ],
     "hangs and still has its adapters": [
         KNOWN,
         Phase({"/metrics": hang, "/v1/models": hang}, {"healthy": False}),
