@@ -31,7 +31,7 @@ class Prediction:
     waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
     lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
 
-    streamed: bool  # False: nobody sees its first token
+    first_token_matters: bool  # the answer is streamed, or has a target for its first token
     first_token_share: float  # time to first token in the completion, at the soonest, 0…1
     adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
     queue: Floats  # expected wait at the router; 0 where the replica can start the request now
@@ -41,10 +41,10 @@ class Prediction:
     def cost_weight(self) -> Floats:
         """How much the cost to others counts, 0…1 (:class:`~extproc.route.policies.completion`).
 
-        All of it where the answer is not streamed. Else the square of the KV pressure or, where
-        that is more, the time to first token ÷ that of decoding, at the soonest.
+        All of it where the first token does not matter. Else the square of the KV pressure or,
+        where that is more, the time to first token ÷ that of decoding, at the soonest.
         """
-        if not self.streamed:
+        if not self.first_token_matters:
             return np.ones(len(self.kv_pressure))
         share = self.first_token_share
         return np.maximum(self.kv_pressure**2, share / (1.0 - share) if share < 0.5 else 1.0)
@@ -124,7 +124,7 @@ def predict(
         growth,
         cached,
         avoidable,
-        profile.stream,
+        profile.stream or profile.objective.ttft_s < inf,
         least(ttft) / least(completion),
         np.zeros(len(view)),
         np.zeros(len(view)),
