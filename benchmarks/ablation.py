@@ -79,7 +79,7 @@ def _zeros(_: Any) -> Callable[..., Floats]:
 
 def _weight(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A weight of the cost to others where first tokens are seen, computed of a prediction."""
-    return lambda _: property(lambda prediction: of(prediction) if prediction.streamed else 1.0)
+    return lambda _: property(lambda one: of(one) if one.first_token_matters else 1.0)
 
 
 def _first_token_weight(prediction: Any) -> float:
@@ -139,7 +139,7 @@ PARTS = {
         _WEIGHT, _weight(lambda prediction: prediction.kv_pressure**2)
     ),
     "whole cost of first tokens unseen": Part(
-        f"{_ROUTER}:predict", _predicting("streamed", lambda _: True)
+        f"{_ROUTER}:predict", _predicting("first_token_matters", lambda _: True)
     ),
     "avoidable prefill": Part(
         f"{_ROUTER}:predict", _predicting("avoidable", lambda one: np.zeros_like(one.ttft))
