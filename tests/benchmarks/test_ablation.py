@@ -44,7 +44,7 @@ def scene() -> list[trace.TracedRequest]:
         for later, name, speed, most in (
             (0.0, "azure-2023-conv", 0.2, 30),
             (20.0, "agents", 5.0, 60),
-            (24.0, "mooncake-synthetic", 1.0, 20),
+            (24.0, "mooncake-synthetic", 1.0, 40),
         )
         for one in trace.read([TRACES / f"{name}.jsonl.gz"], speed, most)
     ]
