@@ -18,7 +18,7 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 
-RESERVED = 0.5  # fraction of the chunks that is kept for streams that teach
+RESERVED = 0.5  # fraction of the chunks that is kept for streams that load an adapter
 _CHUNKS_KEPT_S = 60.0
 """Seconds of chunks that were not read and may be later: in a quiet hour whole answers are read."""
 _RESPONSES_PER_S = 100.0  # a replica with a hundredth of the requests is looked at once a second
@@ -80,6 +80,15 @@ class Services(ObservedPool):
         return replace(self, **parts_of_pool(config, names, self.random, self.clock, self.wall))
 
 
+def routing(
+    config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
+) -> tuple[Queue, Router]:
+    """Queue and router of a pool, over a fleet without replicas."""
+    fleet, route = Fleet(OutputLengths(), clock, wall, names), config.route
+    queue = Queue(fleet, config.hold, clock)
+    return queue, Router(fleet, route.policy, random, route.session_cost_s, queue.backlog)
+
+
 def parts_of_pool(
     config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
 ) -> dict[str, Any]:
@@ -88,16 +97,15 @@ def parts_of_pool(
     Raises:
         OSError: there can be no record.
     """
-    fleet, route = Fleet(OutputLengths(), clock, wall, names), config.route
-    queue = Queue(fleet, config.hold, clock)
+    queue, router = routing(config, names, random, clock, wall)
     return {
         "config": config,
         "queue": queue,
-        "router": Router(fleet, route.policy, random, route.session_cost_s, queue.backlog),
+        "router": router,
         "responses": Budget(_RESPONSES_PER_S, 1.0),
         "accuracy": Accuracy(),
         "demand": Demand(clock),
-        "recorder": recorder_of(config, fleet, clock, wall),
+        "recorder": recorder_of(config, router.fleet, clock, wall),
     }
 
 

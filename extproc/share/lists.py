@@ -88,9 +88,10 @@ class KnownLists:
             elif isinstance(one, Put):
                 self._named.pop(one.state.id, None)
                 if one.state.adapters:
-                    name, _ = sealed_lists(lists_of(one.state))
+                    lists = lists_of(one.state)
+                    name, _ = sealed_lists(lists)
                     self._named[one.state.id] = name
-                    new[name] = lists_of(one.state)
+                    new[name] = lists
         asked = {one.lists for one in changes if isinstance(one, PutListed)}
         if unknown := sorted(asked - self._lists.keys() - new.keys()):
             new |= await self._read(unknown)

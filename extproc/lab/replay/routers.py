@@ -10,18 +10,14 @@ from typing import Protocol
 
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S, Digest, decode
-from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
-from extproc.predict.lengths import OutputLengths
-from extproc.proxy.services import RESERVED, chunk_budget
+from extproc.proxy.services import RESERVED, chunk_budget, routing
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
-from extproc.route.queue import Queue
-from extproc.route.router import Router
 
 
 class VirtualClock:
@@ -136,12 +132,9 @@ class Node:
     """Router of the simulation: its decisions, and its events of requests."""
 
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
-        route, names = config.route, ModelNames(config.route.models)
-        self.fleet = Fleet(OutputLengths(), clock, clock, names)
-        self.queue = Queue(self.fleet, config.hold, clock)
-        self.router = Router(
-            self.fleet, route.policy, random, route.session_cost_s, self.queue.backlog
-        )
+        names = ModelNames(config.route.models)
+        self.queue, self.router = routing(config, names, random, clock, clock)
+        self.fleet = self.router.fleet
         self._chunks = chunk_budget(config.serve.chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
