@@ -121,7 +121,7 @@ class Adapters:
         self._overrun = median(self._overruns)
 
     def times(self, view: FleetView, now: float) -> AdapterTimes:
-        """What a request for an adapter meets on the candidates."""
+        """Wait and load of a request for an adapter, by candidate."""
         table, rows, overrun = self._table, view.rows, self._overrun
         places = [self._replicas[row].starts for row in rows.tolist()]
         known = np.array([*map(dict.get, places, view.adapters, repeat(nan))])

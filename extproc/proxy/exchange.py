@@ -1,4 +1,4 @@
-"""One HTTP request, from its first message to the end of its response."""
+"""An HTTP request, from its first message to the end of its response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Mapping

@@ -94,8 +94,8 @@ class Owners:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the process stood still since the last heartbeat, so long that others may have
-        its part: the heartbeat was up to ``BEAT_S`` old by then, and Redis may have been late."""
+        """True if others may have the part, since the process stood still after its last heartbeat,
+        which was up to ``BEAT_S`` old by then; Redis may have been late, too."""
         return self._stood_still or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
 
     async def watch(self) -> NoReturn:

@@ -136,7 +136,7 @@ async def test_rest_of_body_arrives_as_it_was_sent(client: Client, chunked: bool
 
 
 async def test_retry_avoids_replica_with_another_name(client: Client) -> None:
-    """It would answer 404, which nobody tries again."""
+    """A replica that knows another name would answer 404, which nobody tries again."""
     await client.simulate("one", fail=503)
     try:
         of_both = [await client.chat(model="llama") for _ in range(2)]

@@ -319,8 +319,8 @@ def begun(topic: str, words: int = 3000) -> Messages:
 async def turn(
     client: Client, messages: Messages, tokens: int = 40, model: str = MODEL
 ) -> tuple[Answer, Messages]:
-    """One more of a conversation, and the conversation after it; that the answer is short is known,
-    so that a replica measured a little faster makes up for no prompt."""
+    """Next answer of a conversation, and the conversation after it. Its bound says that the answer
+    is short, so that a replica measured a little faster makes up for no prompt."""
     answer = await client.of("prefixes").chat(
         tokens, messages=messages, model=model, max_tokens=tokens
     )

@@ -33,8 +33,7 @@ pytestmark = [
 
 
 class Doubled(Behind):
-    """Its Envoy takes trailers of HTTP/1.1, and listens on a second port too, where it asks no
-    router."""
+    """System whose Envoy takes trailers of HTTP/1.1, and asks no router on a second port."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})

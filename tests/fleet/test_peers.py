@@ -34,7 +34,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Heard:
-    """What a router told last."""
+    """Last digest of a router."""
 
     number: int
     at: float

@@ -31,7 +31,7 @@ TOKENS = 200
 
 
 class Loaded:
-    """One replica with so many requests in flight, and the router that sent them."""
+    """Replica with so many requests in flight, and the router that sent them."""
 
     def __init__(
         self, in_flight: int, prompt: int = 50, speculation: Speculation | None = None

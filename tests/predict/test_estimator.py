@@ -138,7 +138,7 @@ def test_neither_does_a_hang_that_polls_noticed() -> None:
 
 
 def test_the_first_steps_of_an_engine_that_warms_up_count_for_little() -> None:
-    """It compiles its kernels while the first requests wait: steps take a second each."""
+    """The engine compiles kernels while the first requests wait: steps take a second each."""
     estimator = Estimator(A10)
     for number in range(30):
         steps = number // 5

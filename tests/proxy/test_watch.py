@@ -15,7 +15,7 @@ MARK = {"x-extproc-unseen": "1"}
 PER_S = 100
 TOKENS = 20  # of a streamed answer, each of them a chunk
 CHUNKS_PER_S = 2.0
-"""So six answers' chunks are kept, half of them for those that load an adapter."""
+"""Chunks of six answers are saved at this rate, half of them for answers that load an adapter."""
 STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
 
 

@@ -153,7 +153,7 @@ async def test_poller_that_stood_still_is_a_newcomer(
 
 
 async def test_poller_that_wakes_writes_nothing_before_it_beats(redis_client: Redis) -> None:
-    """Its heartbeat was one interval old when it stopped, so it ends that much sooner."""
+    """The heartbeat of a poller that stops is up to one interval old, and ends that much sooner."""
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
