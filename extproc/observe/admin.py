@@ -16,12 +16,12 @@ from extproc.ground.address import join_address, split_address
 from extproc.ground.files import Watched, read_file
 from extproc.ground.tls import server_context
 
-_STOP_S = 0.1  # for answers that are not over at the stop: the dashboard's events never are
+_STOP_S = 0.1  # for responses in progress at the stop: the dashboard's events never end
 _OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
-MAY_LOOK: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("may_look")
-"""Checks a request's token, if one is configured; the token may change while an answer lasts."""
-Check = Callable[[], str]  # returns a problem in a few words, or nothing
+AUTHORIZED: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("authorized")
+"""Check of a request's token; a long response repeats the check, as the token may change."""
+Check = Callable[[], str]  # returns a problem in a few words, or ""
 
 
 @asynccontextmanager
@@ -35,47 +35,50 @@ async def serve_admin(
     ready: Check = str,
     setting: str = "serve.admin",
 ) -> AsyncIterator[str]:
-    """Serve metrics, health and ``routes``; yields the address, which matters for port 0.
+    """Serve metrics, health and ``routes``; yields the bound address, as port 0 takes any port.
 
     Args:
         address: ``host:port``.
         registry: shown by ``/metrics``.
         routes: further routes behind the token.
-        public: further routes without the token, like health.
-        access: TLS, and the token.
-        live: for ``/livez`` and ``/healthz``: a process with a problem should be restarted.
-        ready: for ``/readyz``: a process with a problem should get no work for now.
+        public: further routes that need no token, like health.
+        access: TLS files and the token file.
+        live: check of ``/livez`` and ``/healthz``; a process that fails it should be restarted.
+        ready: check of ``/readyz``; a process that fails it should get no work.
         setting: key of the address in the configuration.
 
     Raises:
-        OSError: the address is taken, or is not one of this machine; names the setting.
-        ValueError: not ``host:port``, or a file of ``access`` cannot be used.
+        OSError: the address is taken or belongs to another machine; names the setting.
+        ValueError: ``address`` is not ``host:port``, or a file of ``access`` cannot be used.
     """
     health = {"/livez": live, "/healthz": live, "/readyz": ready}
-    open_to_all = {*health, *(route.path for route in public)}
+    without_token = {*health, *(route.path for route in public)}
 
     async def metrics(_: web.Request) -> web.Response:
         page = generate_latest(registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def answer(request: web.Request) -> web.Response:
-        why = health[request.path]()
-        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+    async def probe(request: web.Request) -> web.Response:
+        problem = health[request.path]()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in open_to_all or app[MAY_LOOK](request):
+        if request.path not in without_token and not app[AUTHORIZED](request):
+            raise web.HTTPUnauthorized(
+                text="a token is needed (admin.token_file): Authorization: Bearer ...\n",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        try:
             return await handler(request)
-        raise web.HTTPUnauthorized(
-            text="show the token (admin.token_file): Authorization: Bearer ...\n",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        except ConnectionError:  # the client hung up; aiohttp would log a traceback
+            return web.Response()
 
     host, port = split_address(address)
     context = server_context(access, "admin")
     app = web.Application(middlewares=[guard])
-    app[MAY_LOOK] = _token_check(access)
-    app.add_routes([web.get(path, answer) for path in health])
+    app[AUTHORIZED] = _authorization(access)
+    app.add_routes([web.get(path, probe) for path in health])
     app.add_routes([web.get("/metrics", metrics), *public, *routes])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
@@ -94,7 +97,7 @@ def decision_number(request: web.Request, name: str) -> int:
     """Read a decision's number from the query parameter ``name``.
 
     Raises:
-        HTTPBadRequest: not a number.
+        HTTPBadRequest: the parameter is no number, or has more than 15 digits.
     """
     text = request.query.get(name, "")
     if not text.isdecimal() or len(text) > _DIGITS:
@@ -103,10 +106,10 @@ def decision_number(request: web.Request, name: str) -> int:
 
 
 def read_token(path: Path) -> str:
-    """Read the token that clients have to show.
+    """Read the token that clients have to send.
 
     Raises:
-        ValueError: the file holds none, or cannot be read.
+        ValueError: the file cannot be read, or does not hold one line of printable ASCII.
     """
     token = read_file("admin.token_file", path).decode().strip()
     if not token or not token.isascii() or not token.isprintable():
@@ -114,17 +117,17 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _token_check(access: AdminSettings) -> Callable[[web.Request], bool]:
+def _authorization(access: AdminSettings) -> Callable[[web.Request], bool]:
     if access.token_file is None:
         return lambda _: True
     file = Watched("admin token", partial(read_token, access.token_file), access.token_file)
     token = file.read()
 
-    def shows_token(request: web.Request) -> bool:
+    def has_token(request: web.Request) -> bool:
         nonlocal token
         token = file.news() or token
-        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        right = compare_digest(shown.encode(errors="surrogateescape"), token.encode())
+        scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
+        right = compare_digest(sent.encode(errors="surrogateescape"), token.encode())
         return right and scheme.lower() == "bearer"
 
-    return shows_token
+    return has_token

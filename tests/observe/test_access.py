@@ -1,3 +1,4 @@
+import asyncio
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +15,7 @@ from extproc.ground.tls import trusting
 from extproc.observe.admin import serve_admin
 from tests.certificates import Authority
 from tests.conftest import Logged
+from tests.waiting import PATIENCE_S
 
 TOKEN = "an-example"
 write = Path.write_text
@@ -76,6 +78,30 @@ async def test_bad_token_file(file: Path, spoil: Callable[[Path], object], said:
     spoil(file)
     with pytest.raises(ValueError, match=rf"admin\.token_file: .*{said}"):
         await serving(AdminSettings(token_file=file)).__aenter__()
+
+
+async def test_client_that_hangs_up_leaves_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    over = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"more")
+                await asyncio.sleep(0)
+        finally:
+            over.set()
+
+    routes = [web.get("/endless", endless)]
+    async with (
+        serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address,
+        aiohttp.ClientSession() as session,
+    ):
+        async with session.get(f"http://{address}/endless") as response:
+            await response.content.read(4)
+        await asyncio.wait_for(over.wait(), PATIENCE_S)
+    assert caplog.records == []
 
 
 async def reached(address: str, cert: Path) -> bool:

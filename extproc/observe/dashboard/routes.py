@@ -1,4 +1,4 @@
-"""Page over HTTP: its files, its snapshots as server-sent events, and one decision."""
+"""HTTP routes of the dashboard: its files, snapshots as server-sent events, and one decision."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import web
 from msgspec.json import encode
 
-from extproc.observe.admin import MAY_LOOK, decision_number
+from extproc.observe.admin import AUTHORIZED, decision_number
 from extproc.observe.dashboard.snapshot import snapshot, text_table
 from extproc.observe.decision import DecisionRecord
 from extproc.observe.decision_log import ObservedPool
@@ -15,7 +15,7 @@ from extproc.observe.explain import compare
 
 _FILES = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_HEADERS = {  # no content of other sites, none for them, and none written into scripts
+_HEADERS = {  # the page loads nothing from other sites, is framed by none, runs no inline script
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,14 +24,14 @@ _HEADERS = {  # no content of other sites, none for them, and none written into 
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_PATIENCE_S = 5.0  # with a viewer that stopped reading
+_PATIENCE_S = 5.0  # timeout of a write to a viewer that stopped reading
 _MOST_VIEWERS = 100
 EVERY_S = 1.0  # seconds between two snapshots
-_EARLY_S = 0.01  # by which a timer may be early
+_EARLY_S = 0.01  # a timer may fire this much too early
 
 
 class Live:
-    """Snapshots of a router's pools, the same for all viewers; none is made while nobody looks."""
+    """Snapshots of a router's pools, shared by all viewers and made only while somebody watches."""
 
     def __init__(self, pools: Sequence[ObservedPool]) -> None:
         self._pools = pools
@@ -41,7 +41,7 @@ class Live:
         self._next_at = self._clock()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield each snapshot as JSON, for ever; slow viewers miss some."""
+        """Yield each snapshot as JSON, without end; slow viewers miss some."""
         while True:
             async with self._making:
                 if self._clock() >= self._next_at - _EARLY_S:
@@ -52,30 +52,29 @@ class Live:
 
 
 def page_routes() -> list[web.RouteDef]:
-    """Serve the page itself, which holds nothing secret."""
+    """Serve the files of the page, which need no token: they hold no data."""
     files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
-    beside = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
-    return [web.get("/", _file(_FILES / "index.html")), *beside]
+    assets = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
+    return [web.get("/", _file(_FILES / "index.html")), *assets]
 
 
 def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
-    """Serve the content of the page, for the pools of one router."""
-    live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
+    """Serve the data of the page, for the pools of one router."""
+    live, log, viewers = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:
-        if places.locked():
-            raise web.HTTPServiceUnavailable(text=f"{_MOST_VIEWERS} look already\n")
+        if viewers.locked():
+            text = f"{_MOST_VIEWERS} viewers are connected, the most that a router serves\n"
+            raise web.HTTPServiceUnavailable(text=text)
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
-        async with places:
+        async with viewers:
             await response.prepare(request)
             try:
                 async for frame in live.frames():
-                    if not request.app[MAY_LOOK](request):
+                    if not request.app[AUTHORIZED](request):
                         break
                     async with asyncio.timeout(_PATIENCE_S):
                         await response.write(b"data: %s\n\n" % frame)
-            except ConnectionError:
-                pass  # the viewer is gone
             except TimeoutError:
                 if request.transport is not None:
                     request.transport.abort()
@@ -85,10 +84,10 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
         number = decision_number(request, "number")
         for record in log.after(number - 1, 1):
             if record.number == number:
-                # Words for a thousand candidates take long: requests come first.
+                # In a thread: a thousand candidates take long, and requests come first.
                 body = await asyncio.to_thread(_compared, record.record())
                 return web.Response(body=body, content_type="application/json", headers=_HEADERS)
-        raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
+        raise web.HTTPNotFound(text="that decision was dropped (serve.decisions_kept)\n")
 
     return [
         web.get("/dashboard/events", events, allow_head=False),
@@ -99,15 +98,15 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
 def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
     text, kind = file.read_text(encoding="utf-8"), _KINDS[file.suffix]
 
-    async def answer(_: web.Request) -> web.Response:
+    async def serve(_: web.Request) -> web.Response:
         return web.Response(text=text, content_type=kind, headers=_HEADERS)
 
-    return answer
+    return serve
 
 
 def _compared(record: DecisionRecord) -> bytes:
-    one = compare(record)
-    units, keys = {"": "mark", "replica": "name"}, list(range(len(one.rows)))
-    candidates = text_table("Candidates", keys, one.columns, one.rows, units)
-    shown = {"facts": [*one.facts.items()], "candidates": candidates}
-    return encode(shown | {"legend": one.legend, "left_out": one.left_out})
+    compared = compare(record)
+    units, keys = {"": "mark", "replica": "name"}, list(range(len(compared.rows)))
+    candidates = text_table("Candidates", keys, compared.columns, compared.rows, units)
+    shown = {"facts": [*compared.facts.items()], "candidates": candidates}
+    return encode(shown | {"legend": compared.legend, "left_out": compared.left_out})
