@@ -1,10 +1,11 @@
-"""Sends requests to Envoy over HTTP/1.1, as a process of its own; prints a line of JSON.
+"""Sends requests to Envoy over HTTP/1.1 from a process of its own; prints a line of JSON.
 
     python -m benchmarks.overhead.client 8080 --rate 300 --requests 3000
     python -m benchmarks.overhead.client 8080 --at-once 64 --seconds 10
 
-With ``--rate`` requests are sent at random moments, answered or not; with ``--at-once`` each
-connection sends its next request after an answer. Only status and end of an answer are parsed.
+``--rate`` is an open loop: requests are sent at random moments, whether or not earlier requests
+were answered. ``--at-once`` is a closed loop: each connection sends its next request after an
+answer. Of an answer only the status and the end are parsed.
 """
 
 import argparse
@@ -29,18 +30,18 @@ _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ClientReport:
     answered: int  # with status 200
     failed: int
     seconds: float  # from the first request to the last answer
     most_at_once: int  # requests in flight at the same time
-    p50_ms: float  # from a request to the end of its answer; of those answered
+    p50_ms: float  # from sending a request to the end of its answer, of answered requests
     p95_ms: float
     p99_ms: float
 
 
 def request(hold: bool = False) -> bytes:
-    """Streamed chat of about a thousand tokens; ``hold`` asks for a late answer."""
+    """Streamed chat of about a thousand tokens; ``hold`` asks the upstream for a late answer."""
     messages = [{"role": "user", "content": ("tell me " * _PROMPT_BYTES)[:_PROMPT_BYTES]}]
     body = {"model": "model", "messages": messages, "max_tokens": 200, "stream": True}
     encoded = json.dumps(body).encode()
@@ -53,15 +54,15 @@ def request(hold: bool = False) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Connection that carries a request at a time."""
+    """Connection that carries one request at a time."""
 
-    def __init__(self, load: "Load") -> None:
+    def __init__(self, load: "LoadGenerator") -> None:
         self._load = load
         self._transport: asyncio.Transport | None = None
         self._sent_at: float | None = None
         self._received = b""
-        self._end = 0  # of the answer, or of its next chunk; 0: the head is incomplete
-        self._chunked = False  # a chunk is to come
+        self._end = 0  # of the answer, or of its current chunk; 0: the head is incomplete
+        self._chunked = False  # another chunk follows
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol):
             self._chunked = length is None
             self._end = body + int(length[1] if length else 0)
         if self._whole():
-            self._over(self._received.startswith(b"HTTP/1.1 200"))
+            self._complete(self._received.startswith(b"HTTP/1.1 200"))
 
     def _whole(self) -> bool:
         while self._chunked:
@@ -96,17 +97,17 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self._load.lost(self)
         if self._sent_at is not None:
-            self._over(good=False)
+            self._complete(good=False)
 
-    def _over(self, good: bool) -> None:
+    def _complete(self, good: bool) -> None:
         sent_at, self._sent_at = self._sent_at, None
         assert sent_at is not None
         self._received, self._end = b"", 0
         self._load.ended(self, perf_counter() - sent_at, good)
 
 
-class Load:
-    """Sends to one port, over as many connections as it takes."""
+class LoadGenerator:
+    """Sends requests to a port, over as many connections as the load needs."""
 
     def __init__(self, port: int, raw: bytes) -> None:
         self._port = port
@@ -116,37 +117,37 @@ class Load:
         self._failed = 0
         self._in_flight = 0
         self._most_at_once = 0
-        self._all_over = asyncio.Event()
-        self._more: Callable[[], bool] = lambda: False  # says if the next request is due
+        self._all_ended = asyncio.Event()
+        self._continues: Callable[[], bool] = lambda: False  # whether the closed loop goes on
         self._connecting: set[asyncio.Task[None]] = set()
 
-    async def at_once(self, count: int, seconds: float) -> Report:
+    async def at_once(self, count: int, seconds: float) -> ClientReport:
         for connection in [await self._connect() for _ in range(count)]:
             self._idle.append(connection)
         started = perf_counter()
-        self._more = lambda: perf_counter() - started < seconds
+        self._continues = lambda: perf_counter() - started < seconds
         for _ in range(count):
             self._send(self._idle.pop())
         await asyncio.sleep(seconds)
         return await self._finish(started)
 
-    async def at_rate(self, rate: float, count: int, random: Random) -> Report:
+    async def at_rate(self, rate: float, count: int, random: Random) -> ClientReport:
         started = due = perf_counter()
         for _ in range(count):
             due += random.expovariate(rate)
             if (early := due - perf_counter()) > 0:
                 await asyncio.sleep(early)
-            self._begin()
+            self._send_next()
         return await self._finish(started)
 
-    async def _finish(self, started: float) -> Report:
+    async def _finish(self, started: float) -> ClientReport:
         await asyncio.gather(*self._connecting)
-        self._all_over.clear()
+        self._all_ended.clear()
         if self._in_flight:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_over.wait(), _ANSWER_WITHIN_S)
+                await asyncio.wait_for(self._all_ended.wait(), _ANSWER_WITHIN_S)
         p50, p95, p99 = 1000 * np.percentile(self._latencies or [0.0], (50, 95, 99))
-        return Report(
+        return ClientReport(
             answered=len(self._latencies),
             failed=self._failed + self._in_flight,
             seconds=perf_counter() - started,
@@ -161,15 +162,15 @@ class Load:
         made = await loop.create_connection(lambda: Connection(self), "127.0.0.1", self._port)
         return made[1]
 
-    def _begin(self) -> None:
+    def _send_next(self) -> None:
         if self._idle:
             self._send(self._idle.pop())
             return
-        task = asyncio.create_task(self._begin_on_new())
+        task = asyncio.create_task(self._send_on_new_connection())
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _begin_on_new(self) -> None:
+    async def _send_on_new_connection(self) -> None:
         try:
             connection = await self._connect()
         except OSError:
@@ -189,12 +190,12 @@ class Load:
     def ended(self, connection: Connection, seconds: float, good: bool) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self._all_over.set()
+            self._all_ended.set()
         if not good:
             self._failed += 1
             return
         self._latencies.append(seconds)
-        if self._more():
+        if self._continues():
             self._send(connection)
         else:
             self._idle.append(connection)
@@ -204,12 +205,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="client")
     parser.add_argument("port", type=int)
     parser.add_argument("--rate", type=float, help="requests a second")
-    parser.add_argument("--requests", type=int, default=1000, help="with --rate: how many")
-    parser.add_argument("--hold", action="store_true", help="the upstream holds each for a while")
-    parser.add_argument("--at-once", type=int, default=1, help="without --rate: in flight")
-    parser.add_argument("--seconds", type=float, default=1.0, help="with --at-once: how long")
+    parser.add_argument("--requests", type=int, default=1000, help="with --rate")
+    parser.add_argument("--hold", action="store_true", help="ask the upstream to answer late")
+    parser.add_argument("--at-once", type=int, default=1, help="without --rate")
+    parser.add_argument("--seconds", type=float, default=1.0, help="with --at-once")
     args = parser.parse_args()
-    load = Load(args.port, request(args.hold))
+    load = LoadGenerator(args.port, request(args.hold))
     gc.freeze()
     gc.disable()
     if args.rate:

@@ -1,4 +1,4 @@
-"""Processes of one measurement, and the cores they run on."""
+"""Processes of a measurement, and the cores they run on."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.overhead.client import Report
+from benchmarks.overhead.client import ClientReport
 from benchmarks.processes import cpu_s, drop_ext_proc, get_text, memory_kb
 from benchmarks.states import addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, addressed, manager_of
@@ -35,8 +35,7 @@ _READY_S = 60.0
 class Setup:
     router: str  # `none`: Envoy alone; `proceed`: an ext_proc server that does nothing; `extproc`
     replicas: int
-    envoy: Path = TEMPLATE  # the file that Envoy runs with
-    tokens: int = 0  # of an answer, each a chunk; 0: an Envoy answers at once, in one
+    envoy: Path = TEMPLATE  # configuration file of Envoy
 
     @property
     def name(self) -> str:
@@ -62,14 +61,14 @@ class Cores:
         return f"router on core {router}; Envoy, upstream, client and Redis on {others}"
 
 
-class Stack:
+class OverheadStack:
     def __init__(self, directory: Path, port: int, cores: Cores, router: Process | None) -> None:
         self._directory = directory
         self._port = port
         self._cores = cores
         self._router = router
 
-    async def load(self, *arguments: str) -> Report:
+    async def load(self, *arguments: str) -> ClientReport:
         log = self._directory / "client.log"
         log.unlink(missing_ok=True)
         argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
@@ -78,11 +77,7 @@ class Stack:
         async with client:
             if await client.wait():
                 raise RuntimeError(f"the client failed:\n{client.last_lines()}")
-        return Report(**json.loads(client.last_lines(1)))
-
-    async def load_at(self, rate: int, seconds: float) -> Report:
-        count = max(round(rate * seconds), 2)
-        return await self.load("--rate", str(rate), "--requests", str(count))
+        return ClientReport(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
         return cpu_s(self._router.pid) if self._router else 0.0
@@ -94,10 +89,10 @@ class Stack:
 @asynccontextmanager
 async def running(
     setup: Setup, directory: Path, cores: Cores, hold_s: float
-) -> AsyncIterator[Stack]:
-    """Runs the processes of a setup until the block ends, or raises ProcessError.
+) -> AsyncIterator[OverheadStack]:
+    """Runs the processes of a setup until the block ends; raises ProcessError if one fails.
 
-    The upstream holds requests that ask for it for ``hold_s`` seconds.
+    The upstream answers requests with the header ``x-hold`` after ``hold_s`` seconds.
     """
     ports = pick_ports(dict.fromkeys(_PORTS, 0))
     replicas = addresses(setup.replicas, ports["upstream"])
@@ -111,12 +106,8 @@ async def running(
             process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
             return await stack.enter_async_context(process)
 
-        answering: Sequence[str | Path] = envoy_command(upstream, 1)
-        if setup.tokens:
-            port, tokens = str(ports["upstream"]), str(setup.tokens)
-            answering = _python("benchmarks.overhead.upstream", port, tokens)
         with _on(cores.others):
-            await start("upstream", answering, listening(ports["upstream"]))
+            await start("upstream", envoy_command(upstream, 1), listening(ports["upstream"]))
         router = None
         if setup.router == "proceed":
             with _on(cores.router):
@@ -126,27 +117,27 @@ async def running(
             with _on(cores.others):
                 await stack.enter_async_context(await start_redis(directory, ports["redis"]))
                 url = f"redis://127.0.0.1:{ports['redis']}/0"
-                rest = url, _POOL, str(setup.replicas), str(ports["upstream"]), str(_INTERVAL_S)
-                await start("states", _python("benchmarks.states", *rest), None)
+                words = [url, _POOL, *map(str, (setup.replicas, ports["upstream"], _INTERVAL_S))]
+                await start("states", _python("benchmarks.states", *words), None)
             config = directory / "extproc.yaml"
             config.write_text(_configuration(url, ports))
             with _on(cores.router):
                 argv = _python("extproc", "serve", "--config", str(config))
-                known = f'extproc_replicas{{health="healthy"}} {float(setup.replicas)}'
-                ready = _shows(ports["router-admin"], "metrics", known)
+                all_known = f'extproc_replicas{{health="healthy"}} {float(setup.replicas)}'
+                ready = _page_has(ports["router-admin"], "metrics", all_known)
                 router = await start("router", argv, ready)
         with _on(cores.others):
             ready = answers(f"http://127.0.0.1:{ports['envoy-admin']}/ready")
             await start("envoy", envoy_command(front, 1), ready)
         if router is not None:
             healthy = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
-            await router.wait_ready(_shows(ports["envoy-admin"], "clusters", healthy), _READY_S)
-        yield Stack(directory, ports["envoy"], cores, router)
+            await router.wait_ready(_page_has(ports["envoy-admin"], "clusters", healthy), _READY_S)
+        yield OverheadStack(directory, ports["envoy"], cores, router)
 
 
 @contextmanager
 def _on(cores: Collection[int]) -> Iterator[None]:
-    """Processes that are started inside the block run on these cores."""
+    """Runs the processes that are started inside the block on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -172,7 +163,7 @@ def _upstream(port: int, hold_s: float) -> str:
 
 
 def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
-    """Envoy file of the setup, without its ext_proc filter if Envoy is alone."""
+    """Envoy configuration of the setup, without ext_proc filter if Envoy is alone."""
     bootstrap = addressed(
         listen=f"127.0.0.1:{ports['envoy']}",
         admin=f"127.0.0.1:{ports['envoy-admin']}",
@@ -191,7 +182,7 @@ def _configuration(redis_url: str, ports: dict[str, int]) -> str:
     return yaml.safe_dump({"pool": _POOL, "redis": {"url": redis_url}, "serve": serve})
 
 
-def _shows(port: int, page: str, line: str) -> Check:
+def _page_has(port: int, page: str, line: str) -> Check:
     async def check() -> bool:
         return line in await get_text(f"http://127.0.0.1:{port}/{page}")
 
