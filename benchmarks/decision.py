@@ -241,7 +241,7 @@ class _Queued:
         self._clock.time += 1e-6
         decision = self._router.decide(profile)
         assert decision is not None
-        if self._queue.must_wait(decision):
+        if not self._queue.admit(decision):
             decide = partial(self._router.decide, profile)
             since = self._clock()
             waits = Waiting(profile, decision, since, lambda place: decide(place=place), self._send)
@@ -252,7 +252,7 @@ class _Queued:
     def end(self) -> None:
         replica, ticket = self._sent.popleft()
         self._fleet.release(ticket)
-        self._queue.freed(replica)
+        self._queue.request_ended(replica)
 
     def _send(self, decision: Decision | Exception | None) -> None:
         if not isinstance(decision, Decision):

@@ -194,10 +194,10 @@ class Prefixes:
             expected[last] = end * prefix.unit
             self._sound(depths, last, rows, keys.item(end - 1))
             mask = after
-        if answered := holders.mask(prefix.asked):
+        if answered := holders.mask(prefix.previous_key):
             there = self._find(answered, rows)
-            expected[there] = np.maximum(expected[there], prefix.answered)
-            self._sound(depths, there, rows, prefix.asked)
+            expected[there] = np.maximum(expected[there], prefix.previous_tokens)
+            self._sound(depths, there, rows, prefix.previous_key)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share[rows, depths])

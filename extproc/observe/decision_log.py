@@ -62,7 +62,7 @@ class KeptDecision:
             decided_at=self.decided_at,
             policy=decision.policy,
             endpoint=str(profile.endpoint),
-            model=profile.asked or profile.model,
+            model=profile.requested_model or profile.model,
             served_as=decision.name,
             stream=profile.stream,
             objective=profile.objective.name,

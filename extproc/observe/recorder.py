@@ -146,8 +146,8 @@ class Recorder:
             keys=text_of(prefix.keys),
             unit=prefix.unit,
             whole=upper(prefix.whole),
-            asked=upper(prefix.asked),
-            answered=prefix.answered,
+            asked=upper(prefix.previous_key),
+            answered=prefix.previous_tokens,
         )
         self._add(request)
 

@@ -127,7 +127,7 @@ class Trace:
         operation = _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/"))
         asked: Attributes = {
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": profile.asked or profile.model,
+            "gen_ai.request.model": profile.requested_model or profile.model,
             "gen_ai.request.max_tokens": profile.output_bound,
         }
         asked |= {f"extproc.{key}": value for key, value in summary_of(decision, waited).items()}

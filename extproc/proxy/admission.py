@@ -42,8 +42,8 @@ async def choose(
     def decide(place: Place | None = None) -> Decision | None:
         if _is_unserved(services, profile):
             return None
-        told = not exchange.unseen
-        decision = services.router.decide(profile, asked.policy, exchange.subset, told, place)
+        visible = not exchange.unseen
+        decision = services.router.decide(profile, asked.policy, exchange.subset, visible, place)
         if decision is not None:
             if place is None:
                 services.demand.came(decision)
@@ -53,7 +53,7 @@ async def choose(
 
     decision = decide()
     if decision is not None:
-        waits = services.queue.must_wait(decision)
+        waits = not services.queue.admit(decision)
     else:
         waits = exchange.subset is None and _is_awaited(services, profile)
     if waits and services.body_memory.free >= 0:  # else the body is not kept for long
@@ -90,7 +90,7 @@ def _profile(exchange: Exchange, asked: Asked, partial: bool, large_for: str) ->
 
 def _objective(services: Services, asked: Asked, profile: RequestProfile) -> Objective:
     hold = services.config.hold
-    found = hold.objective(asked.objective, asked.tenant, profile.asked, profile.model)
+    found = hold.objective(asked.objective, asked.tenant, profile.requested_model, profile.model)
     if not (told := asked.targets):
         return found
     ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
@@ -139,13 +139,21 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
     """Return True if every replica tells which models it serves, and none serves this one."""
     fleet = services.fleet
     listed = services.config.route.listed_models_only and fleet.known.is_set()
-    return listed and profile.asked != "" and fleet.eligibility.candidates(profile.model).unknown
+    return (
+        listed
+        and profile.requested_model != ""
+        and fleet.eligibility.candidates(profile.model).unknown
+    )
 
 
 def _is_awaited(services: Services, profile: RequestProfile) -> bool:
     """Return True if a request waits for a replica to come back: one served its model lately."""
     hold, fleet = services.config.hold, services.fleet
-    if min(hold.longest_s, hold.empty_s) <= 0.0 or not fleet.known.is_set() or not profile.asked:
+    if (
+        min(hold.longest_s, hold.empty_s) <= 0.0
+        or not fleet.known.is_set()
+        or not profile.requested_model
+    ):
         return False
     return fleet.members.served_lately(profile.model, services.clock())
 
@@ -160,10 +168,10 @@ def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: 
     """
     fleet = services.fleet
     if _is_unserved(services, profile):
-        raise NoModel(profile.asked, fleet.members.models)
-    renamed = fleet.members.names.served(profile.model) != (profile.asked,)
+        raise NoModel(profile.requested_model, fleet.members.models)
+    renamed = fleet.members.names.served(profile.model) != (profile.requested_model,)
     only_some = fleet.eligibility.candidates(profile.model).only_some
-    if (profile.asked and renamed) or only_some or not has_fallback:
+    if (profile.requested_model and renamed) or only_some or not has_fallback:
         raise NoReplica(NONE_READY)
 
 

@@ -31,7 +31,7 @@ from extproc.proxy.services import Services, chunk_budget, parts_of_pool
 from extproc.proxy.sharing import share
 from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
-from extproc.route.queue import LOOK_EVERY_S
+from extproc.route.queue import SWEEP_EVERY_S
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
 from extproc.share.lists import Put
@@ -172,10 +172,10 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        held = [(*kind, count) for one in pools for kind, count in one.queue.held().items()]
+        held = [(*kind, count) for one in pools for kind, count in one.queue.sizes().items()]
         got = [pair for one in pools for pair in one.queue.shares().items()]
         metrics.tell_waiting(held, got)
-        metrics.tell_unserved({one.config.pool: one.queue.unserved() for one in pools})
+        metrics.tell_unserved({one.config.pool: one.queue.unserved_by_model() for one in pools})
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
@@ -196,11 +196,11 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
     while True:
         for one, outage in zip(pools, outages, strict=True):
             try:
-                one.queue.look()
+                one.queue.sweep()
                 outage.works()
             except Exception as error:  # unforeseen: it must not end the router
                 outage.failed(error, traceback=error)
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(SWEEP_EVERY_S)
 
 
 @asynccontextmanager

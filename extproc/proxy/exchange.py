@@ -224,7 +224,7 @@ class Exchange:
         if self.services.config.hold.has_priorities:  # the replica takes the lower first
             all_take = self.services.fleet.members.all_take_priority
             priority = -profile.priority if all_take else 0
-        if profile.asked not in ("", decision.name):
+        if profile.requested_model not in ("", decision.name):
             body = rename(profile.endpoint, body, decision.name)
         takes = profile.endpoint.takes_priority and not partial
         if priority is not None and takes and (priority or profile.claims_priority):

@@ -5,7 +5,7 @@ from extproc.proxy import messages
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import RESERVED, Services
 from extproc.request.errors import NoReplica
-from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
+from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
 from extproc.route.decision import Decision
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy's own answer, where a circuit breaker is full
@@ -42,7 +42,7 @@ class InFlight:
             decision.replica, decision.profile, decision.cached, told=not unseen
         )
         services.fleet.sessions.saw(decision.profile.session, decision.replica)
-        decision.forget_what_is_large()
+        decision.drop_large_parts()
         self._forecast = decision.forecast()
         self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
         """Chunks that it should have, if it is streamed."""
@@ -126,7 +126,7 @@ class InFlight:
                 failed=not (well or (unanswered and unseen and not profile.in_background)),
                 cut=self._usage is not None and not self._ended,
             )
-        services.queue.freed(self.served_by)
+        services.queue.request_ended(self.served_by)
 
     def _served(self, upstream: str) -> None:
         services, chosen = self._services, self.served_by
@@ -172,7 +172,7 @@ class InFlight:
         self._chunks = 0
         return True
 
-    def _learn(self, usage: Usage, seconds: float) -> None:
+    def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         services, profile, outcome = self._services, self._forecast.profile, self.outcome
         outcome.prompt_tokens = usage.prompt_tokens
@@ -192,7 +192,7 @@ class InFlight:
             each = usage.completion_tokens / max(profile.sequences, 1)
             services.router.learn(forecast, self.served_by, each, seconds, outcome.ttft_s)
 
-    def _account(self, actual: float, usage: Usage | None) -> None:
+    def _account(self, actual: float, usage: ReportedUsage | None) -> None:
         services, forecast, metrics = self._services, self._forecast, self._services.metrics
         profile, replica = forecast.profile, forecast.replica
         predicted, hits = forecast.predicted_completion, forecast.expected_hits

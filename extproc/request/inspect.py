@@ -91,7 +91,7 @@ def inspect(
     return RequestProfile(
         endpoint=endpoint,
         model=model,
-        asked=asked,
+        requested_model=asked,
         prompt_tokens=prompt_tokens,
         prompt_bytes=0 if previous else size.bytes,  # earlier turns are not in the body
         output_bound=bound,

@@ -67,7 +67,7 @@ def of_form(
     asked = found.get(b"model", "")
     model = model_of(asked, "")
     profile = of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))
-    return replace(profile, asked=asked)
+    return replace(profile, requested_model=asked)
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:

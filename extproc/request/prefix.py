@@ -35,10 +35,10 @@ class Prefix:
     unit: float  # tokens in a unit
     tokens: float  # of all the prompt, also of what fills no unit or is not known
     whole: int = 0  # key of the whole prompt; 0: not known
-    asked: int = 0
+    previous_key: int = 0
     """Key of the prompt of the last answer in it; 0: there is none. The replica that gave the
     answer has it in its cache, too."""
-    answered: float = 0.0  # tokens up to the end of that answer
+    previous_tokens: float = 0.0  # tokens up to the end of that answer
     ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all its tokens, where they are known
     salt: str = ""  # only prompts with the same salt share the cache
 
@@ -59,8 +59,8 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
         unit=UNIT_BYTES * per_byte,
         tokens=tokens,
         whole=_key_at(len(data), data, keys, seed),
-        asked=_key_at(len(before), data, keys, seed) if answer else 0,
-        answered=(len(before) + len(answer)) * per_byte if answer else 0.0,
+        previous_key=_key_at(len(before), data, keys, seed) if answer else 0,
+        previous_tokens=(len(before) + len(answer)) * per_byte if answer else 0.0,
     )
 
 

@@ -29,7 +29,7 @@ class RequestProfile:
     previous_response: str = ""  # id of the stored response that it goes on from
     stored: bool = False  # the replica keeps the response, for requests that name it
     claims_priority: bool = False  # the body has a priority of its own, or may have
-    asked: str = ""  # the model's name in its body, perhaps none that replicas serve
+    requested_model: str = ""  # the model's name in its body, perhaps none that replicas serve
     session: str = ""  # key of the session that it belongs to
     objective: Objective = NO_OBJECTIVE
     in_background: bool = False  # the answer comes at once and the work is done later

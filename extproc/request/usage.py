@@ -29,7 +29,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ReportedUsage:
     """Tokens of a request, as its replica reports them."""
 
     prompt_tokens: int | None  # None: not reported
@@ -78,14 +78,14 @@ class UsageReader:
             at = window.find(_USAGE, at)
         self._carry = window[1 - len(_USAGE) :]
 
-    def usage(self) -> Usage | None:
+    def usage(self) -> ReportedUsage | None:
         """The usage seen so far; None: neither a figure nor a streamed event."""
         counts = self._counts
         events = max(0, counts[_DELTA] - counts[_ROLE]) or counts[_TEXT] or counts[_IDS]
         prompt, completion = map(self._reported.get, ("prompt", "completion"))
         if prompt is None and completion is None and not events:
             return None
-        return Usage(prompt, completion or events, self._reported.get("cached"))
+        return ReportedUsage(prompt, completion or events, self._reported.get("cached"))
 
     def _read(self, value: bytes) -> None:
         """Take the usage object that ``value`` begins with; keep it for later while it is cut."""

@@ -140,7 +140,7 @@ class Decision:
         """Replica-seconds for which the request keeps the replica chosen busy by itself."""
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
-    def forget_what_is_large(self) -> None:
+    def drop_large_parts(self) -> None:
         """Drop what is of no use once the decision is carried out, for it is kept for long:
         thousands of sequences in flight take 100 kB, as the token ids of a long prompt do."""
         self.situation.sequences = NO_SEQUENCES

@@ -41,7 +41,7 @@ from extproc.route.decision import Decision
 from extproc.route.order import Ranked
 from extproc.route.waiting import ANEW_S, Waiting, key_of
 
-LOOK_EVERY_S = 0.05  # seconds between two looks
+SWEEP_EVERY_S = 0.05  # seconds between two looks
 _MODELS = 16  # models whose first request is tried per look, in rotation
 _TRIED = 32  # decisions at most when a replica has more room
 _DUE = 16  # requests that are decided anew in one look
@@ -78,11 +78,11 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def held(self) -> Counter[tuple[str, str]]:
+    def sizes(self) -> Counter[tuple[str, str]]:
         """Queued requests by objective and tenant."""
         return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
 
-    def unserved(self) -> Counter[str]:
+    def unserved_by_model(self) -> Counter[str]:
         """Queued requests that no replica serves now, by model."""
         return Counter(one.model for one in self._waiting if one.unserved_since is not None)
 
@@ -90,15 +90,17 @@ class Queue:
         """Replica-seconds that each tenant got lately while requests were queued."""
         return self._lines.shares.recent(self._clock())
 
-    def must_wait(self, decision: Decision) -> bool:
-        """Return True if a new request has to wait. One that starts now is charged to its tenant
-        while others of that tenant wait."""
+    def admit(self, decision: Decision) -> bool:
+        """Return True if a new request may start now; otherwise the caller has to queue it.
+
+        A request that starts now is charged to its tenant while others of that tenant are queued.
+        """
         if self.backlog is not None and decision.wait_s > 0.0:
-            return True
+            return False
         key = key_of(decision.profile)
         if key in self._lines.shares:
             self._lines.shares.sent(key, decision.work_s)
-        return False
+        return True
 
     def retry_after_s(self) -> float:
         """Seconds until the queue has drained, at the rate of the last half minute."""
@@ -125,7 +127,7 @@ class Queue:
         self._leave(one)
         self._offer(one.replica)
 
-    def freed(self, replica: str) -> None:
+    def request_ended(self, replica: str) -> None:
         """A request has ended on a replica."""
         self._moved_at = self._clock()
         self._offer(replica)
@@ -144,7 +146,7 @@ class Queue:
             else:
                 return
 
-    def look(self) -> None:
+    def sweep(self) -> None:
         """Refuse what waited too long and decide anew what is due: to be called often."""
         if not self._waiting:
             return

@@ -51,7 +51,7 @@ class Router:
         profile: RequestProfile,
         policy: str = "",
         among: frozenset[str] | None = None,
-        told: bool = True,
+        response_visible: bool = True,
         place: Place | None = None,
     ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
@@ -60,14 +60,15 @@ class Router:
             profile: the request.
             policy: name of a policy for this request alone; one that does not exist is passed over.
             among: the only replicas that may be chosen, ``ip:port``; None: all.
-            told: Envoy tells of its response, so that it may try a replica that failed.
+            response_visible: Envoy forwards the response to the router, so that the request may be
+                the trial of a replica that failed.
             place: among those that wait; None: the request has come just now.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model, among, told, profile.priority)
+        view = fleet.view(profile.model, among, response_visible, profile.priority)
         owner = fleet.holder(profile.previous_response) if profile.previous_response else None
         if owner is not None and owner not in view.ids:
-            view = self._with_owner(owner, profile, view, among, told)
+            view = self._with_owner(owner, profile, view, among, response_visible)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
@@ -145,7 +146,7 @@ class Router:
         profile: RequestProfile,
         view: FleetView,
         among: frozenset[str] | None,
-        told: bool,
+        response_visible: bool,
     ) -> FleetView:
         """A view of the replica alone that holds the response that the request goes on from, where
         that is only held up: any other would answer 404. Else the same view."""
@@ -153,7 +154,7 @@ class Router:
         if state is None or state.draining:
             return view
         only = frozenset({owner}) if among is None else among & {owner}
-        alone = self.fleet.view(profile.model, only, told, profile.priority)
+        alone = self.fleet.view(profile.model, only, response_visible, profile.priority)
         return alone if len(alone) else view
 
     def _chosen(self, situation: Situation, policy: str) -> Choice:

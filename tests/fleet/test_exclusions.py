@@ -68,7 +68,7 @@ class World:
             case "ends" if self.on:
                 where, ticket = self.on.pop(0)
                 self.fleet.release(ticket)
-                self.queue.freed(where)
+                self.queue.request_ended(where)
             case "fails" | "full":
                 for _ in range(3):
                     self.fleet.eligibility.failed(replica(number), unavailable=event == "full")
@@ -80,7 +80,7 @@ class World:
                 if number not in self.silent:
                     figures = {"kv_tokens": 42_000, "measured": True} | self.gauges[number]
                     self.fleet.put(state(number, A10, self.clock, **figures))
-            self.queue.look()
+            self.queue.sweep()
             if self.clock() >= end:
                 return
             self.clock.advance(min(STEP_S, end - self.clock()))
@@ -88,7 +88,7 @@ class World:
     def come(self) -> None:
         profile = RequestProfile(Endpoint.CHAT, MODEL, 24_000, 24_000, 100)
         decision = self.router.decide(profile)
-        if decision is not None and not self.queue.must_wait(decision):
+        if decision is not None and self.queue.admit(decision):
             self.send(decision)
             return
 

@@ -181,7 +181,7 @@ async def test_alias_and_outcome_are_shown(
     services: Services, show: Run, asked: str, outcome: dict[str, Any], remark: str, words: str
 ) -> None:
     decide(services, chat(10), "other")
-    record = decide(services, replace(chat(10), asked=asked), ID)
+    record = decide(services, replace(chat(10), requested_model=asked), ID)
     for name, value in outcome.items():
         setattr(record.outcome, name, value)
     listed = in_words(await show())

@@ -216,7 +216,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
         if who == "seconds":
             clock.advance(event)
             poll(services, clock)
-            services.queue.look()
+            services.queue.sweep()
         elif who == "hangs":
             for exchange in exchanges:
                 exchange.lose({event})

@@ -271,11 +271,11 @@ async def test_request_waits_for_next_replica(
     for number in (1, 2):
         services.fleet.remove(replica(number))
     assert told_to_wait(await stream.body_first(CHAT))
-    assert services.queue.unserved() == {"llama": 1}
+    assert services.queue.unserved_by_model() == {"llama": 1}
     clock.advance(0.5)
     put_replicas(services, 3)
     assert chosen(await stream.read()) == [replica(3)]
-    assert not services.queue.unserved()
+    assert not services.queue.unserved_by_model()
 
 
 async def test_queued_request_without_replica_gets_503(
@@ -284,9 +284,9 @@ async def test_queued_request_without_replica_gets_503(
     await wait_in_full_duplex(stream, services)
     put_replicas(services, asleep=True)
     clock.advance(0.5)
-    services.queue.look()
+    services.queue.sweep()
     clock.advance(19.5)
-    services.queue.look()
+    services.queue.sweep()
     assert len(services.queue) == 1
     clock.advance(0.5)
     reply = await stream.read()
@@ -323,7 +323,7 @@ async def test_error_in_one_look_stops_neither_the_queue_nor_the_router(
         if len(looks) == 1:
             raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(Queue, "look", look)
+    monkeypatch.setattr(Queue, "sweep", look)
     looking = asyncio.create_task(dispatch_queued([services]))
     await until(lambda: len(looks) == 3 or looking.done())
     assert not looking.done()

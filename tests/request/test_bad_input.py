@@ -83,9 +83,9 @@ def check_sane(got: RequestProfile, endpoint: Endpoint) -> None:
         assert (got.output_bound, got.sequences) == (0, 0)
     assert 0 <= got.longest_prompt <= got.prompt_tokens * 1.001
     prefix = got.prefix
-    assert 0 <= prefix.answered <= got.prompt_tokens * 1.001
+    assert 0 <= prefix.previous_tokens <= got.prompt_tokens * 1.001
     assert 0 <= prefix.unit < math.inf
-    assert bool(prefix.asked) <= bool(prefix.answered)
+    assert bool(prefix.previous_key) <= bool(prefix.previous_tokens)
 
 
 @given(endpoints, st.binary(max_size=64))

@@ -239,12 +239,12 @@ class TestConversation:
             assert read(got) == printed(text + "<|im_start|>assistant\n", tokenizer)
             answer = TEXT[place : place + 200]
             if before:
-                assert got.prefix.asked == before.whole
+                assert got.prefix.previous_key == before.whole
             messages.append(assistant(answer))
             text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
             before, place = got.prefix, place + size
         got = known(tokens, messages=messages)
-        assert got.prefix.answered == len(printed(text, tokenizer))
+        assert got.prefix.previous_tokens == len(printed(text, tokenizer))
 
     def test_others_that_part_within_a_word_do_not_disturb_it(
         self, counter: Folder, tokenizer: Tokenizer
@@ -261,7 +261,7 @@ class TestConversation:
     ) -> None:
         tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
         messages = [user("why?"), assistant("so"), user("well")]
-        assert known(tokens, messages=messages).prefix.asked == 0
+        assert known(tokens, messages=messages).prefix.previous_key == 0
 
     def test_a_template_may_print_the_head_of_an_answer_always(
         self, counter: Folder, tokenizer: Tokenizer
@@ -272,8 +272,8 @@ class TestConversation:
         messages = [user("a" * 50), assistant("b" * 50), user("c" * 50)]
         got = known(tokens, messages=messages).prefix
         said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
-        assert got.answered == pytest.approx(len(said), abs=2)
-        assert got.asked == known(tokens, messages=messages[:1]).prefix.whole
+        assert got.previous_tokens == pytest.approx(len(said), abs=2)
+        assert got.previous_key == known(tokens, messages=messages[:1]).prefix.whole
 
 
 class TestCost:

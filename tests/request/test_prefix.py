@@ -108,9 +108,9 @@ class TestConversation:
         self, of: tuple[Callable[[int], Prefix], tuple[int, ...]]
     ) -> None:
         turns = [of[0](messages) for messages in of[1]]
-        assert (turns[0].asked, turns[0].answered) == (0, 0.0)
+        assert (turns[0].previous_key, turns[0].previous_tokens) == (0, 0.0)
         for before, after in pairwise(turns):
-            assert after.asked == before.whole != after.whole
+            assert after.previous_key == before.whole != after.whole
         assert len({turn.whole for turn in turns}) == len(turns)
 
 
@@ -118,13 +118,13 @@ def test_the_answer_ends_where_the_next_question_begins() -> None:
     question, answer = words("q", 1_000), words("a", 500)
     got = profile(Endpoint.CHAT, messages=[user(question), assistant(answer), user("x" * 4_000)])
     share = (len(question) + len(answer)) / (len(question) + len(answer) + 4_000)
-    assert got.prefix.answered == pytest.approx(share * got.prompt_tokens, rel=0.001)
+    assert got.prefix.previous_tokens == pytest.approx(share * got.prompt_tokens, rel=0.001)
 
 
 def test_a_conversation_may_end_with_an_answer() -> None:
     got = profile(Endpoint.CHAT, messages=[user("why?"), assistant("Because")])
-    assert got.prefix.answered == got.prompt_tokens
-    assert got.prefix.asked == chat(user("why?")).whole
+    assert got.prefix.previous_tokens == got.prompt_tokens
+    assert got.prefix.previous_key == chat(user("why?")).whole
 
 
 def test_units_are_tokens_of_the_prompt() -> None:
@@ -260,7 +260,7 @@ TEXT = words("w", 500)
 )
 def test_without_one_known_prompt_there_is_nothing(endpoint: Endpoint, fields: Any) -> None:
     got = prefix(endpoint, **fields)
-    assert (got.keys.size, got.whole, got.asked) == (0, 0, 0)
+    assert (got.keys.size, got.whole, got.previous_key) == (0, 0, 0)
 
 
 def test_truncation_that_leaves_all_of_a_prompt_changes_nothing() -> None:
@@ -276,7 +276,7 @@ def test_of_a_body_that_is_cut_the_head_may_be_missing() -> None:
 def test_the_end_of_a_very_long_prompt_is_not_told_apart() -> None:
     got = chat(user("x" * (MOST_BYTES + 999)), assistant("yes"), user("well"))
     assert got.keys.size == MOST_BYTES // UNIT_BYTES
-    assert (got.whole, got.asked) == (0, 0)
+    assert (got.whole, got.previous_key) == (0, 0)
 
 
 def test_images_without_end_take_no_memory() -> None:
@@ -290,7 +290,7 @@ def test_another_process_has_the_same_keys() -> None:
     """Routers tell each other of them."""
     source = (
         "from tests.request.test_prefix import CHAT, TOOLS, chat; got = chat(*CHAT, tools=TOOLS); "
-        "print(got.whole, got.asked, got.keys.tolist())"
+        "print(got.whole, got.previous_key, got.keys.tolist())"
     )
     printed = {
         subprocess.run(
@@ -302,7 +302,7 @@ def test_another_process_has_the_same_keys() -> None:
         for seed in ("1", "2")
     }
     got = chat(*CHAT, tools=TOOLS)
-    assert printed == {f"{got.whole} {got.asked} {got.keys.tolist()}\n".encode()}
+    assert printed == {f"{got.whole} {got.previous_key} {got.keys.tolist()}\n".encode()}
 
 
 IDS = np.random.default_rng(1).integers(0, 150_000, 1_000).astype(np.uint32)

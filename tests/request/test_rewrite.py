@@ -36,7 +36,7 @@ def renamed(body: bytes) -> bytes:
 def test_model_is_renamed_where_it_counts(before: bytes, after: bytes) -> None:
     for name in (b'"m"', b'"\\u006d"'):
         body = before + name + after
-        assert inspect(Endpoint.CHAT, body, counter()).asked == "m"
+        assert inspect(Endpoint.CHAT, body, counter()).requested_model == "m"
         there = json.loads(body.removeprefix(b"\xef\xbb\xbf"))
         assert json.loads(renamed(body)) == there | {"model": NAME}
 
@@ -93,7 +93,7 @@ def test_model_is_renamed_in_a_body_that_was_cut(cut: bytes) -> None:
 def test_model_is_renamed_at_the_end_of_a_large_body() -> None:
     end = b'{}],"metadata":{"model":"y"},"model":"m","n":1}'
     body = b'{"messages":[' + b"{}," * 2_000_000 + end
-    assert inspect(Endpoint.CHAT, body, counter()).asked == "m"
+    assert inspect(Endpoint.CHAT, body, counter()).requested_model == "m"
     got = renamed(body)
     assert got == body.replace(b'"model":"m"', b'"model":' + WRITTEN)
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.endpoint import Endpoint
-from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
+from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
 
-def read(chunks: Iterable[bytes]) -> Usage | None:
+def read(chunks: Iterable[bytes]) -> ReportedUsage | None:
     reader = UsageReader()
     for chunk in chunks:
         reader.feed(chunk)
@@ -60,7 +60,7 @@ RESPONSES_USAGE = {
     "output_tokens_details": {"reasoning_tokens": 0},
     "total_tokens": 17,
 }
-EXPECTED = Usage(prompt_tokens=12, completion_tokens=5, cached_tokens=8)
+EXPECTED = ReportedUsage(prompt_tokens=12, completion_tokens=5, cached_tokens=8)
 ROLE = chat_chunk({"role": "assistant", "content": ""})
 CHAT_EVENTS = [ROLE, *[chat_chunk({"content": FAKE}) for _ in range(4)], chat_chunk({})]
 FUNCTION = {"name": "f", "parameters": {"properties": {"usage": {"prompt_tokens": "integer"}}}}
@@ -197,17 +197,17 @@ def test_generated_text_cannot_fake_usage(text: str) -> None:
     ids=["chat", "chat broken off", "completions", "token ids", "CRLF"],
 )
 def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens: int) -> None:
-    assert read([body]) == Usage(None, tokens)
+    assert read([body]) == ReportedUsage(None, tokens)
 
 
 def test_messages_stream_broken_off_keeps_its_prompt() -> None:
     begun = RESPONSES["messages stream"].partition(b"event: message_delta")[0]
-    assert read([begun]) == Usage(12, 3, 8)
+    assert read([begun]) == ReportedUsage(12, 3, 8)
 
 
 def test_embeddings_decode_nothing() -> None:
     body = b'{"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}'
-    assert read([body]) == Usage(7, 0)
+    assert read([body]) == ReportedUsage(7, 0)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from extproc.route import queue, router
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision
 from extproc.route.order import Shares, Tenants
-from extproc.route.queue import LOOK_EVERY_S, Queue
+from extproc.route.queue import SWEEP_EVERY_S, Queue
 from extproc.route.router import Router
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
@@ -140,14 +140,14 @@ class World:
                     node.queue.abandon(one)
             self.poll()
             for node in self.nodes:
-                node.queue.look()
+                node.queue.sweep()
                 self.observe(node, now)
 
     def end(self) -> None:
         """The request that ends first ends."""
         _, _, node, where, ticket = heappop(self.ends)
         node.fleet.release(ticket)
-        node.queue.freed(where)
+        node.queue.request_ended(where)
 
     def share(self) -> None:
         for node in self.nodes:
@@ -186,7 +186,7 @@ class World:
         seen = self.decided(node, request, profile, since, None)
         assert seen is not None
         self.arrived.append(seen)
-        if not node.queue.must_wait(seen.decision):
+        if node.queue.admit(seen.decision):
             self.send(node, seen)
             return None
 
@@ -484,7 +484,7 @@ def test_clients_that_leave_change_nothing_for_others(
     for number, (at, place) in alone.items():
         at_with_leavers, place_with_leavers = with_leavers[number]
         assert place_with_leavers == place
-        assert at_with_leavers == pytest.approx(at, abs=LOOK_EVERY_S + 1e-6), "one look apart"
+        assert at_with_leavers == pytest.approx(at, abs=SWEEP_EVERY_S + 1e-6), "one look apart"
 
 
 def times(world: World) -> dict[int, tuple[float, str]]:

@@ -66,7 +66,7 @@ class System:
             self.fleet.responses.saw(profile.previous_response, replica(holder))
         decision = self.router.decide(profile)
         assert decision is not None
-        if not self.queue.must_wait(decision):
+        if self.queue.admit(decision):
             self._send(name, decision)
             return None
 
@@ -95,12 +95,12 @@ class System:
         """It is answered."""
         where, ticket = self.on.pop(name)
         self.fleet.release(ticket)
-        self.queue.freed(where)
+        self.queue.request_ended(where)
 
     def pass_s(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.poll()
-        self.queue.look()
+        self.queue.sweep()
 
     def poll(self, *only: int, **figures: Any) -> None:
         """Of all replicas, or only some."""
@@ -260,7 +260,7 @@ def test_request_is_not_refused_while_a_replica_could_start_it() -> None:
     assert system.gone == ["first"]
     system.clock.advance(59.5)
     system.poll(steps=1.0)
-    system.queue.look()
+    system.queue.sweep()
     assert [*system.refused] == ["large"]
     assert system.gone == ["first", "small"]
 
@@ -283,7 +283,7 @@ def test_few_of_many_refusals_at_once_are_decided_anew() -> None:
         one.decide = waits
     system.clock.advance(59.5)
     system.poll(steps=1.0)
-    system.queue.look()
+    system.queue.sweep()
     assert len(system.refused) == 100
     assert len(decided) < 20
 
@@ -314,7 +314,7 @@ def test_no_request_is_refused_while_a_replica_could_start_it(
         system.clock.advance(1.0)
         system.poll(1)
         system.poll(2, learned=slow)
-        system.queue.look()
+        system.queue.sweep()
     assert not system.refused
     assert system.on[names[-1]][0] == replica(2)
 
@@ -383,7 +383,7 @@ def test_one_that_no_replica_can_hold_at_a_time_does_not_wait(wide: RequestProfi
     system.come("first", prompt=100, answer=2000)
     decision = system.router.decide(wide)
     assert decision is not None
-    assert not system.queue.must_wait(decision)
+    assert system.queue.admit(decision)
 
 
 def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew(
@@ -415,11 +415,11 @@ def test_one_request_beyond_the_limit_of_a_batch_shows_a_limit_learned_too_low()
         system.come(name, prompt=50)
     system.clock.advance(1.0)
     system.poll(max_num_seqs=4, kv_usage=0.05, running=4, waiting=1)
-    system.queue.look()
+    system.queue.sweep()
     assert system.gone == [*"abcde"], "four run, and one waits for the next place"
     system.clock.advance(1.0)
     system.poll(max_num_seqs=5, kv_usage=0.05, running=5)
-    system.queue.look()
+    system.queue.sweep()
     assert system.gone == [*"abcdef"]
 
 
@@ -477,7 +477,7 @@ def test_when_polls_stop_all_go() -> None:
         system.come(str(number))
     system.clock.advance(10.0)
     for _ in range(10):
-        system.queue.look()
+        system.queue.sweep()
     assert len(system.queue) == 0
 
 
@@ -524,11 +524,11 @@ def test_it_is_told_who_waits_and_who_got_how_much() -> None:
     for number in range(6):
         system.come(f"many-{number}", tenant="many", objective="chat")
     system.come("few", tenant="few")
-    assert system.queue.held() == Counter({("chat", "many"): 6, ("", "few"): 1})
+    assert system.queue.sizes() == Counter({("chat", "many"): 6, ("", "few"): 1})
     assert not system.queue.shares()
     for _ in range(4):
         system.end(system.gone[-1])
-    assert system.queue.held() == Counter({("chat", "many"): 3})
+    assert system.queue.sizes() == Counter({("chat", "many"): 3})
     shares = system.queue.shares()
     assert shares["many"] == pytest.approx(3 * shares["few"])
     system.clock.advance(3600.0)

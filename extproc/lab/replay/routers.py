@@ -183,7 +183,7 @@ class Node:
         self.router.learn(forecast, replica, tokens, took, ttft)
 
     def let_go(self, served: Served) -> None:
-        self.queue.freed(served.replica)
+        self.queue.request_ended(served.replica)
 
 
 News = Callable[[Node, Served], None]

@@ -12,7 +12,7 @@ from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, T
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
 from extproc.route.decision import Decision
-from extproc.route.queue import LOOK_EVERY_S
+from extproc.route.queue import SWEEP_EVERY_S
 from extproc.route.waiting import Place, Waiting
 
 _LONGEST_DRAIN = 7200.0  # seconds after the last request in which all must have ended
@@ -85,7 +85,7 @@ class Simulation(ABC):
         self._sent += 1
         arrival = self._arrival(self._sent, traced)
         decision = self._routers.decide(arrival)
-        if decision and self._hold and self._routers.owner(arrival).queue.must_wait(decision):
+        if decision and self._hold and not self._routers.owner(arrival).queue.admit(decision):
             self._wait(arrival, decision)
         else:
             self._begin(arrival, decision)
@@ -180,9 +180,9 @@ class Simulation(ABC):
         while self._held and (step_ends := self._next_step()) < until:
             yield from self._advance_at_once(step_ends)
             if step_ends >= self._look_at:
-                self._look_at = step_ends + LOOK_EVERY_S
+                self._look_at = step_ends + SWEEP_EVERY_S
                 for node in self._routers.nodes:
-                    node.queue.look()
+                    node.queue.sweep()
         yield from self._advance_at_once(until)
 
     def _next_step(self) -> float:

@@ -10,7 +10,7 @@ from aiohttp import ClientSession
 from extproc.lab.simulator.answers import GENERATING
 from extproc.lab.simulator.replica import Replica
 from extproc.request.endpoint import Endpoint
-from extproc.request.usage import Usage, UsageReader
+from extproc.request.usage import ReportedUsage, UsageReader
 from tests.lab.simulator.conftest import SETTINGS
 
 TEXT = "a prompt of several blocks " * 20
@@ -63,7 +63,7 @@ async def test_the_router_reads_what_the_replica_counted(
         hits = counters.cached_tokens - cached
         details = replica.settings.enable_prompt_tokens_details and Endpoint(path).decodes
         told = details or path == Endpoint.RESPONSES
-        assert reader.usage() == Usage(
+        assert reader.usage() == ReportedUsage(
             counters.prompt_tokens - prompt,
             counters.generated_tokens - generated,
             hits if told else None,
