@@ -195,7 +195,7 @@ class RedisSettings(Section):
         return self
 
 
-class CertificateFiles(Section):
+class TlsSettings(Section):
     """TLS on a port."""
 
     tls_cert: Path | None = None
@@ -208,7 +208,7 @@ class CertificateFiles(Section):
         return self._paired("tls_cert", "tls_key")
 
 
-class TlsFiles(CertificateFiles):
+class MutualTlsSettings(TlsSettings):
     """TLS on a gRPC port that Envoy connects to."""
 
     tls_client_ca: Path | None = None
@@ -224,7 +224,7 @@ class TlsFiles(CertificateFiles):
         return self
 
 
-class ServeSettings(TlsFiles):
+class ServeSettings(MutualTlsSettings):
     """The ext_proc server."""
 
     listen: _Address = "127.0.0.1:50051"
@@ -474,14 +474,14 @@ class RecordSettings(Section):
     """Bytes of the files of one router and pool together; the oldest go first."""
 
 
-class EdsSettings(TlsFiles):
+class EdsSettings(MutualTlsSettings):
     """The server of EDS, from which Envoy takes the replicas."""
 
     listen: _Address = "127.0.0.1:18000"
     """gRPC address that Envoy takes the replicas from."""
 
 
-class AdminSettings(CertificateFiles):
+class AdminSettings(TlsSettings):
     """Access to the admin addresses of routers and pollers."""
 
     token_file: Path | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
-from extproc.config import CertificateFiles, Config, TlsFiles
+from extproc.config import Config, MutualTlsSettings, TlsSettings
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.live import check_live, check_replicas_files
@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
-def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
+def _doubts(section: str, files: TlsSettings, peers: str) -> list[str]:
     """Return why ``peers`` will not trust the certificate of a section, if so."""
-    authority = files.tls_client_ca if isinstance(files, TlsFiles) else None
+    authority = files.tls_client_ca if isinstance(files, MutualTlsSettings) else None
     doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 

@@ -14,7 +14,7 @@ from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, Discov
 from envoy_data_plane.google.protobuf import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.config import TlsFiles
+from extproc.config import MutualTlsSettings
 from extproc.proxy.transport import open_port
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Subscription:
 class EdsServer:
     """Serves a catalog, and the health service."""
 
-    def __init__(self, catalog: Catalog, files: TlsFiles) -> None:
+    def __init__(self, catalog: Catalog, files: MutualTlsSettings) -> None:
         self._catalog = catalog
         self._files = files
         self._streams: set[asyncio.Task[None]] = set()

@@ -11,11 +11,11 @@ from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import BOOTSTRAP, MANAGER, Node
 from extproc.proxy.messages import (
+    DECISION_NAMESPACE,
     DESTINATION,
     PRIORITY,
     RANK,
-    TOLD_NAMESPACE,
-    UNSEEN,
+    RESPONSE_SKIPPED,
     expression_of,
 )
 from extproc.proxy.messages import (
@@ -28,7 +28,7 @@ _HEADERS = ("request.path", "request.headers['content-encoding']")
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LONG_MESSAGE = timedelta(seconds=1)
 _DUPLEX = "FULL_DUPLEX_STREAMED"
-_MARK = expression_of(UNSEEN)
+_MARK = expression_of(RESPONSE_SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +212,9 @@ FILTER_RULES = (
     Rule("forged_mark_is_removed", Level.WARNING,
         lambda file: _managers(file, lambda filter: _MARK in filter["request_attributes"]),
         "Clients cannot keep responses from the router: the mark that they send is removed.",
-        _lets_through(UNSEEN),
-        f"nothing removes the header {UNSEEN} that a client sends: the router never hears how its "
-        "requests went. Put into this part what envoy/envoy.yaml has under "
+        _lets_through(RESPONSE_SKIPPED),
+        f"nothing removes the header {RESPONSE_SKIPPED} that a client sends: the router never "
+        "hears how its requests went. Put into this part what envoy/envoy.yaml has under "
         "early_header_mutation_extensions"),
     Rule("metadata_is_received", Level.ERROR, lambda file: file.filters,
         "Metadata that the router sets is taken, where a cluster reads it.",
@@ -240,9 +240,9 @@ FILTER_RULES = (
     Rule("decision_metadata_is_taken", Level.WARNING,
         lambda file: file.filters if file.config.serve.decision_metadata else [],
         "Envoy takes what the router tells of decisions, for serve.decision_metadata.",
-        lambda filter, _: TOLD_NAMESPACE not in _namespaces(filter),
+        lambda filter, _: DECISION_NAMESPACE not in _namespaces(filter),
         "what the router tells of its decisions (serve.decision_metadata) is dropped. Add "
-        f"{TOLD_NAMESPACE} to metadata_options.receiving_namespaces.untyped"),
+        f"{DECISION_NAMESPACE} to metadata_options.receiving_namespaces.untyped"),
     Rule("named_headers_arrive", Level.ERROR,
         lambda file: _managers(file, lambda _: bool(file.config.headers)),
         "Envoy lets the headers through that the router's settings name.",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from extproc.predict.inputs import least
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.headers import Asked
+from extproc.proxy.headers import RequestHeaders
 from extproc.proxy.services import Services
 from extproc.request.errors import NoModel, NoReplica, Saturated
 from extproc.request.inspect import inspect
@@ -20,7 +20,11 @@ NONE_READY = "no replica is ready to serve this request"
 
 
 async def choose(
-    exchange: Exchange, phase: str, asked: Asked, partial: bool = False, large_for: str = ""
+    exchange: Exchange,
+    phase: str,
+    asked: RequestHeaders,
+    partial: bool = False,
+    large_for: str = "",
 ) -> bytes:
     """Sends the request to the replica that is best now, or after it waited, or leaves it to Envoy;
     returns the reply to the phase.
@@ -66,7 +70,9 @@ async def choose(
     return exchange.reply(phase, decision, partial, leave_body=large_for != "")
 
 
-def _profile(exchange: Exchange, asked: Asked, partial: bool, large_for: str) -> RequestProfile:
+def _profile(
+    exchange: Exchange, asked: RequestHeaders, partial: bool, large_for: str
+) -> RequestProfile:
     services = exchange.services
     if large_for:
         profile = of_length(asked.endpoint, asked.length or 0, large_for, services.tokens)
@@ -88,7 +94,7 @@ def _profile(exchange: Exchange, asked: Asked, partial: bool, large_for: str) ->
     return profile
 
 
-def _objective(services: Services, asked: Asked, profile: RequestProfile) -> Objective:
+def _objective(services: Services, asked: RequestHeaders, profile: RequestProfile) -> Objective:
     hold = services.config.hold
     found = hold.objective(asked.objective, asked.tenant, profile.requested_model, profile.model)
     if not (told := asked.targets):
@@ -99,7 +105,7 @@ def _objective(services: Services, asked: Asked, profile: RequestProfile) -> Obj
 
 async def _wait(
     exchange: Exchange,
-    asked: Asked,
+    asked: RequestHeaders,
     profile: RequestProfile,
     decision: Decision | None,
     decide: Callable[[Place], Decision | None],

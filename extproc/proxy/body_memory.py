@@ -42,9 +42,9 @@ class BodyMemory:
 
     def __init__(self, size: int = MOST_HELD) -> None:
         self.free = size  # bytes
-        self._unfinished: dict[Body, None] = {}
+        self._unfinished: dict[BufferedBody, None] = {}
 
-    def resize(self, body: "Body", by: int, more_comes: bool) -> None:
+    def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
         """Counts that a body grew, and drops others if it must."""
         self.free -= by
         self._unfinished.pop(body, None)
@@ -56,7 +56,7 @@ class BodyMemory:
             self._unfinished[body] = None
 
 
-class Body:
+class BufferedBody:
     """A request's body: the router holds one copy of it, which counts until it is released."""
 
     def __init__(self, memory: BodyMemory) -> None:

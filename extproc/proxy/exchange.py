@@ -7,9 +7,9 @@ from typing import Any
 from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import messages
-from extproc.proxy.body_memory import Body
+from extproc.proxy.body_memory import BufferedBody
 from extproc.proxy.call import Call
-from extproc.proxy.headers import Asked, asked_by, model_list
+from extproc.proxy.headers import RequestHeaders, asked_by, model_list
 from extproc.proxy.in_flight import InFlight
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
@@ -28,7 +28,7 @@ class Exchange:
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
         self.services = services
         self.write = call.write
-        self.body = Body(services.body_memory)
+        self.body = BufferedBody(services.body_memory)
         self.body_mode: int | None = None  # None: an older Envoy does not tell
         self.body_first = False  # it comes before the headers
         self.full_duplex = False  # a gateway's: it has no choice of its own, and patience
@@ -53,7 +53,7 @@ class Exchange:
         self.full_duplex = self.body_mode == messages.FULL_DUPLEX_STREAMED and not self.body_first
         self.subset = messages.subset_of(first)
 
-    def is_for(self, headers: Mapping[str, str]) -> Asked | None:
+    def is_for(self, headers: Mapping[str, str]) -> RequestHeaders | None:
         """The request by its headers; None where it makes no replica compute."""
         asked = asked_by(headers, self.services.config)
         self.endpoint = None if asked is None else asked.endpoint
@@ -183,7 +183,7 @@ class Exchange:
         await self.write(reply)
 
     def book(
-        self, asked: Asked, decision: Decision | None, waited: float = 0.0, why: str = ""
+        self, asked: RequestHeaders, decision: Decision | None, waited: float = 0.0, why: str = ""
     ) -> None:
         """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
         services, trace = self.services, self._trace

@@ -16,11 +16,18 @@ from extproc.request.objective import first_of, session_of, targets_of
 _LONGEST_ID = 128  # characters of a request id, which is kept with every decision
 _DIGITS = 15  # of a content-length: a petabyte
 _ALWAYS = frozenset(
-    {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
+    {
+        ":path",
+        ":method",
+        "x-request-id",
+        "content-length",
+        "content-encoding",
+        messages.RESPONSE_SKIPPED,
+    }
 )
 
 
-class Asked(NamedTuple):
+class RequestHeaders(NamedTuple):
     """The headers of an inference request, as far as they matter."""
 
     endpoint: Endpoint
@@ -34,14 +41,14 @@ class Asked(NamedTuple):
     readable: bool  # the body is not compressed
 
 
-def asked_by(headers: Mapping[str, str], config: Config) -> Asked | None:
+def asked_by(headers: Mapping[str, str], config: Config) -> RequestHeaders | None:
     """Returns None for a request that makes no replica compute."""
     endpoint = endpoint_of(headers.get(":path", ""))
     if endpoint is None or headers.get(":method") != "POST":
         return None
     route = config.route
     length = headers.get("content-length", "")
-    return Asked(
+    return RequestHeaders(
         endpoint,
         request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
         policy=headers.get(route.policy_header or "", ""),

@@ -23,12 +23,12 @@ SERVED = "x-gateway-destination-endpoint-served"
 """Metadata key of the endpoint that served, as gateways tell it with the response's headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
-UNSEEN = "x-extproc-unseen"
+RESPONSE_SKIPPED = "x-extproc-unseen"
 """Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
 PRIORITY = "x-vllm-priority"  # header that vLLM takes before a body's `priority`
 RANK = "x-data-parallel-rank"  # header by which vLLM takes the engine that a client names
 METADATA_NAMESPACE = "envoy.lb"
-TOLD_NAMESPACE = "extproc"  # of what is told of a decision
+DECISION_NAMESPACE = "extproc"  # of what is told of a decision
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
@@ -130,7 +130,7 @@ def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
 def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
     """The reply with more metadata, in a namespace that no cluster of Envoy goes by."""
     changed = ProcessingResponse.FromString(reply)
-    changed.dynamic_metadata.fields[TOLD_NAMESPACE].struct_value.update(told)
+    changed.dynamic_metadata.fields[DECISION_NAMESPACE].struct_value.update(told)
     return changed.SerializeToString()
 
 

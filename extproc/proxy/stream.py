@@ -11,7 +11,7 @@ from extproc.proxy.admission import NONE_READY, choose
 from extproc.proxy.body_memory import MOST_EACH, NoMemory, TooLarge
 from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.headers import Asked, headers_read
+from extproc.proxy.headers import RequestHeaders, headers_read
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import NoReplica
 from extproc.request.inspect import names_model
@@ -50,7 +50,9 @@ async def _body_first(exchange: Exchange) -> None:
         proceed = messages.proceed("request_body")
         await exchange.pass_on("request_body", headers, lambda: proceed)
         return
-    exchange.unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
+    exchange.unseen = (
+        messages.RESPONSE_SKIPPED in headers and asked.endpoint is not Endpoint.RESPONSES
+    )
     if not asked.readable:
         asked = asked._replace(length=len(message.request_body.body))
         del message
@@ -108,7 +110,7 @@ async def _full_duplex(exchange: Exchange) -> None:
         await exchange.write(piece)
 
 
-async def _first_part(exchange: Exchange, asked: Asked) -> tuple[bool, bool]:
+async def _first_part(exchange: Exchange, asked: RequestHeaders) -> tuple[bool, bool]:
     """Reads as much of the body as is ever looked at, and on to the model's name, where that
     matters; returns whether that was all, and whether trailers followed."""
     body, most = exchange.body, LARGE_BODY
@@ -132,7 +134,7 @@ async def _first_part(exchange: Exchange, asked: Asked) -> tuple[bool, bool]:
         most = MOST_EACH
 
 
-async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | None:
+async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
     """Reads the headers. A request that makes no replica compute is answered, as is one without a
     body; None then."""
     config = exchange.services.config
@@ -147,7 +149,7 @@ async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Asked | N
     return asked
 
 
-async def _send_body(exchange: Exchange, asked: Asked, whole: bool) -> None:
+async def _send_body(exchange: Exchange, asked: RequestHeaders, whole: bool) -> None:
     body = exchange.body
     came = len(body)
     reply = await choose(exchange, "request_body", asked, partial=not whole)
@@ -161,7 +163,7 @@ async def _send_body(exchange: Exchange, asked: Asked, whole: bool) -> None:
     await exchange.write(reply)
 
 
-def _wait_for_body(exchange: Exchange, asked: Asked) -> bytes:
+def _wait_for_body(exchange: Exchange, asked: RequestHeaders) -> bytes:
     services = exchange.services
     sees = services.responses.takes(services.clock(), 1.0)
     sees |= services.fleet.eligibility.doubtful  # a replica failed of late and may be well again

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import grpc
 
-from extproc.config import TlsFiles
+from extproc.config import MutualTlsSettings
 from extproc.ground.tls import Certificates, watched
 
 
-def open_port(server: grpc.aio.Server, address: str, files: TlsFiles, section: str) -> int:
+def open_port(server: grpc.aio.Server, address: str, files: MutualTlsSettings, section: str) -> int:
     """Lets the server listen on ``host:port``; returns the port (of use where it was 0).
 
     Raises:
@@ -32,7 +32,7 @@ def open_port(server: grpc.aio.Server, address: str, files: TlsFiles, section: s
     return port
 
 
-def _credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
+def _credentials(files: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Envoy", files.tls_client_ca)

@@ -14,7 +14,7 @@ from grpc.aio import EOF
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 
-from extproc.config import TlsFiles
+from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import PoolMembers, load_assignment
 from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, Catalog, EdsServer, Subscription
 from extproc.replica_state import ReplicaState
@@ -49,7 +49,7 @@ def values(response: DiscoveryResponse | None) -> list[bytes]:
     return [one.value for one in response.resources]
 
 
-class Stream:
+class EdsStream:
     """The state of a stream."""
 
     def __init__(self, catalog: Catalog) -> None:
@@ -69,7 +69,7 @@ class Stream:
 
 def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
     catalog = Catalog({"a": b"a1", "b": b"b1"})
-    stream = Stream(catalog)
+    stream = EdsStream(catalog)
     first = stream.ask("a")
     assert values(first) == [b"a1"]
     assert stream.ask("a", answering=first) is None
@@ -86,13 +86,13 @@ def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
 
 
 def test_more_names_get_more() -> None:
-    stream = Stream(Catalog({"a": b"a1", "b": b"b1"}))
+    stream = EdsStream(Catalog({"a": b"a1", "b": b"b1"}))
     assert values(stream.ask("a", "b", answering=stream.ask("b"))) == [b"a1", b"b1"]
 
 
 def test_an_answer_to_an_older_response_says_nothing() -> None:
     catalog = Catalog({"a": b"a1", "b": b"b1"})
-    stream = Stream(catalog)
+    stream = EdsStream(catalog)
     first = stream.ask("a")
     catalog.put("a", b"a2")
     second = stream.due()
@@ -102,7 +102,7 @@ def test_an_answer_to_an_older_response_says_nothing() -> None:
 
 def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged) -> None:
     catalog = Catalog({"a": b"a1"})
-    stream = Stream(catalog)
+    stream = EdsStream(catalog)
     first = stream.ask("a")
     for _ in range(2):
         assert stream.ask("a", answering=first, refusal="no such locality") is None
@@ -114,7 +114,7 @@ def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged
 
 def test_a_pool_without_a_known_replica_is_sent_once_it_has_one(logged: Logged) -> None:
     catalog = Catalog({"a": None, "b": b"b1"})
-    stream = Stream(catalog)
+    stream = EdsStream(catalog)
     assert stream.ask("a") is None
     catalog.put("a", b"a1")
     assert values(stream.due()) == [b"a1"]
@@ -122,14 +122,14 @@ def test_a_pool_without_a_known_replica_is_sent_once_it_has_one(logged: Logged) 
 
 
 def test_a_pool_that_is_not_served_is_logged_with_those_that_are(logged: Logged) -> None:
-    stream = Stream(Catalog({"default": b"a1"}))
+    stream = EdsStream(Catalog({"default": b"a1"}))
     assert stream.ask("mine") is None
     (line,) = logged.lines(NOT_SERVED)
     assert (line["asked"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
 
 
 def test_every_server_gives_the_same_list_the_same_version() -> None:
-    answers = [Stream(Catalog({"a": b"a1"})).ask("a") for _ in range(2)]
+    answers = [EdsStream(Catalog({"a": b"a1"})).ask("a") for _ in range(2)]
     assert len({one.version_info for one in answers if one is not None}) == 1
 
 
@@ -155,7 +155,7 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
 @pytest.fixture
 async def eds() -> AsyncIterator[Server]:
     catalog = Catalog({"a": b"a1"})
-    server = EdsServer(catalog, TlsFiles())
+    server = EdsServer(catalog, MutualTlsSettings())
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Server(catalog, server, channel)
@@ -203,10 +203,10 @@ async def test_streams_that_are_sent_away_end_and_new_ones_are_served(eds: Serve
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
-    first = EdsServer(Catalog({}), TlsFiles())
+    first = EdsServer(Catalog({}), MutualTlsSettings())
     port = await first.start("127.0.0.1:0")
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
-        await EdsServer(Catalog({}), TlsFiles()).start(f"127.0.0.1:{port}")
+        await EdsServer(Catalog({}), MutualTlsSettings()).start(f"127.0.0.1:{port}")
     await first.stop()
 
 

@@ -17,7 +17,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from extproc.config import Config, TlsFiles
+from extproc.config import Config, MutualTlsSettings
 from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
 from extproc.lab.harness.envoy_config import addressed, endpoints, socket_address
@@ -41,7 +41,7 @@ NOWHERE = "127.0.0.1:1"
 POOL = "default"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-PLAIN = TlsFiles()
+PLAIN = MutualTlsSettings()
 
 
 class Envoy:
@@ -97,7 +97,7 @@ def asking(port: int, *servers: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(
-    members: Mapping[str, HealthStatus], files: TlsFiles = PLAIN
+    members: Mapping[str, HealthStatus], files: MutualTlsSettings = PLAIN
 ) -> AsyncIterator[tuple[Catalog, dict[str, Any], int]]:
     """Serves a pool; gives a bootstrap that takes it from there, and its listener's port."""
     catalog, port = Catalog({POOL: load_assignment(POOL, members)}), free_port()
@@ -139,7 +139,7 @@ async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
         (*authority.sign("router"), authority.file), (cert, key, ca), strict=True
     ):
         shutil.copy(source, target)
-    files = TlsFiles(tls_cert=cert, tls_key=key, tls_client_ca=ca)
+    files = MutualTlsSettings(tls_cert=cert, tls_key=key, tls_client_ca=ca)
     async with replica("a") as a, serving(healthy(a), files) as (_, tree, port):
         (cluster,) = [one for one in tree["static_resources"]["clusters"] if one["name"] == "eds"]
         cluster |= documented(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import main
-from extproc.config import EdsSettings, TlsFiles
+from extproc.config import EdsSettings, MutualTlsSettings
 from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.service import GrpcServer
@@ -144,7 +144,7 @@ async def test_bad_files_keep_last_content(serving: Serving, files: Files, logge
 
 
 def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> None:
-    settings = TlsFiles.model_validate(files.settings)
+    settings = MutualTlsSettings.model_validate(files.settings)
     renewed = watched(settings, "serve", "Envoy", settings.tls_client_ca)
     renewed.read()
     files.put(*files.ours.sign("renewed"))
