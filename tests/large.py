@@ -15,7 +15,7 @@ A_FEW_MS = 0.02
 """Seconds, on a machine that is slow or busy; a tenth of what Envoy waits for the router."""
 
 
-def thousand() -> tuple[ReplicaState, ...]:
+def thousand_states() -> tuple[ReplicaState, ...]:
     clock = ManualClock()
     return tuple(
         state(0, "llama-8b-a10", clock, id=f"10.1.{number // 250}.{number % 250}:8000")
@@ -23,7 +23,7 @@ def thousand() -> tuple[ReplicaState, ...]:
     )
 
 
-async def hold_nobody_up(work: Callable[[], Awaitable[object]]) -> None:
+async def assert_event_loop_is_free(work: Callable[[], Awaitable[object]]) -> None:
     """The event loop does a little of the work in each turn. What takes long once of several times
     is not the work: some of what others do on a busy machine is counted as this thread's."""
     pieces: list[float] = []

@@ -33,7 +33,7 @@ def read_certificates(setting: str, path: Path) -> bytes:
     return content
 
 
-class Watched(Generic[T]):
+class WatchedFiles(Generic[T]):
     """Files that people may change while the program runs; a broken change keeps the last content.
 
     Args:
@@ -62,7 +62,7 @@ class Watched(Generic[T]):
         self._seen, self._was_read = stamps, True
         return content
 
-    def news(self) -> T | None:
+    def if_changed(self) -> T | None:
         """Returns changed content that can be used, else None; an unusable file is logged once."""
         if self._seen is not None and self._seen == [_stamp(file) for file in self._files]:
             return None
@@ -75,7 +75,7 @@ class Watched(Generic[T]):
         except ValueError as error:
             outage.failed(error)
         else:
-            outage.works()
+            outage.recovered()
             if again:
                 log.info(f"{self._what} is read again", extra=self._extra)
             return content

@@ -30,7 +30,7 @@ class OutageLog:
             extra = self._extra | {"error": self.problem}
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
-    def works(self) -> None:
+    def recovered(self) -> None:
         """Ends the outage, if there is one, and logs its end."""
         if self.problem and self._over:
             self._log.warning(self._over, extra=self._extra)

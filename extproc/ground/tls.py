@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from extproc.ground.files import Watched, read_certificates, read_file
+from extproc.ground.files import WatchedFiles, read_certificates, read_file
 
 logger = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
 
 
-class CertificateFiles(Protocol):
+class CertificateSection(Protocol):
     """A section of the configuration that names a certificate and its key."""
 
     @property
@@ -38,7 +38,7 @@ class Certificates:
     context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
-def read(files: CertificateFiles, section: str, client_ca: Path | None = None) -> Certificates:
+def read(files: CertificateSection, section: str, client_ca: Path | None = None) -> Certificates:
     """Reads and tries the files of a section of the configuration that has TLS."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
@@ -53,8 +53,8 @@ def read(files: CertificateFiles, section: str, client_ca: Path | None = None) -
 
 
 def watched(
-    files: CertificateFiles, section: str, peers: str, client_ca: Path | None = None
-) -> Watched[Certificates]:
+    files: CertificateSection, section: str, peers: str, client_ca: Path | None = None
+) -> WatchedFiles[Certificates]:
     """Watches the files; logs why ``peers`` will not trust the certificate."""
 
     def tried() -> Certificates:
@@ -64,10 +64,12 @@ def watched(
             logger.warning(text, extra={"reason": found.doubt})
         return found
 
-    return Watched("certificate", tried, *filter(None, (files.tls_cert, files.tls_key, client_ca)))
+    return WatchedFiles(
+        "certificate", tried, *filter(None, (files.tls_cert, files.tls_key, client_ca))
+    )
 
 
-def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
+def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | None:
     """Returns the context that an HTTP port is opened with, or None for plain text."""
     if files.tls_cert is None:
         return None
@@ -76,8 +78,8 @@ def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | No
 
     def before_handshake(connection: Any, *_: object) -> None:
         nonlocal current
-        if (news := renewed.news()) is not None:
-            current = news.context
+        if (changed := renewed.if_changed()) is not None:
+            current = changed.context
         connection.context = current
 
     first.sni_callback = before_handshake

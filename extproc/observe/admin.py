@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from extproc.config import AdminSettings
 from extproc.ground.address import join_address, split_address
-from extproc.ground.files import Watched, read_file
+from extproc.ground.files import WatchedFiles, read_file
 from extproc.ground.tls import server_context
 
 _STOP_S = 0.1  # for responses in progress at the stop: the dashboard's events never end
@@ -120,12 +120,12 @@ def read_token(path: Path) -> str:
 def _authorization(access: AdminSettings) -> Callable[[web.Request], bool]:
     if access.token_file is None:
         return lambda _: True
-    file = Watched("admin token", partial(read_token, access.token_file), access.token_file)
+    file = WatchedFiles("admin token", partial(read_token, access.token_file), access.token_file)
     token = file.read()
 
     def has_token(request: web.Request) -> bool:
         nonlocal token
-        token = file.news() or token
+        token = file.if_changed() or token
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
         right = compare_digest(sent.encode(errors="surrogateescape"), token.encode())
         return right and scheme.lower() == "bearer"

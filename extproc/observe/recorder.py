@@ -217,7 +217,7 @@ class Recorder:
                     file.write(text)
                 self._size = newest.stat().st_size
                 self._missing = 0
-                self._trouble.works()
+                self._trouble.recovered()
             except OSError as error:
                 self._missing += sum(line.startswith(_REQUEST) for line in lines)
                 self._trouble.failed(error.strerror)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.ground.address import join_address, with_name
 from extproc.ground.clock import Clock, monotonic
-from extproc.ground.files import Watched
+from extproc.ground.files import WatchedFiles
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.replica_state import ReplicaState
@@ -75,7 +75,7 @@ class Discovery:
     ) -> None:
         """``answers``: tells whether a replica answers its scrapes."""
         self._sources = tuple(sources)
-        self._file = file and Watched("replicas file", partial(read_replicas, file), file)
+        self._file = file and WatchedFiles("replicas file", partial(read_replicas, file), file)
         self._listed: tuple[ReplicaSource, ...] = ()
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}
@@ -89,7 +89,7 @@ class Discovery:
 
     async def targets(self) -> tuple[Target, ...]:
         """Returns the replicas as of now; an address named twice counts once, the first."""
-        if self._file and (listed := self._file.news()) is not None:
+        if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
         hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}

@@ -198,7 +198,7 @@ class IntoRedis(Destination):
             self._some_states.set()
             self.outage.failed(error)
             return False
-        self.outage.works()
+        self.outage.recovered()
         return True
 
     async def share(self, replicas: Collection[str]) -> Part:

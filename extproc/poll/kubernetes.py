@@ -141,7 +141,7 @@ class ServiceWatch:
             await client.close()
 
     def _watching(self) -> None:
-        self._untold.works()
+        self._untold.recovered()
         self._backoff.reset()
 
     def _look(self, slices: Collection[EndpointSlice]) -> None:
@@ -157,7 +157,7 @@ class ServiceWatch:
             why = f"none of its endpoints has an IP address and the port {self._wanted.port}"
             self._empty.failed(why)
         else:
-            self._empty.works()
+            self._empty.recovered()
         self._tried.set()
 
 

@@ -213,7 +213,7 @@ class KvStream:
         if problem:
             self._trouble.failed(problem, error)
         else:
-            self._trouble.works()
+            self._trouble.recovered()
 
 
 class _Batch(NamedTuple):

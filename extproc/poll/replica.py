@@ -347,7 +347,7 @@ class Models:
         except ScrapeError as error:
             self._trouble.failed(error)
             return
-        self._trouble.works()
+        self._trouble.recovered()
         if fields != self.fields:
             self.fields = fields
             self._changed()

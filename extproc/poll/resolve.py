@@ -69,7 +69,7 @@ class Host:
             self._trouble.failed(error)
         else:
             if self.addresses:
-                self._trouble.works()
+                self._trouble.recovered()
             else:
                 self._trouble.failed("the name has no address")
 

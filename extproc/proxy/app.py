@@ -197,7 +197,7 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
         for one, outage in zip(pools, outages, strict=True):
             try:
                 one.queue.sweep()
-                outage.works()
+                outage.recovered()
             except Exception as error:  # unforeseen: it must not end the router
                 outage.failed(error, traceback=error)
         await asyncio.sleep(SWEEP_EVERY_S)

@@ -40,7 +40,7 @@ def _credentials(files: MutualTlsSettings, section: str) -> grpc.ServerCredentia
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         """gRPC asks before each handshake."""
-        certificates = renewed.news()
+        certificates = renewed.if_changed()
         return None if certificates is None else _configuration(certificates)
 
     mutual = first.client_ca is not None

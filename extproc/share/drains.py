@@ -109,7 +109,7 @@ class Drains:
         except (RedisError, OSError):  # the writer of states logs it
             pass
         else:
-            store.refused.works()
+            store.refused.recovered()
 
     async def _look(self, store: DrainStore, now: float) -> None:
         there = await store.read()

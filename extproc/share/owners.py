@@ -125,7 +125,7 @@ class Owners:
             self._part = frozenset(filter(self._owns, replicas))
             self._is_new = False
             if not self._part:  # else what is written soon says so
-                self._outage.works()
+                self._outage.recovered()
         self.beat_at = self._clock()
         others_may_have_it = self.stood_still and bool(self._others)
         self._stood_still, self._awake_at = False, self.beat_at

@@ -164,7 +164,7 @@ class StateReader(ChannelReader[Change]):
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
-        self._outage.works()
+        self._outage.recovered()
         self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
         self._lists.keep(self._scraped_at)
         yield snapshot

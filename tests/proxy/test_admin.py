@@ -13,7 +13,7 @@ from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
 from tests.fakes import ManualClock, chat, fleet_of
-from tests.large import REPLICAS, hold_nobody_up, thousand
+from tests.large import REPLICAS, assert_event_loop_is_free, thousand_states
 from tests.proxy.conftest import on_fleet
 
 DECISIONS = 60
@@ -26,7 +26,7 @@ async def large(services: Services) -> Services:
     on a busy machine the first ones would be silent when the last ones came."""
     clock = ManualClock()
     services = on_fleet(services, fleet_of(clock), clock=clock)
-    await apply(Snapshot(thousand()), services.fleet)
+    await apply(Snapshot(thousand_states()), services.fleet)
     for number in range(DECISIONS):
         decision = services.router.decide(chat(500, 200))
         assert decision is not None
@@ -43,7 +43,7 @@ async def get(services: Services, path: str) -> Any:
             return bytes(response.read())
 
     async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
-        await hold_nobody_up(lambda: asyncio.to_thread(fetch, f"http://{address}{path}"))
+        await assert_event_loop_is_free(lambda: asyncio.to_thread(fetch, f"http://{address}{path}"))
         return json.loads(await asyncio.to_thread(fetch, f"http://{address}{path}"))
 
 

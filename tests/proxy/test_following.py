@@ -14,7 +14,7 @@ from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
-from tests.large import hold_nobody_up, thousand
+from tests.large import assert_event_loop_is_free, thousand_states
 from tests.proxy.conftest import config_of
 from tests.waiting import until
 
@@ -64,7 +64,7 @@ async def test_poller_clock_skew_changes_no_progress(
 
 
 async def test_large_snapshot_does_not_delay_requests(redis_server: RedisServer) -> None:
-    replicas = thousand()
+    replicas = thousand_states()
     async with connect(redis_server.url, "default") as redis:
         await StateWriter(redis, "default", LIFE_S).put(replicas)
 
@@ -72,4 +72,4 @@ async def test_large_snapshot_does_not_delay_requests(redis_server: RedisServer)
         async with following(redis_server) as fleet:
             await until(lambda: len(fleet.members) == len(replicas))
 
-    await hold_nobody_up(follow)
+    await assert_event_loop_is_free(follow)

@@ -149,10 +149,10 @@ def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> No
     renewed.read()
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():
-        assert renewed.news() is None
+        assert renewed.if_changed() is None
     (line,) = logged.lines(OLD)
     assert "Too many open files" in str(line["error"])
-    assert renewed.news() is not None
+    assert renewed.if_changed() is not None
 
 
 async def test_expired_certificate_logs(serving: Serving, files: Files, logged: Logged) -> None:

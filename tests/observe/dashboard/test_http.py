@@ -21,7 +21,7 @@ from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
 from tests.fakes import chat
-from tests.large import REPLICAS, hold_nobody_up, thousand
+from tests.large import REPLICAS, assert_event_loop_is_free, thousand_states
 from tests.observe.conftest import decide, serving
 from tests.observe.dashboard.conftest import ended
 from tests.waiting import PATIENCE_S, until
@@ -111,7 +111,7 @@ async def test_stuck_viewer_is_dropped(services: Services, monkeypatch: pytest.M
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
-    await apply(Snapshot(thousand()), services.fleet)
+    await apply(Snapshot(thousand_states()), services.fleet)
     async with serving(services) as address, ClientSession() as client:
         url = f"http://{address}/dashboard/events"
 
@@ -129,7 +129,7 @@ async def test_stuck_viewer_is_dropped(services: Services, monkeypatch: pytest.M
 
 
 async def test_large_fleet_delays_no_request(client: ClientSession, services: Services) -> None:
-    await apply(Snapshot(thousand()), services.fleet)
+    await apply(Snapshot(thousand_states()), services.fleet)
     for number in range(50):
         decide(services, chat(500, 200), f"request-{number}")
 
@@ -138,7 +138,7 @@ async def test_large_fleet_delays_no_request(client: ClientSession, services: Se
             found = await events(response, 2)
         assert len(found[-1]["pools"][0]["replicas"]["keys"]) == REPLICAS + 4
 
-    await hold_nobody_up(look)
+    await assert_event_loop_is_free(look)
 
 
 async def test_decision_reads_as_in_explain(client: ClientSession, services: Services) -> None:

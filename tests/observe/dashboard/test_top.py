@@ -18,7 +18,7 @@ from extproc.proxy.app import apply
 from extproc.proxy.services import Services
 from extproc.share.replicas import Snapshot
 from tests.fakes import chat, replica
-from tests.large import thousand
+from tests.large import thousand_states
 from tests.observe.conftest import Run, decide, serving
 from tests.observe.dashboard.conftest import poll
 from tests.waiting import PATIENCE_S
@@ -64,7 +64,7 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
 
 
 async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Run) -> None:
-    await apply(Snapshot(thousand()), services.fleet)
+    await apply(Snapshot(thousand_states()), services.fleet)
     assert len(await top("--router", router)) > 1000
 
 
