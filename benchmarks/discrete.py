@@ -14,8 +14,8 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import Config, HoldSettings, RouteSettings
 from extproc.fleet.fleet import Fleet
 from extproc.lab.replay import simulation
-from extproc.lab.replay.machine import Machine, Watch
-from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
+from extproc.lab.replay.machine import Machine, MachinePoller
+from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior
@@ -120,8 +120,8 @@ class Simulation(simulation.Simulation):
         self._shares = [1.0, *(1.0 / number for number in range(1, self.adapters + 1))]
         machines = {name: self._machine(name) for name in self.fleet_file.members}
         poll_s = self.poll_interval or poll_interval(self.policy)
-        self.nodes: list[Node] = []
-        watches: list[Watch] = []
+        self.nodes: list[RouterNode] = []
+        watches: list[MachinePoller] = []
         routers: Routers
         if self.policy == "oracle":
             self.know = frozenset(KNOWN)
@@ -209,12 +209,12 @@ class Simulation(simulation.Simulation):
         profile = self.fleet_file.members[name]
         return Machine(name, profile, lambda profile: engine(profile, adapters=group.adapters()))
 
-    def _node(self, number: int) -> Node:
+    def _node(self, number: int) -> RouterNode:
         hold = _HOLD if self.hold else _NO_HOLD
         config = Config(route=RouteSettings(policy=self.policy), hold=hold)
-        return Node(config, Random(self.seed + 1000 * number), self.clock)
+        return RouterNode(config, Random(self.seed + 1000 * number), self.clock)
 
-    def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> Watch:
+    def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> MachinePoller:
         known = "coefficients" in self.know
         profile = self.fleet_file.believed[machine.name]
         believed = None if known else profile.step.slowed(self.profile_error)
@@ -230,7 +230,7 @@ class Simulation(simulation.Simulation):
             max_model_len=min(_MAX_MODEL_LEN, capacity),
             kv_tokens=capacity,
         )
-        return Watch(machine, told, believed, prior, poll_s, Random(self.seed))
+        return MachinePoller(machine, told, believed, prior, poll_s, Random(self.seed))
 
 
 def _sequences(

@@ -9,7 +9,7 @@ import numpy as np
 
 from extproc.fleet.prefixes import Held
 from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.routers import Arrival, News, Routers, Served, VirtualClock
+from extproc.lab.replay.routers import Arrival, RouterEvent, Routers, Served, VirtualClock
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
@@ -87,7 +87,7 @@ class Oracle(Routers):
         second = None if choice.second is None else view.ids[choice.second]
         return Decision(situation, choice, output, second)
 
-    def tell(self, served: Served, news: News) -> None:
+    def notify(self, served: Served, event: RouterEvent) -> None:
         """Ignores events, which it sees in the engines."""
 
     def ended(self, served: Served) -> None:

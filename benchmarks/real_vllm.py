@@ -36,7 +36,7 @@ from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address
 from extproc.ground.text import Column, table
 from extproc.lab.harness.processes import ProcessError
-from extproc.lab.harness.samples import Kind, Lengths, Sample, samples
+from extproc.lab.harness.samples import Lengths, Sample, SampleKind, samples
 from extproc.lab.harness.stack import Stack
 from extproc.lab.harness.traffic import Answer, send_all
 from extproc.lab.replay.figures import distribution, rank_correlation
@@ -65,8 +65,8 @@ def requests(
     """
     shortest, longest = max(round(0.1 * output_median), 1), 5 * output_median
     output, loose = Lengths(output_median, 0.7, shortest, longest), [_LOOSE_BOUND * output_median]
-    known = Kind("known", known_share, _PROMPT, output, loose, 0.0, known=True)
-    unknown = Kind("unknown", 1.0 - known_share, _PROMPT, output, loose, 0.0)
+    known = SampleKind("known", known_share, _PROMPT, output, loose, 0.0, known=True)
+    unknown = SampleKind("unknown", 1.0 - known_share, _PROMPT, output, loose, 0.0)
     return samples(model, rate, random, [known, unknown])
 
 

@@ -151,7 +151,7 @@ class Player:
                 await asyncio.sleep(_PAUSE_S)
         return Run(name, served, [replace(poll, at=poll.at - started) for poll in polls])
 
-    def _request(self, number: int, traced: TracedRequest) -> traffic.Request:
+    def _request(self, number: int, traced: TracedRequest) -> traffic.TimedRequest:
         ids = range(_SPECIAL_TOKENS, self.vocabulary)
         body = {
             "model": self.model,
@@ -162,7 +162,9 @@ class Player:
             "stream_options": {"include_usage": True},
         }
         sent = json.dumps(body).encode()
-        return traffic.Request(traced.at, f"fit-{number}", "/v1/completions", sent, stream=True)
+        return traffic.TimedRequest(
+            traced.at, f"fit-{number}", "/v1/completions", sent, stream=True
+        )
 
 
 def _seen(traced: TracedRequest, answer: traffic.Answer, started: float) -> Request:

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.trace import ID_TOKENS, TracedRequest
-from extproc.lab.harness.traffic import Client, Request
+from extproc.lab.harness.traffic import Client, TimedRequest
 from extproc.lab.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
 from extproc.lab.simulator.tokens import WORDS
 
@@ -127,7 +127,9 @@ async def _counting(client: Client, endpoint: Endpoint, model: str, salt: str) -
         text = some_words(f"{salt}/probe", words).rstrip()
         sent = json.dumps(body(model, endpoint, text, max_tokens=1)).encode()
         path, number = PATHS[endpoint], len(client.answers)
-        (answer,) = await client.run([Request(0.0, f"probe-{number}", path, sent, stream=False)])
+        (answer,) = await client.run(
+            [TimedRequest(0.0, f"probe-{number}", path, sent, stream=False)]
+        )
         tokens = answer.tokens("prompt")
         if tokens is None:
             said = answer.account or "no count of its tokens"
@@ -165,8 +167,10 @@ class Planned:
         """Key that is equal for requests whose prompts begin alike."""
         return self.traced.hash_ids[:1] or (-self.number,)
 
-    def request(self, target: Target, salt: str, run: str, headers: Mapping[str, str]) -> Request:
-        """Request for the client.
+    def request(
+        self, target: Target, salt: str, run: str, headers: Mapping[str, str]
+    ) -> TimedRequest:
+        """TimedRequest for the client.
 
         ``tracestate``, which other routers let pass, tells a simulated replica how much to generate
         and the name of the request.
@@ -177,7 +181,7 @@ class Planned:
         if self.objective:
             told[OBJECTIVE_HEADER] = self.objective
         path, body = PATHS[self.endpoint], json.dumps(self.body(target, salt)).encode()
-        return Request(self.at_s, name, path, body, self.streamed, told)
+        return TimedRequest(self.at_s, name, path, body, self.streamed, told)
 
     def body(self, target: Target, salt: str) -> dict[str, Any]:
         text = prompt(self.traced, self.number, target.counting[self.endpoint], salt)

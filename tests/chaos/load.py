@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from random import Random
 from typing import Self
 
-from extproc.lab.harness.samples import Kind, Lengths, samples
+from extproc.lab.harness.samples import Lengths, SampleKind, samples
 from extproc.lab.harness.stack import MODEL
-from extproc.lab.harness.traffic import Answer, Client, Request, to_send
+from extproc.lab.harness.traffic import Answer, Client, TimedRequest, to_send
 
 _GIVE_UP_S = 60.0
-_SHORT = Kind("short", 1.0, Lengths(60, 0.7, 20, 200), Lengths(25, 0.6, 8, 64))
+_SHORT = SampleKind("short", 1.0, Lengths(60, 0.7, 20, 200), Lengths(25, 0.6, 8, 64))
 
 
 class Load:
@@ -40,7 +40,7 @@ class Load:
         if kind is None:
             self._sending.result()
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[TimedRequest]:
         for number, sample in enumerate(self._samples):
             if self._over:
                 return

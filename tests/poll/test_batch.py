@@ -12,7 +12,7 @@ from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.lab.replay.machine import Machine, Watch
+from extproc.lab.replay.machine import Machine, MachinePoller
 from extproc.lab.replay.routers import VirtualClock
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Speculation
@@ -43,7 +43,7 @@ class Loaded:
         told = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
         self.fleet.put(told)
         step = self.machine.profile.step
-        self._watch = Watch(self.machine, told, step, FleetPrior(), POLL_S, Random(0))
+        self._watch = MachinePoller(self.machine, told, step, FleetPrior(), POLL_S, Random(0))
         self._in_flight, self._prompt = in_flight, prompt
         self._random = Random(1)
         self._numbers = count(1)

@@ -35,7 +35,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SampleKind:
     """Requests with lengths from the same distributions."""
 
     name: str
@@ -48,9 +48,9 @@ class Kind:
 
 
 KINDS = (
-    Kind("chat", 0.60, Lengths(120, 0.8, 10, 1000), Lengths(90, 0.6, 5, 400)),
-    Kind("document", 0.25, Lengths(2500, 0.5, 800, 6000), Lengths(60, 0.5, 10, 200)),
-    Kind("essay", 0.15, Lengths(60, 0.5, 10, 200), Lengths(300, 0.3, 150, 500)),
+    SampleKind("chat", 0.60, Lengths(120, 0.8, 10, 1000), Lengths(90, 0.6, 5, 400)),
+    SampleKind("document", 0.25, Lengths(2500, 0.5, 800, 6000), Lengths(60, 0.5, 10, 200)),
+    SampleKind("essay", 0.15, Lengths(60, 0.5, 10, 200), Lengths(300, 0.3, 150, 500)),
 )
 
 
@@ -77,7 +77,7 @@ class Sample:
 
 
 def samples(
-    model: str, rate: float, random: Random, kinds: Sequence[Kind] = KINDS
+    model: str, rate: float, random: Random, kinds: Sequence[SampleKind] = KINDS
 ) -> Iterator[Sample]:
     """Endless requests, ``rate`` a second: a Poisson process."""
     at = 0.0
@@ -86,7 +86,7 @@ def samples(
         at += random.expovariate(rate)
 
 
-def _sample(model: str, at: float, random: Random, kinds: Sequence[Kind]) -> Sample:
+def _sample(model: str, at: float, random: Random, kinds: Sequence[SampleKind]) -> Sample:
     kind = random.choices(kinds, [kind.share for kind in kinds])[0]
     chat = random.random() < _CHAT_SHARE
     body: dict[str, Any] = {"model": model, "stream": random.random() < _STREAMED_SHARE}

@@ -28,7 +28,7 @@ _TAIL = 16  # lines in which the usage is looked for
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TimedRequest:
     """HTTP request of a plan."""
 
     at_s: float  # seconds after the start of its run
@@ -96,7 +96,7 @@ class Client:
     def ended(self) -> int:
         return len(self.answers) - self.in_flight
 
-    async def run(self, requests: Iterable[Request]) -> list[Answer]:
+    async def run(self, requests: Iterable[TimedRequest]) -> list[Answer]:
         """Send each request at its time, in order; return when the last answer has ended."""
         started = self._clock()
         async with asyncio.TaskGroup() as tasks:
@@ -107,7 +107,7 @@ class Client:
                 sent.append(tasks.create_task(self._send(request, due)))
         return [task.result() for task in sent]
 
-    async def _send(self, request: Request, due: float) -> Answer:
+    async def _send(self, request: TimedRequest, due: float) -> Answer:
         began = self._clock()
         answer = Answer(request.request_id, sent_at=began, late_s=began - due)
         self.answers[request.request_id] = answer
@@ -131,7 +131,7 @@ class Client:
         return answer
 
     async def _exchange(
-        self, request: Request, answer: Answer, chunks: list[bytes], times: list[float]
+        self, request: TimedRequest, answer: Answer, chunks: list[bytes], times: list[float]
     ) -> None:
         named = {"content-type": "application/json", "x-request-id": request.request_id}
         headers = {**request.headers, **named}
@@ -158,11 +158,11 @@ async def send_all(
 
 def to_send(
     sample: Sample, request_id: str, run: str, headers: Mapping[str, str] | None = None
-) -> Request:
-    """Request of a sample; in another ``run`` no prefix cache knows its prompt."""
+) -> TimedRequest:
+    """TimedRequest of a sample; in another ``run`` no prefix cache knows its prompt."""
     told = {**(headers or {}), OUTPUT_HEADER: str(sample.output_tokens)}
     body = json.dumps(sample.body(run)).encode()
-    return Request(sample.at_s, request_id, sample.path, body, sample.stream, told)
+    return TimedRequest(sample.at_s, request_id, sample.path, body, sample.stream, told)
 
 
 def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ from msgspec import structs
 from extproc.ground.runtime import Backoff
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import TOKENS
-from extproc.lab.simulator.steps import Histogram, Outcome, Sequence
+from extproc.lab.simulator.steps import Histogram, Sequence, StepOutcome
 from extproc.poll.batch import batch_fields
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.estimator import Estimator, FleetPrior
@@ -97,7 +97,7 @@ class Machine:
         then = now if self._hung_at is None else self._hung_at
         self.engine.add(sequence, then - self._behind)
 
-    def advance(self, until: float) -> list[tuple[float, Outcome]]:
+    def advance(self, until: float) -> list[tuple[float, StepOutcome]]:
         """Runs every step that ends by ``until``; returns outcomes with their times."""
         if not self.works:
             return []
@@ -115,23 +115,23 @@ class Machine:
             self.decode_s += end - first
 
 
-class Watch:
+class MachinePoller:
     """Scrapes one replica; the counterpart of :class:`extproc.poll.replica.PolledReplica`."""
 
     def __init__(
         self,
         machine: Machine,
-        told: ReplicaState,
+        base: ReplicaState,
         believed: StepModel | None,
         prior: FleetPrior,
         interval: float,
         random: Random,
     ) -> None:
-        """Scrapes a machine every ``interval`` seconds, whose other state is ``told``.
+        """Scrapes a machine every ``interval`` seconds, whose other state is ``base``.
 
-        Learning starts from the step times ``believed``; None: those in ``told``, or the true ones.
+        Learning starts from the step times ``believed``; None: those in ``base``, or the true ones.
         """
-        self.told = told
+        self.base = base
         self._machine = machine
         self._believed = believed
         self._estimator = None if believed is None else Estimator(believed)
@@ -139,7 +139,7 @@ class Watch:
         self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
         self._due = 0.0
         self._waits = False  # for an answer that does not come
-        self._state = told
+        self._state = base
 
     def poll(self, now: float) -> ReplicaState | None:
         """State to publish if a scrape ends now."""
@@ -165,15 +165,15 @@ class Watch:
         if restarted and self._believed is not None:
             self._estimator = Estimator(self._believed)
         estimator = self._estimator
-        learned, measured = self.told.learned or self._machine.step_model, True
+        learned, measured = self.base.learned or self._machine.step_model, True
         if estimator is not None:
             estimator.poll(figures.counts(now), self._prior.prior)
             self._prior.report(self._machine.name, estimator.evidence)
             learned, measured = estimator.model, estimator.measured
         update = {"learned": learned, "measured": measured, "scraped_at": now}
-        before = ReplicaState(id=self.told.id) if restarted else self._state
+        before = ReplicaState(id=self.base.id) if restarted else self._state
         update |= batch_fields(before, figures)
-        return structs.replace(self.told, **(figures.fields() | update))
+        return structs.replace(self.base, **(figures.fields() | update))
 
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine
@@ -181,7 +181,7 @@ class Watch:
         cached = counters.prefix_hits if engine.old_counters else counters.cached_tokens
         lengths = self._machine.output_lengths
         return EngineFigures(
-            models=self.told.models,
+            models=self.base.models,
             max_loras=engine.adapters.slots if engine.adapters else 0,
             adapters_in_use=tuple(gauges.adapters),
             running=gauges.running,

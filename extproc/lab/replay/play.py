@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from extproc.lab.replay.machine import Machine, Watch
-from extproc.lab.replay.routers import Arrival, Node, Routers, Traced, VirtualClock
-from extproc.lab.replay.scene import Asked, Member, Scene, Turn
+from extproc.lab.replay.machine import Machine, MachinePoller
+from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
+from extproc.lab.replay.scene import ReplayReplica, ReplayRequest, Scene, Turn
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
@@ -47,7 +47,7 @@ def play(
     requests = sorted(later, key=lambda one: one.at)
     replicas = [""] * len(requests)
     for done, served in enumerate(simulation.run(requests)):
-        assert isinstance(served.traced, Asked)
+        assert isinstance(served.traced, ReplayRequest)
         at = served.traced.index
         ttft[at], completion[at], replicas[at] = served.ttft, served.completion, served.replica
         show(done / len(requests))
@@ -61,32 +61,32 @@ class _Replay(Simulation):
         config = scene.config
         machines = {name: _machine(name, one) for name, one in scene.members.items()}
         interval_s = config.poll.interval_s
-        watches = {
-            name: Watch(machines[name], one.turns[0].state, None, prior, interval_s, random)
+        pollers = {
+            name: MachinePoller(machines[name], one.turns[0].state, None, prior, interval_s, random)
             for name, one in scene.members.items()
         }
         events = [
-            (turn.at, partial(self._turn, machines[name], watches[name], turn))
+            (turn.at, partial(self._turn, machines[name], pollers[name], turn))
             for name, one in scene.members.items()
             for turn in one.turns
         ]
         hold = config.hold.longest_s > 0.0 and not forced
-        routers = Routers([Node(config, random, clock)], None, clock, random)
-        super().__init__(machines, watches.values(), routers, clock, interval_s, hold, events)
+        routers = Routers([RouterNode(config, random, clock)], None, clock, random)
+        super().__init__(machines, pollers.values(), routers, clock, interval_s, hold, events)
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
-        assert isinstance(traced, Asked)
+        assert isinstance(traced, ReplayRequest)
         profile, among = traced.profile, frozenset({traced.replica}) if self._forced else None
         sequences = partial(_sequences, traced)
         return Arrival(number, traced, profile, profile.objective, sequences, among)
 
-    def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
+    def _turn(self, machine: Machine, poller: MachinePoller, turn: Turn) -> None:
         machine.runs_at(turn.step)
         always = {"healthy": True, "draining": False} if self._forced else {}
-        watch.told = structs.replace(turn.state, **always)
+        poller.base = structs.replace(turn.state, **always)
 
 
-def _sequences(asked: Asked, block_size: int) -> list[Sequence]:
+def _sequences(asked: ReplayRequest, block_size: int) -> list[Sequence]:
     hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
     prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
     return [
@@ -95,7 +95,7 @@ def _sequences(asked: Asked, block_size: int) -> list[Sequence]:
     ]
 
 
-def _machine(name: str, member: Member) -> Machine:
+def _machine(name: str, member: ReplayReplica) -> Machine:
     state = member.state
     engine = partial(
         Engine,

@@ -128,7 +128,7 @@ class Failed:
     at: float
 
 
-class Node:
+class RouterNode:
     """Router of the simulation: its decisions, and its events of requests."""
 
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
@@ -182,18 +182,22 @@ class Node:
             self.router.margins.completion.observe(forecast.predicted_completion, took)
         self.router.learn(forecast, replica, tokens, took, ttft)
 
-    def let_go(self, served: Served) -> None:
+    def queue_freed(self, served: Served) -> None:
         self.queue.request_ended(served.replica)
 
 
-News = Callable[[Node, Served], None]
+RouterEvent = Callable[[RouterNode, Served], None]
 
 
 class Routers:
     """Routers that share polls, and digests with a lag; requests are dealt at random."""
 
     def __init__(
-        self, nodes: Sequence[Node], share_lag: float | None, clock: VirtualClock, random: Random
+        self,
+        nodes: Sequence[RouterNode],
+        share_lag: float | None,
+        clock: VirtualClock,
+        random: Random,
     ) -> None:
         """Digests take ``share_lag`` seconds to the others; None: they never arrive."""
         self.nodes = nodes
@@ -202,7 +206,7 @@ class Routers:
         self._due_at = 0.0
         self._clock = clock
         self._random = random
-        self._owner: dict[int, Node] = {}
+        self._owner: dict[int, RouterNode] = {}
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
@@ -210,14 +214,14 @@ class Routers:
         owner = self._owner[arrival.number] = self._random.choice(self.nodes)
         return owner.router.decide(arrival.profile, among=arrival.among)
 
-    def owner(self, arrival: Arrival) -> Node:
+    def owner(self, arrival: Arrival) -> RouterNode:
         return self._owner[arrival.number]
 
-    def tell(self, served: Served, news: News) -> None:
-        news(self._owner[served.number], served)
+    def notify(self, served: Served, event: RouterEvent) -> None:
+        event(self._owner[served.number], served)
 
     def ended(self, served: Served) -> None:
-        self.tell(served, Node.ended)
+        self.notify(served, RouterNode.ended)
 
     def publish(self, state: ReplicaState) -> None:
         """Puts a state into every router at once."""

@@ -28,7 +28,7 @@ _JOINED_S = 5.0  # after the start of a record every replica has a line
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplayRequest:
     """Request of the record."""
 
     index: int  # among all
@@ -61,7 +61,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReplayReplica:
     """Replica with its limits and its history."""
 
     hardware: HardwareProfile
@@ -71,18 +71,20 @@ class Member:
     def state(self) -> ReplicaState:
         return self.turns[-1].state
 
-    def with_state(self, **fields: object) -> "Member":
+    def with_state(self, **fields: object) -> "ReplayReplica":
         turns = (replace(one, state=structs.replace(one.state, **fields)) for one in self.turns)
         return replace(self, turns=tuple(turns))
 
-    def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
+    def on(self, hardware: HardwareProfile, step: StepModel | None) -> "ReplayReplica":
         """Replica on other hardware, with these step times or those of the profile."""
         capacity = hardware.kv_tokens
         told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
         if (longest := self.state.max_model_len) is not None:
             told["max_model_len"] = min(longest, capacity)
         turns = self.with_state(**told).turns
-        return Member(hardware, tuple(replace(one, step=step or hardware.step) for one in turns))
+        return ReplayReplica(
+            hardware, tuple(replace(one, step=step or hardware.step) for one in turns)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Scene:
     """Input of a replay."""
 
     config: Config  # of the router
-    members: Mapping[str, Member]  # by `ip:port`
-    requests: Sequence[Asked]
+    members: Mapping[str, ReplayReplica]  # by `ip:port`
+    requests: Sequence[ReplayRequest]
     lasts_s: float
 
     @property
@@ -129,7 +131,7 @@ def scene_of(recorded: Recorded) -> Scene:
 
 def _asked(
     lines: Sequence[Request], began: float, per_step: Mapping[str, float]
-) -> Iterator[Asked]:
+) -> Iterator[ReplayRequest]:
     keys = [keys_of(line.keys) for line in lines]
     units = {
         model: median(line.unit for line in lines if line.model == model and line.unit)
@@ -151,7 +153,7 @@ def _asked(
         ttft_s = np.nan if line.ttft_s is None else line.ttft_s
         times = line.waited_s, ttft_s, line.seconds if seen else np.nan
         at, replica = line.at - began, line.replica
-        yield Asked(index, at, *tokens, profile, held[index], unit, replica, *times)
+        yield ReplayRequest(index, at, *tokens, profile, held[index], unit, replica, *times)
 
 
 def _profile(line: Request, keys: Keys) -> RequestProfile:
@@ -169,7 +171,7 @@ def _profile(line: Request, keys: Keys) -> RequestProfile:
 # -- replicas -------------------------------------------------------------------------------
 
 
-def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> Member:
+def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> ReplayReplica:
     there = [line for line in lines if line.state is not None]
     states = [convert(line.state, ReplicaState) for line in there]
     last = states[-1]
@@ -197,4 +199,4 @@ def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) 
     if turns[0].at > _JOINED_S:  # until then it was not there
         gone = structs.replace(turns[0].state, healthy=False)
         turns.insert(0, replace(turns[0], at=0.0, state=gone))
-    return Member(hardware, tuple(turns))
+    return ReplayReplica(hardware, tuple(turns))

@@ -7,9 +7,17 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
-from extproc.lab.replay.machine import Machine, Watch
-from extproc.lab.replay.routers import Arrival, Failed, Node, Routers, Served, Traced, VirtualClock
-from extproc.lab.simulator.steps import Outcome
+from extproc.lab.replay.machine import Machine, MachinePoller
+from extproc.lab.replay.routers import (
+    Arrival,
+    Failed,
+    RouterNode,
+    Routers,
+    Served,
+    Traced,
+    VirtualClock,
+)
+from extproc.lab.simulator.steps import StepOutcome
 from extproc.request.errors import Refusal
 from extproc.route.decision import Decision
 from extproc.route.queue import SWEEP_EVERY_S
@@ -26,7 +34,7 @@ class Simulation(ABC):
     def __init__(
         self,
         machines: Mapping[str, Machine],
-        watches: Collection[Watch],
+        pollers: Collection[MachinePoller],
         routers: Routers,
         clock: VirtualClock,
         poll_s: float,
@@ -36,7 +44,7 @@ class Simulation(ABC):
         self.machines = machines
         self.clock = clock
         self.failed: list[Failed] = []  # requests that got no whole answer
-        self._watches = watches
+        self._pollers = pollers
         self._routers = routers
         self._poll_s = poll_s
         self._poll_at = 0.0
@@ -114,7 +122,7 @@ class Simulation(ABC):
         whole = not decision.profile.stream
         served = Served(arrival, decision, whole, decision.replica, self.clock())
         self._open[served.number] = served
-        self._routers.tell(served, Node.sent)
+        self._routers.notify(served, RouterNode.sent)
         self._send(served)
 
     def _send(self, served: Served) -> None:
@@ -159,8 +167,8 @@ class Simulation(ABC):
             return
         served.answered = True
         if served.replica != served.decision.replica:
-            self._routers.tell(served, Node.retried)
-        self._routers.tell(served, Node.answered if well else Node.failed)
+            self._routers.notify(served, RouterNode.retried)
+        self._routers.notify(served, RouterNode.answered if well else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
         """Fails the last requests if they wait for replicas that never come back."""
@@ -199,14 +207,14 @@ class Simulation(ABC):
         self._routers.deliver(until)
         self.clock.time = until
 
-    def _hear(self, outcome: Outcome) -> Iterator[Served]:
+    def _hear(self, outcome: StepOutcome) -> Iterator[Served]:
         for sequence in outcome.prefilled:
             served = self._owners[sequence.id]
             if served.first_token is None:  # else it was preempted since
                 served.first_token = self.clock()
                 if served.profile.stream:
                     self._answer(served, well=True)
-                    self._routers.tell(served, Node.first_token)
+                    self._routers.notify(served, RouterNode.first_token)
         for sequence in outcome.finished:
             served = self._owners.pop(sequence.id)
             if all(one.finished is not None for one in served.sequences):
@@ -215,11 +223,11 @@ class Simulation(ABC):
                 self._answer(served, well=True)
                 self._routers.ended(served)
                 yield served
-                self._routers.tell(served, Node.let_go)
+                self._routers.notify(served, RouterNode.queue_freed)
 
     def _poll(self) -> None:
-        for watch in self._watches:
-            state = watch.poll(self.clock())
+        for poller in self._pollers:
+            state = poller.poll(self.clock())
             if state is not None:
                 self._routers.publish(state)
         self._poll_at += self._poll_s

@@ -85,7 +85,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChangeEffect:
     """Figures with and without a change."""
 
     change: str  # in words
@@ -166,7 +166,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
     return Replayed(scene, len(counted(scene)), fits(scene, played))
 
 
-def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
+def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
     """Plays the scene without a change and with it; raises ValueError if that fails."""
     runs = [(one, seed) for seed in SEEDS for one in (scene, other)]
 
@@ -175,7 +175,7 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
 
     played = [play(one, seed, show=shown(number)) for number, (one, seed) in enumerate(runs)]
     before, after = played[::2], played[1::2]
-    return Answer(
+    return ChangeEffect(
         change,
         differences(scene, before, after),
         too_short(scene, played),

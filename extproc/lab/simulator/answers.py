@@ -16,7 +16,7 @@ from extproc.lab.simulator.asks import (
     RequestError,
     ResponsesBody,
 )
-from extproc.lab.simulator.live import Generation, Usage
+from extproc.lab.simulator.live import Generation, TokenUsage
 from extproc.lab.simulator.steps import FinishReason
 from extproc.request.endpoint import Endpoint
 
@@ -111,7 +111,7 @@ class ChoicesReply(Reply):
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def _usage(self, usage: TokenUsage) -> dict[str, Any]:
         details = {"prompt_tokens_details": {"cached_tokens": usage.cached}}
         return {
             "prompt_tokens": usage.prompt,
@@ -183,7 +183,7 @@ class MessagesReply(Reply):
         end = {"stop_reason": stop_reason, "stop_sequence": None, "usage": usage}
         return {**head, "content": content, **end}
 
-    def _usage(self, usage: Usage) -> dict[str, int]:
+    def _usage(self, usage: TokenUsage) -> dict[str, int]:
         """Anthropic's input excludes cached tokens; without details vLLM takes all to be input."""
         cached = usage.cached if self.details else 0
         counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}

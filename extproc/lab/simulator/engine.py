@@ -8,15 +8,15 @@ from itertools import chain
 from operator import attrgetter
 
 from extproc.lab.simulator.blocks import BlockPool
-from extproc.lab.simulator.features import COLD, Adapters, Speculation
+from extproc.lab.simulator.features import COLD, AdapterSlots, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.steps import (
     Counters,
     FinishReason,
     Gauges,
-    Outcome,
     Sequence,
     Step,
+    StepOutcome,
     Stretch,
 )
 from extproc.predict.step import HardwareProfile, StepModel
@@ -53,7 +53,7 @@ class Engine:
         max_num_seqs: int | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
-        adapters: Adapters | None = None,
+        adapters: AdapterSlots | None = None,
         events: BlockEvents | None = None,
         by_priority: bool = False,
         cold_steps: int = 0,
@@ -206,7 +206,7 @@ class Engine:
         self._now = now
         return self._begin(now)
 
-    def complete(self) -> Outcome:
+    def complete(self) -> StepOutcome:
         """End the step in progress: hand out its tokens, free what is finished."""
         step = self.step
         assert step is not None, "no step is in progress"
@@ -226,19 +226,21 @@ class Engine:
             self._end_prefill(sequence, step.ends_at)
         finished += [sequence for sequence in prefilled if sequence.finished is not None]
         first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
-        outcome = Outcome(step.ends_at, step.steps, decoded, accepted, prefilled, first, finished)
+        outcome = StepOutcome(
+            step.ends_at, step.steps, decoded, accepted, prefilled, first, finished
+        )
         self._count(outcome)
         if decoded or prefilled or not self.freezing_gauges:
             self._show(min(step.waiting, self.waiting))
         return outcome
 
-    def advance(self, until: float) -> list[Outcome]:
+    def advance(self, until: float) -> list[StepOutcome]:
         """Run every step that ends by ``until``, many at once where they only decode.
 
         The step that is in progress at ``until`` stays so. Sequences added afterwards wait for its
         end, as they would with :meth:`schedule`.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[StepOutcome] = []
         while (step := self.step or self._begin(until)) and step.ends_at <= until:
             outcomes.append(self.complete())
         return outcomes
@@ -521,7 +523,7 @@ class Engine:
         sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
         self._publish(sequence, sequence.prompt_tokens, tokens)
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: StepOutcome) -> None:
         counters, first = self.counters, outcome.first
         counters.prefix_queries, counters.prefix_hits = self._prefix_queries, self._prefix_hits
         if not outcome.decoded and not outcome.prefilled:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from random import Random
 
 
-class Adapters:
+class AdapterSlots:
     """Slots for adapters: those of a batch, and those that stay loaded after their last use.
 
     A step takes ``load_s`` longer for each adapter that is not loaded; the adapter that was used

@@ -12,7 +12,7 @@ from extproc.ground.clock import Clock
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import Metrics
-from extproc.lab.simulator.steps import FinishReason, Histogram, Outcome, Sequence
+from extproc.lab.simulator.steps import FinishReason, Histogram, Sequence, StepOutcome
 
 _BOUNDS_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -48,7 +48,7 @@ class Lateness:
         return {"steps": steps, "late_s": late, "lost_s": self._lost}
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Tokens of a request."""
 
     prompt: int
@@ -57,7 +57,7 @@ class Usage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedAnswer:
     """A sequence of a request."""
 
     sequence: Sequence
@@ -84,7 +84,7 @@ class Token(NamedTuple):
 class Generation:
     """The answers to one request, ``choices`` for each prompt, as far as they are generated."""
 
-    def __init__(self, answers: list[Answer], choices: int, streamed: bool) -> None:
+    def __init__(self, answers: list[GeneratedAnswer], choices: int, streamed: bool) -> None:
         self.answers = answers
         self.choices = choices
         self._streamed = streamed
@@ -93,10 +93,10 @@ class Generation:
         self._tokens: list[Token] = []
         self._changed = asyncio.Event()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Tokens so far; a prompt counts once, whatever the number of its choices."""
         prompts = [answer.sequence for answer in self.answers[:: self.choices]]
-        return Usage(
+        return TokenUsage(
             prompt=sum(sequence.prompt_tokens for sequence in prompts),
             completion=sum(answer.sequence.generated for answer in self.answers),
             cached=sum(sequence.cached_tokens for sequence in prompts),
@@ -209,11 +209,11 @@ class LiveEngine:
     def _now(self) -> float:
         return (self._clock() - self._started) * self.speed
 
-    def _unfinished(self) -> Iterator[tuple[Answer, Generation, int]]:
+    def _unfinished(self) -> Iterator[tuple[GeneratedAnswer, Generation, int]]:
         for generation, index in self._owners.values():
             yield generation.answers[index], generation, index
 
-    def _deliver(self, outcome: Outcome, duration: float) -> None:
+    def _deliver(self, outcome: StepOutcome, duration: float) -> None:
         self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
         for sequence in (*outcome.decoded, *outcome.prefilled):
             if sequence.output_tokens:
@@ -225,7 +225,7 @@ class LiveEngine:
             answer = self._end(sequence)
             self._metrics.sequence_finished(sequence, answer.bound, self.speed)
 
-    def _end(self, sequence: Sequence) -> Answer:
+    def _end(self, sequence: Sequence) -> GeneratedAnswer:
         """End a sequence; the prompts of a request count with the last one."""
         generation, index = self._owners.pop(sequence.id)
         generation.end()

@@ -12,9 +12,9 @@ from extproc.lab.simulator import tokens
 from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
 from extproc.lab.simulator.blocks import chain_hashes
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.features import ACCEPTANCE, Adapters, Speculation
+from extproc.lab.simulator.features import ACCEPTANCE, AdapterSlots, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
-from extproc.lab.simulator.live import Answer, Generation, LiveEngine
+from extproc.lab.simulator.live import GeneratedAnswer, Generation, LiveEngine
 from extproc.lab.simulator.metrics import Metrics
 from extproc.lab.simulator.pooling import PoolingBody
 from extproc.lab.simulator.steps import FinishReason, Sequence
@@ -76,7 +76,9 @@ class Replica:
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
         speculation = Speculation(drafts, settings.acceptance, random) if drafts else None
-        loras = Adapters(settings.max_loras, settings.adapter_load_s) if settings.adapters else None
+        loras = (
+            AdapterSlots(settings.max_loras, settings.adapter_load_s) if settings.adapters else None
+        )
         self.settings = settings
         self.engine = Engine(
             hardware_profile(settings.profile),
@@ -119,7 +121,7 @@ class Replica:
         prompts = body.prompts()
         for prompt in prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
-        answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in prompts]
+        answers = [GeneratedAnswer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in prompts]
         return self._submit(Generation(answers, 1, streamed=False))
 
     def _submit(self, generation: Generation) -> Generation:
@@ -139,7 +141,7 @@ class Replica:
 
     def _answer(
         self, body: GenerateBody, prompt: bytes, bound: int, choice: int, length: int | None
-    ) -> Answer:
+    ) -> GeneratedAnswer:
         if body.ignore_eos:
             length = bound
         elif length is None:
@@ -149,7 +151,7 @@ class Replica:
         sequence = self._sequence(body, prompt, tokens.generated_text(start, length), length)
         if length == bound:
             sequence.reason = FinishReason.LENGTH
-        return Answer(sequence, bound, start)
+        return GeneratedAnswer(sequence, bound, start)
 
     def _sequence(self, body: Body, prompt: bytes, text: str, output_tokens: int) -> Sequence:
         adapter = body.model if body.model in self.settings.adapters else ""

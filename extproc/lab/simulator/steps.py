@@ -124,7 +124,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """Results of a step, or of several steps of decoding alone."""
 
     ends_at: float

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.harness.processes import Process, answers, free_port
-from extproc.lab.harness.traffic import OUTPUT_HEADER, Answer, Client, Request
+from extproc.lab.harness.traffic import OUTPUT_HEADER, Answer, Client, TimedRequest
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER, start
 from tests.waiting import until
@@ -23,23 +23,26 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def requests(count: int, every_s: float = 0.0, stream: bool = True) -> Iterator[Request]:
+def requests(count: int, every_s: float = 0.0, stream: bool = True) -> Iterator[TimedRequest]:
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(CHAT | (usage if stream else {})).encode()
     for number in range(count):
         path, told = "/v1/chat/completions", {OUTPUT_HEADER: "20"}
-        yield Request(number * every_s, f"r-{number}", path, body, stream, told)
+        yield TimedRequest(number * every_s, f"r-{number}", path, body, stream, told)
 
 
 async def send(
-    url: str, plan: Iterator[Request], timeout_s: float = 30.0, clock: Clock = monotonic
+    url: str, plan: Iterator[TimedRequest], timeout_s: float = 30.0, clock: Clock = monotonic
 ) -> list[Answer]:
     async with Client(url, timeout_s, clock) as client:
         return await client.run(plan)
 
 
 async def to_server(
-    handler: Handler, plan: Iterator[Request], timeout_s: float = 30.0, clock: Clock = monotonic
+    handler: Handler,
+    plan: Iterator[TimedRequest],
+    timeout_s: float = 30.0,
+    clock: Clock = monotonic,
 ) -> list[Answer]:
     app = web.Application()
     app.add_routes([web.post("/v1/{path:.*}", handler)])
@@ -181,7 +184,7 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
         ready = answers(f"{url}/health")
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
 
-    def plan() -> Iterator[Request]:
+    def plan() -> Iterator[TimedRequest]:
         """Hundred requests a second, until ten were sent to the server that is back."""
         left = 10
         for planned in requests(100_000, every_s=0.01):

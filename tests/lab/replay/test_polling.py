@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from extproc.lab.replay.machine import Machine, Watch
+from extproc.lab.replay.machine import Machine, MachinePoller
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior
@@ -17,7 +17,7 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
     machine = Machine(address(1), hardware_profile(A10), Engine)
     machine.engine.freezing_gauges = freezing
     told = ReplicaState(id=address(1), profile=A10)
-    watch = Watch(machine, told, None, FleetPrior(), 0.2, Random(0))
+    watch = MachinePoller(machine, told, None, FleetPrior(), 0.2, Random(0))
     sequences = [Sequence(number, 1000, 500) for number in range(3)]
     for sequence in sequences:
         machine.add(sequence, 0.0)
@@ -37,7 +37,7 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
 
 def test_polls_publish_the_start_of_each_process() -> None:
     machine = Machine(address(1), hardware_profile(A10), Engine)
-    watch = Watch(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
+    watch = MachinePoller(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
     before = watch.poll(1.0)
     machine.hangs(2.0)
     machine.comes_up(3.0)
@@ -55,7 +55,7 @@ def test_polls_publish_the_start_of_each_process() -> None:
 @pytest.mark.parametrize("old", [True, False])
 def test_polls_of_old_counters_count_cached_tokens_before_their_prompt(old: bool) -> None:
     machine = Machine(address(1), hardware_profile(A10), partial(Engine, old_counters=old))
-    watch = Watch(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
+    watch = MachinePoller(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
     machine.add(Sequence(1, 320, 1, range(20)), 0.0)
     machine.advance(10.0)
     machine.add(Sequence(2, 4000, 1, range(20)), 10.0)  # takes two steps

@@ -5,7 +5,7 @@ import pytest
 
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Speculation
-from extproc.lab.simulator.steps import FinishReason, Outcome, Sequence, Step
+from extproc.lab.simulator.steps import FinishReason, Sequence, Step, StepOutcome
 from extproc.predict.step import HardwareProfile, StepModel
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)
@@ -20,7 +20,7 @@ def engine_with(*sequences: Sequence, **options: Any) -> Engine:
     return engine
 
 
-def run(engine: Engine) -> list[Outcome]:
+def run(engine: Engine) -> list[StepOutcome]:
     return engine.advance(float("inf"))
 
 
@@ -34,7 +34,7 @@ def admitted(step: Step) -> list[int]:
     return [sequence.id for sequence, _ in step.chunks]
 
 
-def ended(outcomes: list[Outcome]) -> list[int]:
+def ended(outcomes: list[StepOutcome]) -> list[int]:
     return [sequence.id for outcome in outcomes for sequence in outcome.finished]
 
 
