@@ -10,7 +10,7 @@ _MAX_PORT = 65_535
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port, of an IPv6 host without its brackets; raises ValueError for others."""
+    """Returns host and port, without the brackets of an IPv6 host; else raises ValueError."""
     match = _ADDRESS.fullmatch(address.strip())
     if match is None or int(match["port"]) > _MAX_PORT:
         raise ValueError(f"{address!r} is not an address of the form host:port or [ipv6]:port")
@@ -18,7 +18,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def with_name(address: str, name: str) -> str:
-    """Returns the address after its name, if it has one of its own: ``a (1.2.3.4:80)``."""
+    """Returns ``name (address)``, or the address alone if the name is empty or the same."""
     return address if name in ("", address) else f"{name} ({address})"
 
 

@@ -1,8 +1,8 @@
-"""Time, passed in: production, tests and the discrete-event simulation run the same code."""
+"""Clocks, passed in so that production, tests and simulation run the same code."""
 
 import time
 from collections.abc import Callable
 
-Clock = Callable[[], float]  # seconds that never run backwards; only differences mean something
+Clock = Callable[[], float]  # seconds; never runs backwards, its zero has no meaning
 monotonic: Clock = time.monotonic
-wall: Clock = time.time  # seconds since the epoch, for stamps that leave the process
+wall: Clock = time.time  # seconds since the epoch, for timestamps that leave the process

@@ -1,4 +1,4 @@
-"""Files that settings name: read with errors of one line, and read again when they change."""
+"""Files named by settings: one-line errors, and reads again after a change."""
 
 import logging
 import ssl
@@ -24,7 +24,7 @@ def read_file(setting: str, path: Path) -> bytes:
 
 
 def read_certificates(setting: str, path: Path) -> bytes:
-    """Reads a file of certificates (PEM); raises ValueError if that fails or it holds none."""
+    """Reads a PEM file; raises ValueError if that fails or the file holds no certificate."""
     content = read_file(setting, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
@@ -34,56 +34,56 @@ def read_certificates(setting: str, path: Path) -> bytes:
 
 
 class WatchedFiles(Generic[T]):
-    """Files that people may change while the program runs; a broken change keeps the last content.
+    """Files that may change while the program runs; an unusable change keeps the last content.
 
     Args:
-        what: the name that log lines give the files.
-        read: returns their content, or raises OSError or ValueError; the next look tries again.
-        files: the files to watch.
+        what: name of the files in log lines.
+        read: returns the content; raises OSError or ValueError if the files cannot be used.
+        files: files to watch.
     """
 
     def __init__(self, what: str, read: Callable[[], T], *files: Path) -> None:
         self._what = what
         self._read = read
         self._files = files
-        self._seen: list[_Stamp | None] | None = None
+        self._stamps: list[_Stamp | None] | None = None  # of the last content; None: read anew
         self._was_read = False
         self._extra = {"file": ", ".join(map(str, files))}
-        begins, over = f"{what} is not usable, retrying", f"{what} is usable"
-        self._missing = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
-        begins, over = f"{what} is not usable, keeping its last content", f"{what} is usable again"
-        self._broken = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
+        begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
+        over = f"{what} can be used again"
+        self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
 
     def read(self) -> T:
-        """Returns the content; raises as ``read`` does."""
-        stamps = [_stamp(file) for file in self._files]
-        self._seen = None
+        """Returns the content; raises what ``read`` raises."""
+        stamps, self._stamps = self._stamps_now(), None
         content = self._read()
-        self._seen, self._was_read = stamps, True
+        self._stamps, self._was_read = stamps, True
         return content
 
     def if_changed(self) -> T | None:
-        """Returns changed content that can be used, else None; an unusable file is logged once."""
-        if self._seen is not None and self._seen == [_stamp(file) for file in self._files]:
+        """Returns the content if it changed and can be used; otherwise logs why, and returns None.
+
+        The first call always reads; a failed read is repeated at the next call.
+        """
+        if self._stamps == self._stamps_now():
             return None
         again = self._was_read
-        outage = self._broken if again else self._missing
         try:
             content = self.read()
-        except OSError as error:
-            outage.failed(error.strerror or error)
-        except ValueError as error:
-            outage.failed(error)
-        else:
-            outage.recovered()
-            if again:
-                log.info(f"{self._what} is read again", extra=self._extra)
-            return content
-        return None
+        except (OSError, ValueError) as error:
+            self._outage.failed(getattr(error, "strerror", None) or error)
+            return None
+        self._outage.recovered()
+        if again:
+            log.info(f"{self._what} read again after a change", extra=self._extra)
+        return content
+
+    def _stamps_now(self) -> list[_Stamp | None]:
+        return [_stamp(file) for file in self._files]
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Identifies a version of the file; None if it cannot be looked at."""
+    """Identifies a version of the file; None if the file cannot be accessed."""
     try:
         status = path.stat()
     except OSError:

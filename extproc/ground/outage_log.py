@@ -1,21 +1,21 @@
-"""Log lines for an outage: one when it begins, and one when it is over."""
+"""Log lines for an outage: a line when it begins, and a line when it is over."""
 
 from logging import WARNING, Logger
 
 
 class OutageLog:
-    """Logs that something fails, once, and that it works again."""
+    """Logs the first of several failures in a row, and the success that ends them."""
 
     def __init__(
         self,
         log: Logger,
         begins: str,  # message of the first failure
-        over: str = "",  # message of the end; empty: the end is not logged
+        over: str = "",  # message of the first success; empty: not logged
         level: int = WARNING,  # of ``begins``
-        each: bool = False,  # log a problem again when its text changes
+        each: bool = False,  # log also a later failure whose text differs
         **extra: str,  # fields of both lines
     ) -> None:
-        self.problem = ""  # the last failure's text; empty: there is no outage
+        self.problem = ""  # text of the last failure; empty: no outage
         self._log = log
         self._begins = begins
         self._over = over
@@ -24,14 +24,14 @@ class OutageLog:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None) -> None:
-        """Records a failure and logs the first one."""
+        """Records a failure; logs the first, and others as ``each`` says."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem}
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
     def recovered(self) -> None:
-        """Ends the outage, if there is one, and logs its end."""
+        """Ends the outage, if any, and logs its end."""
         if self.problem and self._over:
             self._log.warning(self._over, extra=self._extra)
         self.problem = ""

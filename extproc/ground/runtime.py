@@ -1,4 +1,4 @@
-"""Runs of programs: until a signal, with waits between attempts, with work on threads."""
+"""Parts of asyncio programs: runs until a signal, threads for calls that hang, backoff."""
 
 import asyncio
 import signal
@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_STOP = (signal.SIGTERM, signal.SIGINT)
-
 
 async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
-    """Runs the parts side by side until SIGTERM or SIGINT, which cancels them.
+    """Runs the parts concurrently until SIGTERM or SIGINT, which cancels them.
 
     Raises:
         ExceptionGroup: a part failed; the others are cancelled.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in _STOP:
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
         loop.add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -29,17 +28,17 @@ async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
             for part in running:
                 part.cancel()
     finally:
-        for number in _STOP:
+        for number in signals:
             loop.remove_signal_handler(number)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Runs ``work`` on a thread of its own, for calls that may hang, such as name resolution.
+    """Runs ``work`` on a new thread, for calls that may hang, such as name resolution.
 
-    The thread goes on when the caller is cancelled, and does not delay the end of the program.
+    Cancelling the caller does not stop the thread; the thread does not delay the program's exit.
     """
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+    done.set_running_or_notify_cancel()  # the future cannot be cancelled from now on
 
     def run() -> None:
         try:
@@ -52,15 +51,15 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 async def in_turns(steps: Iterable[None]) -> None:
-    """Takes the steps one by one, with other work of the loop in between."""
+    """Runs the steps and lets the event loop do other work after each."""
     for _ in steps:
         await asyncio.sleep(0)
 
 
 class Backoff:
-    """Seconds to wait: doubled from ``first_s`` up to ``most_s``, then cut at random by up to half.
+    """Wait after each failure, in seconds: doubles from ``first_s`` up to ``most_s``.
 
-    The random cut keeps many clients of one failed server from coming back in step.
+    A random half is cut off, so that many clients of a failed server do not return in step.
     """
 
     def __init__(self, first_s: float, most_s: float, random: Random) -> None:
@@ -69,10 +68,8 @@ class Backoff:
         self._random = random
 
     def next(self) -> float:
-        """Returns the seconds to wait after one more failure."""
         wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._most_s)
         return wait_s * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Starts anew after a success."""
         self._next_s = self._first_s

@@ -1,4 +1,4 @@
-"""TLS on the ports that others connect to: files tried before use, read again when they change.
+"""TLS of the ports that this process opens: tries files before use, reads changed files again.
 
 Functions raise ValueError with file and reason if a file cannot be used.
 """
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from extproc.ground.files import WatchedFiles, read_certificates, read_file
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
 
 
 class CertificateSection(Protocol):
-    """A section of the configuration that names a certificate and its key."""
+    """A section of the configuration with a certificate and its key."""
 
     @property
     def tls_cert(self) -> Path | None: ...
@@ -31,22 +31,22 @@ class CertificateSection(Protocol):
 class Certificates:
     """Contents of the files, in PEM."""
 
-    chain: bytes  # the certificate to show, and those between it and its authority
+    chain: bytes  # the certificate and its intermediates
     key: bytes
-    client_ca: bytes | None  # authorities of clients that may connect; None: anybody may
-    doubt: str  # why peers will not trust the certificate (it has expired, say); empty: they will
+    client_ca: bytes | None  # authorities of permitted clients; None: all clients are
+    doubt: str  # why peers will distrust the certificate (say, it has expired); or empty
     context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
 def read(files: CertificateSection, section: str, client_ca: Path | None = None) -> Certificates:
-    """Reads and tries the files of a section of the configuration that has TLS."""
+    """Reads and tries the files of a section; its ``tls_cert`` and ``tls_key`` are not None."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
     key = read_file(f"{section}.tls_key", files.tls_key)
     authorities = client_ca and read_certificates(f"{section}.tls_client_ca", client_ca)
-    context = _pair(files.tls_cert, files.tls_key, section)
-    doubt = _shake_hands(context, trusting(files.tls_cert))
+    context = _server_context(files.tls_cert, files.tls_key, section)
+    doubt = _rejection(context, trusting(files.tls_cert))
     return Certificates(
         chain, key, authorities or None, doubt and f"{files.tls_cert}: {doubt}", context
     )
@@ -55,13 +55,13 @@ def read(files: CertificateSection, section: str, client_ca: Path | None = None)
 def watched(
     files: CertificateSection, section: str, peers: str, client_ca: Path | None = None
 ) -> WatchedFiles[Certificates]:
-    """Watches the files; logs why ``peers`` will not trust the certificate."""
+    """Watches the files; logs a warning if ``peers`` will not trust the certificate."""
 
     def tried() -> Certificates:
         found = read(files, section, client_ca)
         if found.doubt:
-            text = f"{peers} will not trust this certificate"
-            logger.warning(text, extra={"reason": found.doubt})
+            text = f"{peers} will not trust this certificate: replace it"
+            log.warning(text, extra={"reason": found.doubt})
         return found
 
     return WatchedFiles(
@@ -70,7 +70,7 @@ def watched(
 
 
 def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | None:
-    """Returns the context that an HTTP port is opened with, or None for plain text."""
+    """Returns the TLS context of an HTTP port; None: the port is plain text."""
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Browsers and Prometheus")
@@ -86,7 +86,7 @@ def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | 
     return first
 
 
-def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
+def _server_context(cert: Path, key: Path, section: str) -> ssl.SSLContext:
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
@@ -101,8 +101,8 @@ def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """Returns a client's context that trusts one certificate, whoever signed it and whatever name
-    it is for; of a file with several, the first, which is a server's own."""
+    """Returns a client context that trusts only the first certificate in the file, whatever its
+    issuer and host name."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -116,8 +116,8 @@ def trusting(certificate: Path) -> ssl.SSLContext:
     return client
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Reason why the client hangs up on the server, in OpenSSL's words; empty if it does not."""
+def _rejection(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """Reason, in OpenSSL's words, why the client rejects the server; empty if it does not."""
     upwards, downwards = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(downwards, upwards), server.wrap_bio(upwards, downwards, True)
     try:

@@ -1,11 +1,11 @@
-"""YAML as people write it, with mistakes told in one line that says where."""
+"""YAML files, with one-line errors that name the place of the mistake."""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-_MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which brings in another mapping
+_MERGE = "tag:yaml.org,2002:merge"  # tag of the key `<<`, which may come several times
 
 
 def read_yaml(path: Path) -> object:
@@ -17,29 +17,27 @@ def read_yaml(path: Path) -> object:
 
 
 def parse_yaml(text: str) -> object:
-    """Parses YAML or JSON: one document as it stands, several as a list of them.
+    """Parses YAML or JSON: returns a single document, or a list of several.
 
     Raises:
-        ValueError: the text is neither; the message quotes no line, which may hold a password.
+        ValueError: the text is neither. The message quotes no line: a line may hold a password.
     """
     try:
         documents = list(yaml.load_all(text, _Loader))
     except RecursionError:
         raise ValueError("not YAML: nested too deeply") from None
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"not YAML: {_place(error.problem_mark)}{error.problem}") from None
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"not YAML: {place}{error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     return documents[0] if len(documents) == 1 else documents or None
 
 
-def _place(mark: yaml.Mark | None) -> str:
-    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-
-
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses a key that comes twice, of which YAML's own loader takes the last value."""
+        """Refuses a key that occurs twice; PyYAML's loader would take the last value."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
@@ -54,11 +52,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_document(self, node: yaml.Node) -> Any:
-        self.deep_construct = True  # refuses a node that holds itself
+        self.deep_construct = True  # PyYAML then refuses a node that contains itself
         return super().construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Turns any error of YAML's own constructors into one that says where."""
+        """Adds the place to any error of PyYAML's constructors."""
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):

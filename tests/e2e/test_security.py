@@ -94,4 +94,4 @@ async def test_renewed_certificate_needs_no_restart(client: Client, stack: Secur
     assert (await client.chat(tokens=3)).status == 200
     assert await client.metric(ROUTED) == before + 1
     log = (stack.directory / "router.log").read_text()
-    assert log.count("certificate is read again") == 1
+    assert log.count("certificate read again after a change") == 1

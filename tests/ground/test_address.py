@@ -1,3 +1,5 @@
+"""Addresses are split, joined and shown beside a name; malformed ones are refused."""
+
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
@@ -16,7 +18,7 @@ from extproc.ground.address import join_address, split_address, with_name
         ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
     ],
 )
-def test_host_and_port(address: str, parts: tuple[str, int]) -> None:
+def test_address_splits_into_host_and_port_and_back(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
     assert join_address(*parts) == address.strip()
 
@@ -24,18 +26,18 @@ def test_host_and_port(address: str, parts: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "address", ["", ":80", "host", "host:", "host:x", "host:65536", "::1:80", "[host]:80", "a/b:1"]
 )
-def test_what_is_no_address(address: str) -> None:
+def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
         split_address(address)
 
 
 @given(st.ip_addresses(), st.integers(0, 65_535))
-def test_any_ip_address_comes_back(ip: IPv4Address | IPv6Address, port: int) -> None:
+def test_any_ip_address_survives_join_and_split(ip: IPv4Address | IPv6Address, port: int) -> None:
     assert split_address(join_address(str(ip), port)) == (str(ip), port)
 
 
 @given(st.text())
-def test_any_text_is_split_or_refused(text: str) -> None:
+def test_any_text_is_a_valid_address_or_refused(text: str) -> None:
     try:
         host, port = split_address(text)
     except ValueError:
@@ -45,7 +47,7 @@ def test_any_text_is_split_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("a", "a (1.2.3.4:80)"), ("", "1.2.3.4:80"), ("1.2.3.4:80", "1.2.3.4:80")]
+    ("name", "text"), [("a", "a (1.2.3.4:80)"), ("", "1.2.3.4:80"), ("1.2.3.4:80", "1.2.3.4:80")]
 )
-def test_an_address_is_told_after_its_name(name: str, said: str) -> None:
-    assert with_name("1.2.3.4:80", name) == said
+def test_name_stands_before_its_address(name: str, text: str) -> None:
+    assert with_name("1.2.3.4:80", name) == text

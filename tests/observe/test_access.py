@@ -66,7 +66,9 @@ async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> N
         for _ in range(2):
             assert await status(url, "Bearer ") == 401
             assert await status(url, "Bearer another-one") == 200
-        (line,) = logged.lines("admin token is not usable, keeping its last content")
+        (line,) = logged.lines(
+            "admin token cannot be used: keeping the last usable content, if any, and retrying"
+        )
         assert "holds no token" in str(line["error"])
 
 
@@ -142,7 +144,9 @@ async def test_renewed_certificate_is_shown(tmp_path: Path, logged: Logged) -> N
         assert not await reached(address, first)
         files["tls_key"].write_text("none")
         assert await reached(address, second)
-        (line,) = logged.lines("certificate is not usable, keeping its last content")
+        (line,) = logged.lines(
+            "certificate cannot be used: keeping the last usable content, if any, and retrying"
+        )
         assert "admin.tls_key" in str(line["error"])
         with pytest.raises(aiohttp.ClientError):
             await status(f"http://{address}/livez")

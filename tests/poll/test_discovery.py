@@ -295,7 +295,7 @@ async def test_a_broken_file_keeps_the_last_list(
     assert "\n" not in str(line["error"])
     file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
-    assert len(logged.lines("replicas file is usable again")) == 1
+    assert len(logged.lines("replicas file can be used again")) == 1
 
 
 async def test_file_that_is_yet_to_come_has_no_content(tmp_path: Path, logged: Logged) -> None:
@@ -304,7 +304,10 @@ async def test_file_that_is_yet_to_come_has_no_content(tmp_path: Path, logged: L
     assert await ids(found) == await ids(found) == []
     file.write_text("[10.0.0.1:80]")
     assert await ids(found) == ["10.0.0.1:80"]
-    told = ["replicas file is not usable, retrying", "replicas file is usable"]
+    told = [
+        "replicas file cannot be used: keeping the last usable content, if any, and retrying",
+        "replicas file can be used again",
+    ]
     assert [line["msg"] for line in logged.lines()] == told
 
 
@@ -318,9 +321,11 @@ async def test_file_that_is_back_unchanged_is_usable_again(tmp_path: Path, logge
         assert await ids(found) == ["10.0.0.1:80"]
         aside.rename(file)
         assert await ids(found) == ["10.0.0.1:80"]
-        problem = "replicas file is not usable, keeping its last content"
+        problem = (
+            "replicas file cannot be used: keeping the last usable content, if any, and retrying"
+        )
         assert len(logged.lines(problem)) == count
-        assert len(logged.lines("replicas file is usable again")) == count
+        assert len(logged.lines("replicas file can be used again")) == count
 
 
 async def test_file_of_same_size_and_time_replaces_another(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.conftest import Logged, too_many_open_files
 from tests.proxy.conftest import config_of, router_of
 from tests.waiting import PATIENCE_S
 
-OLD = "certificate is not usable, keeping its last content"
+OLD = "certificate cannot be used: keeping the last usable content, if any, and retrying"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -137,7 +137,7 @@ async def test_bad_files_keep_last_content(serving: Serving, files: Files, logge
         assert "is not the key of the certificate in" in str(line["error"])
         shutil.copy(key, files.key)
         assert await health(port, files.ours, envoy) == SERVING
-        assert len(logged.lines("certificate is read again")) == 1
+        assert len(logged.lines("certificate read again after a change")) == 1
         files.client_ca.unlink()
         assert await health(port, files.ours, envoy) == SERVING
         assert len(logged.lines(OLD)) == 2
@@ -158,7 +158,7 @@ def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> No
 async def test_expired_certificate_logs(serving: Serving, files: Files, logged: Logged) -> None:
     files.put(*files.ours.sign("router", days=-1))
     async with serving(files.settings):
-        (line,) = logged.lines("Envoy will not trust this certificate")
+        (line,) = logged.lines("Envoy will not trust this certificate: replace it")
     assert line["reason"] == f"{files.cert}: certificate has expired"
 
 
