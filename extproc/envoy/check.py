@@ -1,4 +1,4 @@
-"""Findings on an Envoy file."""
+"""Checks an Envoy file."""
 
 from collections.abc import Mapping
 
@@ -10,39 +10,37 @@ from extproc.envoy.rules import FILTER_RULES
 from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 
 RULES = (*FILTER_RULES, *CLUSTER_RULES)
-_NO_ENVOY = (
-    "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
-    "a fragment such as envoy/ext_proc.yaml, or a mesh's patch"
+_NOT_ENVOY = (
+    "not an Envoy file: no part of Envoy's configuration was found in it. Give a bootstrap, a "
+    "fragment such as envoy/ext_proc.yaml, or a patch for a mesh"
 )
-_NO_FILTER = (
-    "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
+_ENVOY_GATEWAY = (
+    "these are resources of Envoy Gateway, which are not checked: check the Envoy configuration "
+    "that it makes of them (egctl config envoy-proxy all)"
 )
 _LISTENERS_ELSEWHERE = (
-    "listeners come from elsewhere (lds_config), and so does the ext_proc filter: check the file "
-    "that lds_config names, or what its control plane serves"
+    "no ext_proc filter: the listeners come from elsewhere (lds_config). Check the file that "
+    "lds_config names, or what its control plane serves"
 )
-_COMPLETE = "Filter, listener, route and clusters are all in this file."
-_INCOMPLETE = "there is no {} in this file: check the one that is used, too"
-_OF_ENVOY_GATEWAY = (
-    "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "
-    "not judged here: check what it makes (egctl config envoy-proxy all)"
+_NO_FILTER = (
+    "no ext_proc filter: Envoy never asks the router. Copy the filter from envoy/ext_proc.yaml"
 )
 
 
 def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
-    """Findings on an Envoy file, as :mod:`extproc.ground.yaml_file` read it, worst first."""
+    """Check an Envoy file, as :mod:`extproc.ground.yaml_file` read it; the worst findings first."""
     file = EnvoyFile(tree, config)
     found = [*file.findings]
-    if not file and _is_of_envoy_gateway(tree):
-        found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
+    if not file and _is_envoy_gateway(tree):
+        found.append(Finding("is_envoy", Level.WARNING, "", _ENVOY_GATEWAY))
     elif not file:
-        found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
+        found.append(Finding("is_envoy", Level.ERROR, "", _NOT_ENVOY))
     elif not file.all(EXT_PROC) and file.takes("lds"):
         found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
     elif not file.all(EXT_PROC):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
-    elif not any(problem.level is Level.ERROR for problem in found):
-        # The rules judge a file that Envoy would take.
+    elif not any(finding.level is Level.ERROR for finding in found):
+        # The rules can judge only a file that Envoy would accept.
         found.append(_completeness(file))
         for rule in RULES:
             found += rule.apply(file)
@@ -52,12 +50,15 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
 def _completeness(file: EnvoyFile) -> Finding:
     kinds = {"listener": LISTENER, "route": ROUTE, "cluster": CLUSTER}
     missing = " and no ".join(name for name, kind in kinds.items() if not file.all(kind))
-    level = Level.WARNING if missing else Level.OK
-    text = _INCOMPLETE.format(missing) if missing else _COMPLETE
-    return Finding("is_complete", level, "", text)
+    if missing:
+        text = f"this file has no {missing}: check the file that has, too"
+        return Finding("is_complete", Level.WARNING, "", text)
+    text = "The file has the filter, its listener, a route and clusters."
+    return Finding("is_complete", Level.OK, "", text)
 
 
-def _is_of_envoy_gateway(tree: object) -> bool:
+def _is_envoy_gateway(tree: object) -> bool:
     documents = tree if isinstance(tree, list) else [tree]
-    versions = [str(one.get("apiVersion")) for one in documents if isinstance(one, Mapping)]
-    return any(one.startswith("gateway.envoyproxy.io/") for one in versions)
+    resources = [document for document in documents if isinstance(document, Mapping)]
+    versions = [str(resource.get("apiVersion")) for resource in resources]
+    return any(version.startswith("gateway.envoyproxy.io/") for version in versions)

@@ -1,4 +1,4 @@
-"""``extproc eds``: tells Envoy the replicas that pollers see, and their health."""
+"""``extproc eds``: tells Envoy the replicas that pollers know, and their health."""
 
 import asyncio
 import logging
@@ -29,41 +29,41 @@ from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 0.05  # changes within it reach Envoy together
-_LOOK_EVERY = 1.0  # seconds between two looks for silent replicas, and at Redis
-_CUT_OFF_S = 3  # seconds without Redis until health checks fail: another instance may have it
-_SEND_AWAY_S = 5  # seconds between two ends of all streams: longer than health checks take to fail
-_ENDPOINTS = bytes([2 << 3 | 2])  # tag of ``endpoints`` in ClusterLoadAssignment; a length follows
+_SETTLE_S = 0.05  # changes within this time reach Envoy together
+_CHECK_EVERY_S = 1.0  # between checks for stale replicas, and of the connection to Redis
+_CUT_OFF_S = 3  # seconds without Redis until health checks fail: another instance may reach it
+_CLOSE_EVERY_S = 5  # between closing all streams: longer than health checks take to fail
+_ENDPOINTS = bytes([2 << 3 | 2])  # protobuf tag of ``endpoints`` in ClusterLoadAssignment
 
 
 async def run_eds(config: Config) -> None:
-    """Serves until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
-        OSError: the address cannot be listened on.
-        ValueError: the configuration keeps state in memory.
+        OSError: the port is in use.
+        ValueError: ``state`` is ``memory``.
     """
     if config.state == "memory":
         raise ValueError(
-            "state is 'memory': only the router knows the replicas; "
-            "to tell Envoy of them too, set it to 'redis' and run 'extproc poll'"
+            "state is 'memory', so only the router knows the replicas: set state to 'redis' and "
+            "run 'extproc poll'"
         )
-    pools = {one.pool: PoolMembers() for one in config.each_pool}
+    pools = {pool.pool: PoolMembers() for pool in config.each_pool}
     catalog, changed = Catalog(dict.fromkeys(pools)), asyncio.Event()
     server = EdsServer(catalog, config.eds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.eds.listen)
         stack.push_async_callback(server.stop)
         readers = []
-        for one in config.each_pool:
-            redis = await stack.enter_async_context(connect(one.redis, one.pool))
-            readers.append(StateReader(redis, one.pool, Random()))
+        for pool in config.each_pool:
+            redis = await stack.enter_async_context(connect(pool.redis, pool.pool))
+            readers.append(StateReader(redis, pool.pool, Random()))
         logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(
             *(_follow(*each, changed) for each in zip(readers, pools.values(), strict=True)),
-            _drop_silent(pools, changed),
+            _drop_stale(pools, changed),
             _serve(pools, catalog, changed),
-            _tell_health(readers, server),
+            _report_health(readers, server),
         )
 
 
@@ -74,31 +74,31 @@ async def _follow(reader: StateReader, members: "PoolMembers", changed: asyncio.
                 changed.set()
 
 
-async def _tell_health(readers: Collection[StateReader], server: EdsServer) -> None:
-    """Sends Envoy to an instance that still hears from Redis, if there is one.
+async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:
+    """Send Envoy to another instance while this one has lost Redis.
 
-    No instance knows of the others. So it serves its last list to every Envoy that comes: if all
-    are cut off, Envoy finds none healthy, asks any, and gets the newest list there is. Only the
-    streams are ended again and again, since Envoy would never leave by itself.
+    Envoy never leaves a stream by itself, so the streams are closed again and again. Instances do
+    not know each other: if all have lost Redis, Envoy finds none healthy and asks any. So each
+    instance goes on serving the last list that it has.
     """
-    away_s = 0
+    lost_s = 0
     while True:
-        await asyncio.sleep(_LOOK_EVERY)
-        away_s = away_s + 1 if any(reader.lost for reader in readers) else 0
-        if away_s == _CUT_OFF_S:
-            logger.warning("cut off from redis: envoy is sent to other instances")
-        await server.report(serving=away_s < _CUT_OFF_S)
-        if away_s > _CUT_OFF_S and (away_s - _CUT_OFF_S) % _SEND_AWAY_S == 0:
-            server.send_away()
+        await asyncio.sleep(_CHECK_EVERY_S)
+        lost_s = lost_s + 1 if any(reader.lost for reader in readers) else 0
+        if lost_s == _CUT_OFF_S:
+            logger.warning("redis lost: envoy is sent to other instances")
+        await server.report(serving=lost_s < _CUT_OFF_S)
+        if lost_s > _CUT_OFF_S and (lost_s - _CUT_OFF_S) % _CLOSE_EVERY_S == 0:
+            server.close_streams()
 
 
-async def _drop_silent(pools: Mapping[str, "PoolMembers"], changed: asyncio.Event) -> None:
+async def _drop_stale(pools: Mapping[str, "PoolMembers"], changed: asyncio.Event) -> None:
     while True:
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_CHECK_EVERY_S)
         for pool, members in pools.items():
-            if silent := members.drop_silent(TTL_S):
-                extra = {"replicas": ", ".join(silent), "pool": pool}
-                logger.info("replicas left: nothing was heard of them", extra=extra)
+            if stale := members.drop_stale(TTL_S):
+                extra = {"replicas": ", ".join(stale), "pool": pool}
+                logger.info("replicas removed: their state is stale", extra=extra)
                 changed.set()
 
 
@@ -119,31 +119,31 @@ class PoolMembers:
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.current: dict[str, HealthStatus] | None = None
-        """Health by ``ip:port``; None until the first replica is heard of: a Redis that was just
-        started holds none yet, and Envoy keeps those it has."""
+        """Health by ``ip:port``. None until the first replica is known: a Redis that has just
+        started holds none yet, and an empty list would make Envoy drop its own."""
         self._clock = clock
         self._silence = Silence(clock())
 
     def apply(self, change: Change) -> bool:
-        """Takes in a change; returns whether it concerns Envoy."""
+        """Apply a change; return true if it concerns Envoy."""
         match change:
             case Snapshot(states):
-                # A replica missing in it is dropped only once it stays silent.
+                # A replica missing from a snapshot is dropped only once its state is stale.
                 return True in [self._put(state) for state in states]
             case Put(state):
                 return self._put(state)
             case Removed(replica):
                 return self._remove(replica)
 
-    def drop_silent(self, after: float) -> list[str]:
-        """Removes and returns replicas silent for ``after`` seconds in which others were heard.
+    def drop_stale(self, after_s: float) -> list[str]:
+        """Remove and return replicas without an update for ``after_s``, if others had updates.
 
-        When no replica is heard, pollers or Redis are gone, and the replicas are still there.
+        If no replica has updates, pollers or Redis are down, and the replicas probably still serve.
         """
-        silent = self._silence.silent(after)
-        for id_ in silent:
+        stale = self._silence.silent(after_s)
+        for id_ in stale:
             self._remove(id_)
-        return silent
+        return stale
 
     def _put(self, state: ReplicaState) -> bool:
         self._silence.heard(state.id, self._clock())
@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """The fallback policy chooses among healthy replicas only; the router's choice reaches all.
+    """Envoy's fallback policy uses healthy replicas only; the router's choice may be any member.
 
-    So a draining replica gets new requests only where the router finds no other that could serve.
+    So a draining replica gets a new request only if the router finds no other that could serve it.
     """
     if state.draining:
         return HealthStatus.DRAINING
@@ -167,10 +167,10 @@ def _health(state: ReplicaState) -> HealthStatus:
 
 
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
-    """An encoded ``ClusterLoadAssignment``.
+    """Return an encoded ``ClusterLoadAssignment``.
 
-    Encoding a member takes a millisecond, and few of a thousand change at a time. So each is
-    encoded once: concatenated protobuf messages are one message with the fields of all.
+    Encoding a member takes a millisecond, so unchanged members come from a cache. Concatenated
+    protobuf messages are one message with the fields of all.
     """
     locality = b"".join(_encoded(id_, health) for id_, health in sorted(members.items()))
     head = bytes(ClusterLoadAssignment(cluster_name=name))

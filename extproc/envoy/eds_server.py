@@ -1,4 +1,4 @@
-"""EDS over gRPC, state of the world: Envoy names pools and gets the replicas of each.
+"""EDS over gRPC, state of the world: Envoy names pools and gets their replicas.
 
 Protocol: https://www.envoyproxy.io/docs/envoy/latest/api-docs/xds_protocol
 """
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 ENDPOINTS = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 SERVICE, METHOD = "envoy.service.endpoint.v3.EndpointDiscoveryService", "StreamEndpoints"
 _OPTIONS = [
-    # Two servers on one port would silently share it; an error is better.
+    # Without this, two servers could listen on one port, and each would get some connections.
     ("grpc.so_reuseport", 0),
-    # Streams are quiet for hours: an Envoy whose machine is gone is noticed all the same.
+    # Streams are quiet for hours; only pings find an Envoy whose machine is gone.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -33,7 +33,7 @@ _OPTIONS = [
 
 
 class Catalog:
-    """Encoded ``ClusterLoadAssignment`` of each pool; None until a replica of it is known."""
+    """Encoded ``ClusterLoadAssignment`` by pool; None until the pool has a known replica."""
 
     def __init__(self, pools: Mapping[str, bytes | None]) -> None:
         self.pools = dict(pools)
@@ -47,11 +47,11 @@ class Catalog:
 
 
 class Subscription:
-    """Pools that Envoy asked for on one stream, and the last response to it."""
+    """Pools that Envoy subscribed to on a stream, and the last response sent to it."""
 
     def __init__(self, catalog: Catalog, peer: str) -> None:
         self._catalog = catalog
-        self._of = {"peer": peer, "node": ""}
+        self._envoy = {"peer": peer, "node": ""}
         self._names: frozenset[str] = frozenset()
         self._sent: dict[str, bytes] = {}
         self._nonces = itertools.count(1)
@@ -59,33 +59,33 @@ class Subscription:
         self._answered = True
 
     def take(self, request: DiscoveryRequest) -> None:
-        """Takes the first request, which subscribes, or a later one: an answer, or more names."""
+        """Handle a request: the first one subscribes, later ones acknowledge or change names."""
         if request.node is not None and request.node.id:
-            self._of["node"] = request.node.id
+            self._envoy["node"] = request.node.id
         if request.response_nonce != self._nonce:
-            return  # older than the last response, which Envoy will answer too
+            return  # Envoy sent this before it got the last response
         names = frozenset(request.resource_names)
         if unknown := sorted(names - self._names - self._catalog.pools.keys()):
             extra = {"asked": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
-            logger.warning("envoy asks for what is not served", extra=extra | self._of)
+            logger.warning("envoy asks for unknown pools: set pools", extra=extra | self._envoy)
         self._names = names
         if not self._answered and request.error_detail is not None:
-            extra = self._of | {"reason": request.error_detail.message}
-            logger.error("envoy refused what it was sent", extra=extra)
+            extra = self._envoy | {"reason": request.error_detail.message}
+            logger.error("envoy refused the replicas and keeps its old ones", extra=extra)
         self._answered = True
 
     def due(self) -> DiscoveryResponse | None:
-        """Returns the response that Envoy lacks, if any; a refused one is not repeated."""
+        """Return the response that Envoy has not been sent yet, if any."""
         pools = self._catalog.pools
-        selected = {name: one for name in sorted(self._names) if (one := pools.get(name))}
+        selected = {name: data for name in sorted(self._names) if (data := pools.get(name))}
         if not selected or selected == self._sent:
             return None
         self._sent, self._answered = selected, False
         self._nonce = str(next(self._nonces))
-        whole = b"".join(len(one).to_bytes(8) + one for one in selected.values())
+        whole = b"".join(len(data).to_bytes(8) + data for data in selected.values())
         return DiscoveryResponse(
-            version_info=hashlib.sha256(whole).hexdigest()[:16],  # the same from every server
-            resources=[Any(type_url=ENDPOINTS, value=one) for one in selected.values()],
+            version_info=hashlib.sha256(whole).hexdigest()[:16],  # equal on all servers
+            resources=[Any(type_url=ENDPOINTS, value=data) for data in selected.values()],
             type_url=ENDPOINTS,
             nonce=self._nonce,
         )
@@ -106,24 +106,24 @@ class EdsServer:
         self._server.add_generic_rpc_handlers((handler,))
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
+        """Listen on ``host:port`` and return the port."""
         port = open_port(self._server, address, self._files, "eds")
         await self._server.start()
         await self.report(serving=True)
         return port
 
     async def report(self, serving: bool) -> None:
-        kinds = health_pb2.HealthCheckResponse
+        statuses = health_pb2.HealthCheckResponse
         for service in ("", SERVICE):
-            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
+            await self._health.set(service, statuses.SERVING if serving else statuses.NOT_SERVING)
 
-    def send_away(self) -> None:
-        """Ends all streams. Each Envoy keeps its replicas and asks a server that is healthy."""
+    def close_streams(self) -> None:
+        """Close all streams: each Envoy keeps its replicas and asks a healthy server."""
         for stream in self._streams:
             stream.cancel()
 
     async def stop(self) -> None:
-        """Ends all streams; each Envoy keeps its replicas."""
+        """Stop listening and close all streams; each Envoy keeps its replicas."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(None)
 
@@ -138,17 +138,17 @@ class EdsServer:
         self._catalog.watchers.add(woken)
         try:
             while not reading.done():
-                # Only the newest is sent, however slowly Envoy reads.
+                # An Envoy that reads slowly gets the newest response only.
                 if (response := subscription.due()) is not None:
                     yield bytes(response)
                 await woken.wait()
                 woken.clear()
             if reading.cancelled():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "redis lost: ask another instance")
             await reading
         except ValueError:
             extra = {"peer": context.peer()}
-            logger.warning("a client sent what is no DiscoveryRequest", extra=extra)
+            logger.warning("stream closed: message is not a DiscoveryRequest", extra=extra)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
             self._catalog.watchers.discard(woken)
@@ -162,7 +162,7 @@ async def _read(
     async for raw in requests:
         try:
             request = DiscoveryRequest.parse(raw)
-        except Exception as error:  # of any kind: the package looks at no byte before it uses it
+        except Exception as error:  # the package may raise anything on invalid bytes
             raise ValueError("not a DiscoveryRequest") from error
         subscription.take(request)
         woken.set()

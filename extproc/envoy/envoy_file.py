@@ -1,4 +1,4 @@
-"""The parts of an Envoy file that matter to a router: filters, routes, clusters."""
+"""Parts of an Envoy file that concern a router: filters, routes, clusters."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,9 +26,9 @@ _OVERRIDABLE = (
 
 
 class EnvoyFile(Tree):
-    """A bootstrap, a fragment of one, or a patch for a mesh, and the settings of its router.
+    """A bootstrap, a fragment of a bootstrap, or a patch for a mesh; and its router's settings.
 
-    Only a file without errors among its ``findings`` is read as Envoy would.
+    The methods read a file as Envoy would, if ``findings`` has no errors.
     """
 
     def __init__(self, tree: object, config: Config | None = None) -> None:
@@ -36,18 +36,17 @@ class EnvoyFile(Tree):
         self.config = config or Config()
 
     def takes(self, kind: str) -> bool:
-        """A bootstrap that takes listeners (``lds``) or clusters (``cds``) from elsewhere."""
+        """Return true if Envoy gets listeners (``lds``) or clusters (``cds``) from elsewhere."""
         names = (f"{kind}_config", f"{kind}_resources_locator")
         return any(name in dynamic for dynamic in self.all(_DYNAMIC) for name in names)
 
     @cached_property
     def cluster_names(self) -> set[str]:
-        """The names of all clusters in the file."""
         return {cluster["name"] for cluster in self.all(CLUSTER)}
 
     @cached_property
     def router_clusters(self) -> list[Node]:
-        """Clusters of ext_proc servers: those that the filters name."""
+        """Clusters that the ext_proc filters name."""
         names = {router_cluster(filter) for filter in self.filters} - {""}
         return [cluster for cluster in self.all(CLUSTER) if cluster["name"] in names]
 
@@ -62,123 +61,128 @@ class EnvoyFile(Tree):
 
     @cached_property
     def sources(self) -> set[str]:
-        """Names what clusters follow: the ``header``, which clients could set, or ``metadata``."""
-        of_policies = (source for one in self.all(OVERRIDE_HOST) for source in sources(one))
+        """Sources of the choice: ``header``, which clients could set, and ``metadata``."""
+        of_policies = (name for policy in self.all(OVERRIDE_HOST) for name in sources(policy))
         return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
     @cached_property
     def replica_routes(self) -> list[Node]:
-        """Routes to those clusters; all routes where the file holds no such cluster."""
+        """Routes to ``replica_clusters``; all routes if the file has no such cluster."""
         names = {cluster["name"] for cluster in self.replica_clusters}
         routes = self.all(ROUTE)
         return [route for route in routes if not names or clusters_of(route) & names]
 
     @cached_property
     def filters(self) -> list[Node]:
-        """The ext_proc filters as they are written, and as routes to the replicas override them."""
+        """The ext_proc filters, as written and as overridden by routes to the replicas."""
         overridden = [filter for route in self.replica_routes for filter in self.filters_of(route)]
-        return [*{one.path: one for one in (*self.all(EXT_PROC), *overridden)}.values()]
+        return [*{node.path: node for node in (*self.all(EXT_PROC), *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
-        """The ext_proc filters as requests of the route meet them."""
+        """Return the ext_proc filters with the overrides of a route."""
         return [
-            Node(filter.cls, one.path, filter | _given(one["overrides"]))
+            Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
             for entry in self._entries(EXT_PROC)
-            for one in self._said_for(route, entry)
-            if one.kind == _PER_ROUTE and "overrides" in one
+            for setting in self._settings_for(route, entry)
+            if setting.kind == _PER_ROUTE and "overrides" in setting
             for filter in self.all(EXT_PROC)
         ] or self.all(EXT_PROC)
 
     def is_enabled(self, filter: Node) -> bool:
-        """Tells whether the filter is on: its entry is not disabled, or a route enables it."""
+        """Return true if the filter's entry is not disabled, or a route enables it."""
         return all(
-            any(not one["disabled"] for _, one in self._settings(entry))
+            any(not setting["disabled"] for _, setting in self._settings(entry))
             for entry in self._entries(EXT_PROC)
             if entry["disabled"] and entry.path == filter.path[: len(entry.path)]
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """Requests of the route all pass a filter of the type, if there is one."""
+        """Return true if requests of the route pass a filter of this type, or the file has none."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
 
     def _passes(self, entry: Node, route: Node) -> bool:
-        said = self._said_for(route, entry)
-        return not any(one["disabled"] for one in said) if said else not entry["disabled"]
+        settings = self._settings_for(route, entry) or [entry]
+        return not any(setting["disabled"] for setting in settings)
 
-    def _said_for(self, route: Node, entry: Node) -> list[Node]:
-        """Settings of a filter within a route (of weighted clusters) and nearest around it."""
+    def _settings_for(self, route: Node, entry: Node) -> list[Node]:
+        """Return a filter's settings within a route (weighted clusters) and nearest around it."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
-        for scope, one in self._settings(entry):
+        for scope, setting in self._settings(entry):
             if scope[: len(route.path)] == route.path:
-                within.append(one)
+                within.append(setting)
             elif route.path[: len(scope)] == scope:
-                around.setdefault(scope, []).append(one)
+                around.setdefault(scope, []).append(setting)
         return within + around.get(max(around, key=len, default=()), [])
 
     def _settings(self, entry: Node) -> Iterator[tuple[Path, Node]]:
-        """Settings of a filter in routes, virtual hosts and the like, each with its scope."""
-        for one in (node for kind in _OF_ROUTES for node in self.all(kind)):
-            keys = [snake_case(str(part)) for part in one.path]
+        """Yield a filter's settings in routes and virtual hosts, each after its scope."""
+        for setting in (node for kind in _OF_ROUTES for node in self.all(kind)):
+            keys = [snake_case(str(part)) for part in setting.path]
             if "typed_per_filter_config" in keys:
                 at = keys.index("typed_per_filter_config")
-                if one.path[at + 1 : at + 2] == (entry["name"],):
-                    yield one.path[:at], one
+                if setting.path[at + 1 : at + 2] == (entry["name"],):
+                    yield setting.path[:at], setting
 
     def _entries(self, kind: str) -> list[Node]:
         return [entry for entry in self.all(FILTER) if self.all(kind, entry)]
 
     def is_buffered_after(self, filter: Node) -> bool:
-        """A filter after that one holds a request until all of it is there."""
-        return any(_may_precede(filter.path, one.path) for one in self.all(BUFFER))
+        """Return true if a buffer filter after ``filter`` holds requests until complete."""
+        return any(_may_precede(filter.path, buffer.path) for buffer in self.all(BUFFER))
 
     def removes_before(self, filter: Node, header: str) -> bool:
-        """A client's header is gone before a request reaches that filter."""
+        """Return true if a client's header is removed before a request reaches ``filter``."""
         return any(_removes(early["mutations"], header) for early in self.all(_EARLY)) or any(
-            _removes(one["mutations"]["request_mutations"], header)
-            for one in self.all(_HEADER_MUTATION)
-            if _may_precede(one.path, filter.path)
+            _removes(mutation["mutations"]["request_mutations"], header)
+            for mutation in self.all(_HEADER_MUTATION)
+            if _may_precede(mutation.path, filter.path)
         )
 
 
 def destination(cluster: Node) -> str:
-    """Source of the address that an ORIGINAL_DST cluster goes to: a ``header``, of clients as well,
-    the router's ``metadata``, or nothing."""
+    """Return the source of an ORIGINAL_DST cluster's address.
+
+    ``header``: any client can set it; ``metadata``: the router alone; empty: another source.
+    """
     config = cluster["original_dst_lb_config"]
     if config["use_http_header"]:
         return "header"
     key = config["metadata_key"]
-    chosen = key["key"] == METADATA_NAMESPACE and [one["key"] for one in key["path"]]
-    return "metadata" if chosen == [DESTINATION] else ""
+    path = [key["key"], *(part["key"] for part in key["path"])]
+    return "metadata" if path == [METADATA_NAMESPACE, DESTINATION] else ""
 
 
 def sources(policy: Node) -> set[str]:
-    """Sources of the router's choice for an override_host policy: ``header``, ``metadata``."""
+    """Return where an override_host policy reads the choice: ``header``, ``metadata``."""
     listed = policy["override_host_sources"]
-    header = {"header" for one in listed if one["header"].lower() == DESTINATION}
-    return header | {"metadata" for one in listed if one["metadata"]["key"] == METADATA_NAMESPACE}
+    reads = {
+        "header": any(source["header"].lower() == DESTINATION for source in listed),
+        "metadata": any(source["metadata"]["key"] == METADATA_NAMESPACE for source in listed),
+    }
+    return {name for name, does in reads.items() if does}
 
 
 def router_cluster(filter: Node) -> str:
-    """Name of the cluster of ext_proc servers; empty where the filter names none."""
+    """Return the cluster that an ext_proc filter asks; empty if the filter names none."""
     return str(filter["grpc_service"]["envoy_grpc"]["cluster_name"])
 
 
 def clusters_of(route: Node) -> set[str]:
-    """Names of the clusters a route leads to; none where a header or a plugin says."""
+    """Return the clusters that a route leads to; none if a header or a plugin chooses."""
     weighted = route["weighted_clusters"]["clusters"]
-    return {name for name in (route["cluster"], *(one["name"] for one in weighted)) if name}
+    return {route["cluster"], *(cluster["name"] for cluster in weighted)} - {"", None}
 
 
 def _removes(mutations: list[Node], header: str) -> bool:
-    return any((one["remove"] or "").lower() == header for one in mutations)
+    return any((mutation["remove"] or "").lower() == header for mutation in mutations)
 
 
-def _given(overrides: Node) -> dict[str, object]:
+def _overrides(overrides: Node) -> dict[str, object]:
     return {name: overrides[name] for name in _OVERRIDABLE if overrides.get(name) not in (None, [])}
 
 
 def _may_precede(first: Path, second: Path) -> bool:
-    """The first of two filters comes before the second, or patches put them into a list."""
+    """Return true if the first filter comes first, or a patch may put it there."""
     return first[:-2] != second[:-2] or first < second

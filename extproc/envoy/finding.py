@@ -1,4 +1,4 @@
-"""Findings on an Envoy file, or on what runs."""
+"""Findings of ``extproc check``, on an Envoy file or on running parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one rule for one place."""
+    """Result of one rule at one place."""
 
     rule: str
     level: Level
-    where: str  # path in the file, or the part of what runs; empty where all of it is meant
-    text: str  # what is so, what comes of it, and what to write
+    where: str  # path in the file, or the name of a running part; empty: all of it
+    text: str  # problem, consequence, remedy
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -28,6 +28,6 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorts findings by level, and drops repeated ones."""
+    """Sort findings by level and drop duplicates."""
     order = list(Level)
     return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.level))

@@ -1,16 +1,14 @@
-"""Findings on what runs: the files of replicas, Redis, the replicas and their models, Envoy."""
+"""Checks running parts: files of replicas, Redis, the replicas and their models, Envoy."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Any
 
 import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
-from redis.utils import str_if_bytes
 
 from extproc.config import Config, ModelTargets, ReplicaSource
 from extproc.envoy.finding import Finding, Level, worst_first
@@ -27,60 +25,41 @@ from extproc.share.envelope import sealed_list
 from extproc.share.owners import living
 from extproc.share.replicas import Snapshot, StateReader
 
-_UNSERVED = (
-    "no replica that answers lists it: requests for {} {}. Start one with it, or put right "
-    "route.models"
-)
-_AWAY = (
-    "{}: routers and pollers go on by themselves. Start it, or put right redis.url; a router that "
-    "is alone needs none (state: memory)"
+_UNREACHABLE = (
+    "{}: routers and pollers cannot share state. Start it, or correct redis.url; a single router "
+    "needs no Redis (state: memory)"
 )
 _REFUSES = (
-    "refuses what routers and pollers do: {}. Give their user the rights that docs/operations.md "
-    "lists (Redis)"
+    "refuses a command of routers and pollers: {}. Grant their user the rights that "
+    "docs/operations.md lists under Redis"
 )
-_NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
-_WRITES = "return redis.call('DEL', KEYS[1])"  # of a key that is never there
-_NONE = "no replica is known: Envoy's own load balancing serves. Name them (replicas)"
-_NO_SIZE = (
-    "tells no size of its KV cache (vllm:cache_config_info): how full it will be is not predicted. "
-    "Let nothing between it and the poller drop that line"
-)
-_NO_STEPS = (
-    "counts no steps (vllm:iteration_tokens_total): its speed stays that of its profile. Let "
-    "nothing between it and the poller drop that line"
-)
-_UNPOLLED = (
-    "routers do not know it: no poller scrapes it. Run 'extproc poll' with this configuration"
-)
-_DISAGREE = "it answers here, and pollers say: {}. Let the pollers' machines reach it"
-_OLD = "what pollers saw of it is {:.0f} s old: is a poller that scrapes it alive?"
+_DELETE = "return redis.call('DEL', KEYS[1])"
 
-Said = tuple[Level, str]
+Problem = tuple[Level, str]
 
 
 def check_replicas_files(config: Config) -> list[Finding]:
-    """An error for each file that cannot be used now; pollers and routers wait until it can."""
+    """Return an error for each file that cannot be used now; pollers wait until it can."""
     found = []
     for path in filter(None, (pool.replicas_file for pool in config.each_pool)):
         try:
             read_replicas(path)
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            text = (
-                f"cannot be used: {reason}: none of its replicas is polled. Put it right, or "
-                "replicas_file"
-            )
+            text = f"unusable: {reason}: its replicas are not polled. Correct it or replicas_file"
             found.append(Finding("replicas", Level.ERROR, f"replicas_file {path}", text))
     return found
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
-    """Findings, worst first; nothing is changed. ``envoy_admin``: URL of Envoy's admin address."""
+    """Check running parts without changing anything; the worst findings first.
+
+    ``envoy_admin``: URL of Envoy's admin address.
+    """
     replicas: dict[str, str] = {}
     served: set[str] = set()
-    pools = (_check_pool(pool, replicas, served) for pool in config.each_pool)
-    found = [finding for pool in await asyncio.gather(*pools) for finding in pool]
+    checks = (_check_pool(pool, replicas, served) for pool in config.each_pool)
+    found = [finding for findings in await asyncio.gather(*checks) for finding in findings]
     found += _check_models(config.route.models, served)
     if envoy_admin is not None:
         found += await check_live_envoy(envoy_admin, config, replicas)
@@ -88,36 +67,37 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
 
 
 async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]) -> list[Finding]:
-    """Findings on a pool; adds its replicas (``ip:port`` → name), and the models they list."""
+    """Check a pool; add its replicas (``ip:port`` → name) and the models that they list."""
     found, snapshot = await _check_redis(config) if config.state == "redis" else ([], None)
-    named = {state.id: state.name for state in snapshot.states} if snapshot else {}
+    names = {state.id: state.name for state in snapshot.states} if snapshot else {}
     sources = [*config.replicas]
     if config.replicas_file is not None:
-        with suppress(OSError, ValueError):  # check_replicas_files tells
+        with suppress(OSError, ValueError):  # check_replicas_files reports these
             sources += read_replicas(config.replicas_file)
     for source, (targets, reason) in zip(
         sources, await asyncio.gather(*map(_resolve, sources)), strict=True
     ):
-        named |= targets
+        names |= targets
         if not targets:
             text = (
-                f"names no address now{reason}: none of its replicas is polled. Put right its "
-                "name, or what resolves it"
+                f"has no address{reason}: none of its replicas is polled. Correct its name, or "
+                "what resolves it"
             )
             found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
-    if not named:
-        found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", _NONE))
-    replicas |= named
+    if not names:
+        text = "no replica is known: Envoy's fallback policy serves all requests. Set replicas"
+        found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
+    replicas |= names
     async with open_session(config.poll.give_up_s) as session:
-        ask = partial(_check_replica, config, session, snapshot, served)
-        for id_, said in zip(named, await asyncio.gather(*map(ask, named)), strict=True):
-            where = f"replica {with_name(id_, named[id_])}"
-            found += [Finding("replica", level, where, text) for level, text in said]
+        check = partial(_check_replica, config, session, snapshot, served)
+        for id_, problems in zip(names, await asyncio.gather(*map(check, names)), strict=True):
+            where = f"replica {with_name(id_, names[id_])}"
+            found += [Finding("replica", level, where, text) for level, text in problems]
     return found
 
 
 async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """The replicas of a source (``ip:port`` → name), or why there is none."""
+    """Return the replicas of a source (``ip:port`` → name) and the problems of finding them."""
     discovery = Discovery([source], None, RESOLVE_S)
     try:
         targets = {target.id: target.name for target in await discovery.targets()}
@@ -127,60 +107,56 @@ async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
 
 
 def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
-    """Errors for models that names of clients lead to, and no replica serves."""
+    """Yield an error for each model that ``route.models`` leads to and no replica serves."""
     names = ModelNames(models)
     for name, targets in models.items():
-        weighed = targets.items() if isinstance(targets, dict) else [(name, 1.0)]
-        known = {one for model, weight in weighed if weight for one in names.served(model)}
-        missing = known - served
-        fate = "go to those that list another of its names"
-        if missing == known:
-            fate = "get 404, or wait for a replica that does"
+        weights = targets if isinstance(targets, dict) else {name: 1.0}
+        wanted = {
+            each for model, weight in weights.items() if weight for each in names.served(model)
+        }
+        missing = wanted - served
+        fate = "wait or get 404" if missing == wanted else "go to replicas of its other models"
         for model in sorted(missing):
-            text = _UNSERVED.format(name, fate)
+            text = (
+                f"no reachable replica lists this model: requests for {name} {fate}. Start a "
+                "replica with this model, or correct route.models"
+            )
             yield Finding("model", Level.ERROR, f"model {model}", text)
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
-    """Checks the Redis of one pool, and reads its replicas' states; None where that failed."""
+    """Check the Redis of a pool and read its replicas' states; None if that failed."""
     async with connect(config.redis, config.pool) as redis:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:
             began = monotonic()
-            version = await _version(redis)
+            async with in_time():
+                await redis.ping()
             took_s = monotonic() - began
-            await _rights(redis, Keys(config.pool))
+            await _use_rights(redis, Keys(config.pool))
             pollers = await living(redis, config.pool)
             snapshot = await StateReader(redis, config.pool, Random()).read()
         except (RedisError, OSError) as error:
-            wrong = _REFUSES if isinstance(error, ResponseError) else _AWAY
-            return [finding(level=Level.ERROR, text=wrong.format(str(error).rstrip(".")))], None
+            text = _REFUSES if isinstance(error, ResponseError) else _UNREACHABLE
+            return [finding(level=Level.ERROR, text=text.format(str(error).rstrip(".")))], None
     text = (
-        f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(pollers)} "
-        f"pollers alive, {len(snapshot.states)} replicas"
+        f"answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(pollers)} pollers alive, "
+        f"{len(snapshot.states)} replicas"
     )
     found = [finding(level=Level.OK, text=text)]
     if not pollers:
-        found.append(finding(level=Level.ERROR, text=_NO_POLLER.format(config.pool)))
+        text = (
+            f"no poller of the pool {config.pool!r} is alive: the states of its replicas go stale. "
+            "Run 'extproc poll'"
+        )
+        found.append(finding(level=Level.ERROR, text=text))
     return found, snapshot
 
 
-async def _version(redis: Redis) -> str:
-    """Returns the version of the server, from what needs no right to administer."""
-    ask: Any = redis.execute_command  # redis-py leaves it untyped
-    try:
-        async with in_time():
-            told = await ask("HELLO")
-    except ResponseError:  # before 6.2
-        return "not told"
-    fields = told if isinstance(told, dict) else dict(zip(told[::2], told[1::2], strict=True))
-    return str_if_bytes(fields[b"version"])
-
-
-async def _rights(redis: Redis, keys: Keys) -> None:
-    """Writes and publishes, in ways that change nothing."""
+async def _use_rights(redis: Redis, keys: Keys) -> None:
+    """Write, publish and subscribe in ways that change nothing."""
     async with in_time():
-        await redis.eval(_WRITES, 1, keys.slot)
+        await redis.eval(_DELETE, 1, keys.slot)  # this key never exists
         await redis.publish(keys.changes, sealed_list())
     async with redis.pubsub() as pubsub, in_time():
         await pubsub.subscribe(keys.changes)
@@ -193,46 +169,65 @@ async def _check_replica(
     snapshot: Snapshot | None,
     served: set[str],
     id_: str,
-) -> list[Said]:
-    """Judges a replica's answers and what pollers say of it; adds the models that it serves."""
+) -> list[Problem]:
+    """Check a replica's responses and the pollers' view of it; add the models that it serves."""
     began = monotonic()
     try:
         figures = await scrape(session, id_)
     except ScrapeError as error:
-        text = f"{error}: it gets no requests. Start it, or put right its address (replicas)"
+        text = f"{error}: it gets no requests. Start it, or correct its address (replicas)"
         return [(Level.ERROR, text)]
     took_s = monotonic() - began
-    said = [*_judged(id_, figures, snapshot)]
+    problems = [*_missing_metrics(figures), *_check_state(id_, snapshot)]
     if took_s > config.poll.timeout_s:
         text = (
             f"a scrape took {took_s:.2f} s, longer than poll.timeout_s "
-            f"({config.poll.timeout_s:g} s): nothing is learned from it. Look what keeps its API "
-            "server busy, or raise poll.timeout_s"
+            f"({config.poll.timeout_s:g} s): pollers learn nothing from it. Find out why its API "
+            "server is slow, or raise poll.timeout_s"
         )
-        said.append((Level.WARNING, text))
+        problems.append((Level.WARNING, text))
     models: tuple[str, ...] = figures.models
     try:
         models = (await read_models(session, id_)).get("models", ())
     except ScrapeError as error:
-        text = f"{error}: any model's requests may go there. Let it answer /v1/models"
-        said.append((Level.WARNING, text))
+        text = f"{error}: it may get requests for any model. Let it answer /v1/models"
+        problems.append((Level.WARNING, text))
     served.update(models)
     text = f"scraped in {took_s * 1e3:.0f} ms; serves {', '.join(models) or 'no model'}"
-    return [*said, (Level.OK, text)]
+    return [*problems, (Level.OK, text)]
 
 
-def _judged(id_: str, figures: EngineFigures, snapshot: Snapshot | None) -> Iterator[Said]:
-    """Names what a replica's figures lack, and where pollers see them otherwise."""
+def _missing_metrics(figures: EngineFigures) -> Iterator[Problem]:
+    remedy = "Find out what drops this metric between the replica and the poller"
     if figures.generated_tokens and not figures.kv_tokens:  # an engine that only embeds has none
-        yield Level.WARNING, _NO_SIZE
+        yield (
+            Level.WARNING,
+            "lacks the size of its KV cache (vllm:cache_config_info): predictions leave out how "
+            f"full it will be. {remedy}",
+        )
     if figures.finished and not figures.steps:
-        yield Level.WARNING, _NO_STEPS
+        yield (
+            Level.WARNING,
+            "lacks the number of its steps (vllm:iteration_tokens_total): its speed is never "
+            f"measured, and stays that of its profile. {remedy}",
+        )
+
+
+def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
+    """Compare a replica that answers here with its state in Redis."""
     if snapshot is None:
         return
-    state = next((one for one in snapshot.states if one.id == id_), None)
+    state = next((state for state in snapshot.states if state.id == id_), None)
     if state is None:
-        yield Level.ERROR, _UNPOLLED
+        yield (
+            Level.ERROR,
+            "no poller scrapes it: it gets no requests. Run 'extproc poll' with this configuration",
+        )
     elif not state.healthy:
-        yield Level.ERROR, _DISAGREE.format(state.problem)
+        yield (
+            Level.ERROR,
+            f"it answers here, but not to the pollers: {state.problem}. Let the pollers' machines "
+            "reach it",
+        )
     elif (age_s := snapshot.ages[id_]) > SILENT_AFTER_S:
-        yield Level.WARNING, _OLD.format(age_s)
+        yield Level.WARNING, f"its state is {age_s:.0f} s old. Is the poller that scrapes it alive?"

@@ -1,9 +1,9 @@
-"""An Envoy file as a tree of plain values, and where it breaks Envoy's schema.
+"""An Envoy file as a tree of plain values, and the places where it breaks Envoy's schema.
 
-A message is known by its ``@type``, by the key it lies under (``clusters``, ``listeners``, …), or,
-in Istio's EnvoyFilter, by the ``applyTo`` of its patch. The schema is that of ``envoy-data-plane``,
-whose own ``from_dict`` names no place in the file, knows a type only once its module is imported,
-and no field with a letter after a digit (``consecutive_5xx``).
+The type of a message follows from its ``@type``, from its key (``clusters``, ``listeners``, …) or,
+in Istio's EnvoyFilter, from the ``applyTo`` of its patch. The schema is that of
+``envoy-data-plane``. Its own ``from_dict`` does not suffice: its errors name no place in the file,
+and it knows neither types of modules not imported yet nor fields such as ``consecutive_5xx``.
 """
 
 import importlib
@@ -49,9 +49,10 @@ Path = tuple[str | int, ...]  # keys and indices that lead to a place in the tre
 
 
 class Node(dict[str, Any]):
-    """A message: its fields by ``snake_case`` name; one that is not there reads as in proto3.
+    """A message as a dict of its fields by ``snake_case`` name.
 
-    Enums are names, durations ``timedelta``, and a message that is not there an empty node.
+    Enums are names and durations ``timedelta``. A missing field reads as its default in proto3, a
+    missing message as an empty node.
     """
 
     def __init__(self, cls: type[Any], path: Path, fields: Mapping[str, Any] | None = None) -> None:
@@ -60,27 +61,27 @@ class Node(dict[str, Any]):
         self.path = path
 
     def __missing__(self, name: str) -> Any:
-        inner, container = _held_by(self.cls, name)
+        inner, container = _field_type(self.cls, name)
         if inner is not None and container is object and not _is_plain(inner):
             return Node(inner, (*self.path, name))
-        return _bare(getattr(self.cls(), name))
+        return _enum_names(getattr(self.cls(), name))
 
     @property
     def kind(self) -> str:
-        """Name of its type, as in ``@type``."""
+        """Name of the message's type, as in ``@type``."""
         return f"{self.cls.__module__}.{self.cls.__name__}".removeprefix(_PACKAGE)
 
     @property
     def where(self) -> str:
-        """The path as ``static_resources.listeners[0].name``."""
+        """Path as text, such as ``static_resources.listeners[0].name``."""
         return _written(self.path)
 
 
 class Tree:
-    """The messages in a bootstrap, in a fragment of one, or in a patch for a mesh."""
+    """The messages of a bootstrap, a fragment of a bootstrap, or a patch for a mesh."""
 
     def __init__(self, tree: object) -> None:
-        self.findings: list[Finding] = []  # breaches of the schema, and types Envoy does not have
+        self.findings: list[Finding] = []  # breaches of the schema, and unknown types
         self._nodes: list[Node] = []
         self._search(tree, (), None, kubernetes=False)
 
@@ -88,9 +89,11 @@ class Tree:
         return bool(self._nodes or self.findings)
 
     def all(self, kind: str, within: Node | None = None) -> list[Node]:
-        """Messages of a type, in the whole file or within one of its messages."""
+        """Return the messages of a type, in the whole file or within a message."""
         root = within.path if within is not None else ()
-        return [one for one in self._nodes if one.kind == kind and one.path[: len(root)] == root]
+        return [
+            node for node in self._nodes if node.kind == kind and node.path[: len(root)] == root
+        ]
 
     def _search(self, value: object, path: Path, kind: str | None, kubernetes: bool) -> None:
         if isinstance(value, list):
@@ -99,7 +102,7 @@ class Tree:
         if not isinstance(value, Mapping):
             return
         if isinstance(value.get("@type"), str):
-            self._any(value, path)
+            self._read_any(value, path)
         elif "static_resources" in value or "staticResources" in value:
             self._read(_message_type(BOOTSTRAP), value, path)
         elif kind:
@@ -108,20 +111,20 @@ class Tree:
             kind = _BY_APPLY_TO.get(str(value["applyTo"]))
             self._search(patch.get("value"), (*path, "patch", "value"), kind, kubernetes)
         else:
-            # Kubernetes has things of its own under the same keys.
+            # Resources of Kubernetes use the same keys for other things.
             kubernetes = kubernetes or {"apiVersion", "kind"} <= value.keys()
             for key, child in value.items():
                 kind = None if kubernetes else _BY_KEY.get(snake_case(str(key)))
                 self._search(child, (*path, str(key)), kind, kubernetes)
 
     def _read(self, cls: Any, value: object, path: Path) -> Any:
-        """A node, or the plain value of a duration and the like; None where it cannot be made."""
+        """Return a node, or the value of a duration or wrapper; None if it breaks the schema."""
         if cls is AnyMessage:
-            return self._any(value, path)
+            return self._read_any(value, path)
         if _is_plain(cls):
-            return self._made(lambda: _unwrapped(cls.from_dict(value)), path)
+            return self._convert(lambda: _unwrapped(cls.from_dict(value)), path)
         if not isinstance(value, Mapping):
-            return self._problem(path, f"must hold the fields of {cls.__name__}, not {value!r}")
+            return self._report(path, f"must hold the fields of {cls.__name__}, not {value!r}")
         node = Node(cls, path)
         self._nodes.append(node)
         for key, item in value.items():
@@ -129,67 +132,73 @@ class Tree:
             name = _fields(cls).get(str(key))
             if name is None:
                 hint = suggest(str(key), cls._betterproto.meta_by_field_name)
-                self._problem(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
-            elif item is not None and (made := self._field(cls, name, item, place)) is not None:
+                self._report(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
+            elif (
+                item is not None and (made := self._read_field(cls, name, item, place)) is not None
+            ):
                 node[name] = made
         for group, fields in cls._betterproto.oneof_field_by_group.items():
             given = sorted(field.name for field in fields if field.name in node)
             if len(given) > 1:
-                self._problem(path, f"{group} has more than one value: {', '.join(given)}")
+                self._report(path, f"{group} has more than one value: {', '.join(given)}")
         return node
 
-    def _field(self, cls: Any, name: str, value: Any, path: Path) -> Any:
-        inner, container = _held_by(cls, name)
+    def _read_field(self, cls: Any, name: str, value: Any, path: Path) -> Any:
+        inner, container = _field_type(cls, name)
         if inner is None:
-            return self._made(lambda: _bare(getattr(cls.from_dict({name: value}), name)), path)
+            return self._convert(
+                lambda: _enum_names(getattr(cls.from_dict({name: value}), name)), path
+            )
         if not isinstance(value, container):
             kind = "a list" if container is list else "keys and values"
-            return self._problem(path, f"must hold {kind}, not {value!r}")
+            return self._report(path, f"must hold {kind}, not {value!r}")
         if container is dict:
-            return {key: self._item(inner, item, (*path, key)) for key, item in value.items()}
+            return {key: self._read_item(inner, item, (*path, key)) for key, item in value.items()}
         if container is list:
-            return [self._item(inner, item, (*path, at)) for at, item in enumerate(value)]
+            return [self._read_item(inner, item, (*path, at)) for at, item in enumerate(value)]
         return self._read(inner, value, path)
 
-    def _item(self, cls: Any, value: object, path: Path) -> Any:
+    def _read_item(self, cls: Any, value: object, path: Path) -> Any:
         if value is None:
-            self._problem(path, "must not be null")
+            self._report(path, "must not be null")
         made = None if value is None else self._read(cls, value, path)
         return Node(cls, path) if made is None else made
 
-    def _any(self, value: object, path: Path) -> Any:
+    def _read_any(self, value: object, path: Path) -> Any:
         if value == {}:
-            # as in FilterConfig, which may leave its filter's own settings as they are
+            # FilterConfig may leave the settings of its filter unchanged.
             return Node(AnyMessage, path)
         if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
-            return self._problem(path, "needs an '@type'")
+            return self._report(path, "needs an '@type'")
         name = str(value["@type"]).rpartition("/")[2]
         fields: Any = {key: item for key, item in value.items() if key != "@type"}
         inner = fields.get("value")
         if _TYPED_STRUCT.search(name) and isinstance(inner, Mapping):
-            self._any({**inner, "@type": fields.get("type_url") or fields.get("typeUrl")}, path)
+            self._read_any(
+                {**inner, "@type": fields.get("type_url") or fields.get("typeUrl")}, path
+            )
         cls = _message_type(name)
-        if cls is None:  # a warning: other builds of Envoy have types of their own
-            text = f"Envoy itself has no type {name!r}: misspelt, or another build's own"
-            self._problem(path, f"{text}; not checked", Level.WARNING)
+        if cls is None:  # only a warning: other builds of Envoy have more types
+            text = f"Envoy has no type {name!r}: it is misspelt, or belongs to another build"
+            self._report(path, f"{text}; not checked", Level.WARNING)
             return Node(AnyMessage, path)
         return self._read(cls, inner if _is_plain(cls) and "value" in fields else fields, path)
 
-    def _made(self, make: Callable[[], Any], path: Path) -> Any:
+    def _convert(self, make: Callable[[], Any], path: Path) -> Any:
         try:
             return make()
         except ValidationError as error:
-            said = (detail["msg"].removeprefix("Value error, ") for detail in error.errors())
-            return self._problem(path, "; ".join(said))
+            messages = (detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+            return self._report(path, "; ".join(messages))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            return self._problem(path, str(error))
+            return self._report(path, str(error))
 
-    def _problem(self, path: Path, text: str, level: Level = Level.ERROR) -> None:
+    def _report(self, path: Path, text: str, level: Level = Level.ERROR) -> None:
         self.findings.append(Finding("schema", level, _written(path), text))
 
 
 def snake_case(key: str) -> str:
-    """Turns ``camelCase``, as JSON may be written, into ``snake_case``."""
+    """Turn ``camelCase``, which JSON may use, into ``snake_case``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
 
 
@@ -199,7 +208,7 @@ def _written(path: Path) -> str:
 
 
 def _message_type(name: str) -> Any:
-    """The class of ``envoy.config.cluster.v3.Cluster``; None where Envoy has no such type."""
+    """Return the class of a type such as ``envoy.config.cluster.v3.Cluster``; None if unknown."""
     package, _, short = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(_PACKAGE + package), short, None)
@@ -210,15 +219,15 @@ def _message_type(name: str) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, str]:
-    """Names of a message's fields, by themselves and by those in JSON (``camelCase``)."""
+    """Return a message's field names in ``snake_case``, by both spellings."""
     names = cls._betterproto.meta_by_field_name
     camel = {re.sub("_(.?)", lambda found: found[1].upper(), name): name for name in names}
     return camel | {name: name for name in names}
 
 
-def _held_by(cls: Any, name: str) -> tuple[Any, type[Any]]:
-    """Class of the messages that a field holds (None: plain values), and their container: list,
-    dict, or ``object`` for none."""
+def _field_type(cls: Any, name: str) -> tuple[Any, type[Any]]:
+    """Return the class of a field's messages (None: plain values), and ``list``, ``dict`` or
+    ``object`` as their container."""
     description = cls._betterproto
     meta = description.meta_by_field_name[name]
     if meta.map_meta and meta.map_meta[1].proto_type == "message":
@@ -230,7 +239,7 @@ def _held_by(cls: Any, name: str) -> tuple[Any, type[Any]]:
 
 
 def _is_plain(cls: Any) -> bool:
-    """Durations, wrappers and the like, which JSON writes as a value."""
+    """Return true for durations, wrappers and others that JSON writes as a plain value."""
     return cls.to_dict is not Message.to_dict
 
 
@@ -238,11 +247,11 @@ def _unwrapped(message: Any) -> Any:
     return message.to_wrapped() if hasattr(message, "to_wrapped") else message
 
 
-def _bare(value: Any) -> Any:
+def _enum_names(value: Any) -> Any:
     if isinstance(value, list):
-        return [_bare(item) for item in value]
+        return [_enum_names(item) for item in value]
     if not isinstance(value, Enum):
         return value
     if not value.name:
-        raise ValueError(f"{value.value} is no value of this enum")
+        raise ValueError(f"{value.value} is not a value of this enum")
     return value.name

@@ -158,7 +158,7 @@ def test_a_replicas_file_that_cannot_be_used_is_found(
         file.write_text(content)
     assert main(["check", "--config", str(config)]) == 1
     *_, finding = capsys.readouterr().out.splitlines()
-    assert finding.startswith(f"error    replicas_file {file}: cannot be used: ")
+    assert finding.startswith(f"error    replicas_file {file}: unusable: ")
     file.write_text("[10.0.0.1:8000]")
     assert main(["check", "--config", str(config)]) == 0
 

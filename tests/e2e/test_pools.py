@@ -93,7 +93,7 @@ class Pools(Stack):
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
-        assert self.missing(bootstrap) == {"named_headers_are_told"}
+        assert self.missing(bootstrap) == {"headers_come_with_body"}
         told = [f"request.headers['{name}']" for name in (*OBJECTIVE, *FAIRNESS_ID, *TARGETS)]
         ext_proc_of(bootstrap)["request_attributes"] += told
         assert not self.missing(bootstrap)

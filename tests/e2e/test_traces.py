@@ -66,7 +66,7 @@ class Traced(Stack):
         bootstrap = super()._bootstrap()
         manager = manager_of(bootstrap)
         filters = {one["name"]: one for one in manager["http_filters"]}
-        assert self.missing(bootstrap) == {"decision_metadata_is_taken"}
+        assert self.missing(bootstrap) == {"decision_metadata_is_received"}
         filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
         manager["http_filters"].insert(-1, TELL)
         manager |= TRACING

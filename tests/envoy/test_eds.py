@@ -24,8 +24,8 @@ from tests.conftest import Logged
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
-REFUSED = "envoy refused what it was sent"
-NOT_SERVED = "envoy asks for what is not served"
+REFUSED = "envoy refused the replicas and keeps its old ones"
+NOT_SERVED = "envoy asks for unknown pools: set pools"
 
 
 def request(*names: str, answering: DiscoveryResponse | None = None, refusal: str = "") -> bytes:
@@ -178,7 +178,7 @@ async def test_garbage_ends_its_stream_alone(eds: Server, logged: Logged) -> Non
     broken, good = eds.stream(), eds.stream()
     await broken.write(b"\x0a\xff\xff\xff")
     assert await broken.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert len(logged.lines("a client sent what is no DiscoveryRequest")) == 1
+    assert len(logged.lines("stream closed: message is not a DiscoveryRequest")) == 1
     await good.write(request("a"))
     assert values(await response(good)) == [b"a1"]
 
@@ -198,7 +198,7 @@ async def test_streams_that_are_sent_away_end_and_new_ones_are_served(eds: Serve
         call = eds.stream()
         await call.write(request("a"))
         assert values(await response(call)) == [b"a1"]
-        eds.server.send_away()
+        eds.server.close_streams()
         assert await call.code() == grpc.StatusCode.UNAVAILABLE
 
 
@@ -264,7 +264,7 @@ def hear(
         clock.advance(1)
         for state in polled:
             members.apply(Put(state))
-        left += members.drop_silent(TTL_S)
+        left += members.drop_stale(TTL_S)
     return left
 
 

@@ -159,7 +159,7 @@ async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
     ):
         await envoy.has({a: "HEALTHY"})
         catalog.put(POOL, load_assignment(POOL, healthy("no-address:80")))
-        line = await logged.line("envoy refused what it was sent")
+        line = await logged.line("envoy refused the replicas and keeps its old ones")
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])
         assert (await post(envoy.url))["name"] == "a"

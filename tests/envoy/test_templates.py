@@ -85,7 +85,7 @@ def test_resources_of_envoy_gateway_lack_only_what_no_field_is_for() -> None:
     """``max_message_timeout``, without which requests do not wait at the router."""
     findings = check_envoy(translated(GATEWAY))
     lacking = [(one.rule, one.level) for one in findings if one.level is not Level.OK]
-    assert lacking == [("waits_for_room", Level.WARNING)]
+    assert lacking == [("requests_can_queue", Level.WARNING)]
 
 
 def test_a_misspelt_field_of_envoy_gateway_is_refused() -> None:
