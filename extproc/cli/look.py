@@ -16,13 +16,13 @@ from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, count, figure, paragraph, printable, share, table
-from extproc.observe.client import AskError, ask_decisions, follow
+from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow
 from extproc.observe.decision import read_decisions
 from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _AGAIN_S = 1.0
-_WORST_FIRST = ("down", "left out", "draining", "ok")
+_WORST_FIRST = ("down", "excluded", "draining", "ok")
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
     **dict.fromkeys(("count", "load", "tokens"), count),
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     router, show = args.router or config.serve.admin, _top if args.command == "top" else _explain
     try:
         asyncio.run(show(args, router, config.admin))
-    except (AskError, OSError, ValueError) as error:
+    except (RouterUnavailableError, OSError, ValueError) as error:
         raise CommandError(*str(error).splitlines()) from None
     except KeyboardInterrupt:
         if args.command != "top":
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> None:
-    answer = await ask_decisions(router, args.request_id, args.last, access)
+    answer = await fetch_decisions(router, args.request_id, args.last, access)
     if args.json:
         print(json.dumps(answer, indent=2))
     elif args.request_id is None:
@@ -94,7 +94,7 @@ async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> 
                         print("\n".join(lines))
                         return
                     _draw(lines)
-        except AskError as error:
+        except RouterUnavailableError as error:
             if not lines:
                 raise
             _draw([f"! {error}"[: shutil.get_terminal_size().columns], *lines])

@@ -1,4 +1,4 @@
-"""Client of admin addresses: asks routers for decisions and live snapshots."""
+"""HTTP client of a router's admin address: fetches decisions and live snapshots."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,54 +12,55 @@ from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
 
 _OPEN = AdminSettings()
-_PATIENCE_S = 10.0
-_MOST_BYTES = 2**24  # of one event: a thousand replicas take a quarter of a megabyte
+_TIMEOUT_S = 10.0
+_MOST_BYTES = 2**24  # of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
 
-class AskError(Exception):
-    """Failure to get an answer of a router; the message has the remedy."""
+class RouterUnavailableError(Exception):
+    """Failure to get an answer from a router; the message names the remedy."""
 
 
-async def ask_decisions(
+async def fetch_decisions(
     router: str, request_id: str | None, most: int, access: AdminSettings = _OPEN
 ) -> list[Any]:
-    """Get the newest decisions, ``most`` of them, or all about one request, the oldest first.
+    """Get the newest ``most`` decisions, or all about a request, oldest first.
 
     Args:
-        router: admin address: ``host:port``, or a URL.
-        request_id: None for the newest.
-        most: limits the newest.
-        access: TLS of addresses without a scheme, and the token to show.
+        router: admin address: ``host:port`` or a URL.
+        request_id: request to look up; None: the newest decisions of any request.
+        most: limit of the newest decisions.
+        access: the token to send, and the certificate to trust; with a certificate, addresses
+            without a scheme are https.
 
     Raises:
-        AskError: the router does not answer.
+        RouterUnavailableError: the router does not answer.
         ValueError: a file of ``access`` cannot be used.
     """
     async with _connected(router, access) as client:
         if request_id is not None:
             if found := await client.decisions(request_id=request_id):
                 return found
-            raise AskError(
-                f"the router at {client.url} keeps no decision about request {request_id!r}: it "
-                "was not asked, had no replica to choose, or has dropped it since "
-                "(serve.decisions_kept)"
+            raise RouterUnavailableError(
+                f"the router at {client.url} has no decision about request {request_id!r}: Envoy "
+                "did not ask this router, no replica was available, or the decision was dropped "
+                "since (serve.decisions_kept)"
             )
         newest = await client.decisions()
         if len(newest) >= most or not newest:
             return newest[-most:]
-        found, end = [], newest[-1]["number"]
-        after = max(end - most, 0)
-        while after < end and (page := await client.decisions(after=str(after))):
+        found, last = [], newest[-1]["number"]
+        after = max(last - most, 0)
+        while after < last and (page := await client.decisions(after=str(after))):
             found += page
             after = page[-1]["number"]
         return found[:most]
 
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the snapshots of a router, as :mod:`extproc.observe.dashboard.snapshot` makes them.
+    """Yield a router's live snapshots, which :mod:`extproc.observe.dashboard.snapshot` describes.
 
     Raises:
-        AskError: the router does not answer, or stopped.
+        RouterUnavailableError: the router does not answer, or stopped.
         ValueError: a file of ``access`` cannot be used.
     """
     async with (
@@ -69,52 +70,55 @@ async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str,
         try:
             while event := await events.content.readuntil(b"\n\n"):
                 yield loads(event.removeprefix(b"data: "))
-        finally:  # the answer has no end to read up to, and TLS would wait for the router's goodbye
+        finally:  # abort: the response never ends, and a TLS shutdown would wait for the router
             if events.connection and events.connection.transport:
                 events.connection.transport.abort()
-    raise AskError(f"the router at {client.url} has stopped")
+    raise RouterUnavailableError(f"the router at {client.url} has stopped")
 
 
 class _Client:
-    """A session with the router at an admin address."""
-
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self._session = session
 
     async def decisions(self, **query: str) -> list[Any]:
         async with self.get("/decisions", "application/json", query) as response:
-            found = await response.json()
-        records = found if isinstance(found, list) else [None]
-        if not all(isinstance(one, dict) and isinstance(one.get("number"), int) for one in records):
-            raise self._no_router("something else than decisions")
+            records = await response.json()
+        if not isinstance(records, list) or not all(map(_is_decision, records)):
+            raise self._no_router("JSON that is no list of decisions")
         return records
 
     @asynccontextmanager
     async def get(
-        self, path: str, kind: str, query: dict[str, str], total_s: float | None = _PATIENCE_S
+        self, path: str, kind: str, query: dict[str, str], total_s: float | None = _TIMEOUT_S
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        timeout = aiohttp.ClientTimeout(total_s, connect=_PATIENCE_S, sock_read=_PATIENCE_S)
-        asked = self._session.get(f"{self.url}{path}", params=query, timeout=timeout)
+        timeout = aiohttp.ClientTimeout(total_s, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+        request = self._session.get(f"{self.url}{path}", params=query, timeout=timeout)
         try:
-            async with asked as response:
+            async with request as response:
                 if response.status == 401:
-                    where = f"the router at {self.url}"
-                    raise AskError(f"{where} asks for another token (admin.token_file)")
+                    raise RouterUnavailableError(
+                        f"the router at {self.url} needs another token (admin.token_file)"
+                    )
                 if response.status != 200:
                     raise self._no_router(f"status {response.status}")
                 if response.content_type != kind:
-                    raise self._no_router(f"something else than {kind}")
+                    raise self._no_router(f"{response.content_type} instead of {kind}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            raise AskError(
-                f"no router answers at {self.url}: is it running, and is that its serve.admin? "
-                "Name another with --router"
+            raise RouterUnavailableError(
+                f"no router answers at {self.url}: check that a router runs and that this is its "
+                "serve.admin, or name another address with --router"
             ) from None
 
-    def _no_router(self, seen: str) -> AskError:
-        where = f"{self.url} is not the admin address (serve.admin) of a router"
-        return AskError(f"{where}: it answers {seen}")
+    def _no_router(self, answer: str) -> RouterUnavailableError:
+        return RouterUnavailableError(
+            f"{self.url} is not the admin address (serve.admin) of a router: it answers {answer}"
+        )
+
+
+def _is_decision(record: object) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("number"), int)
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ class Terms(Struct):
     """Parts of a prediction, in seconds."""
 
     step_rest: Figure
-    queue: Figure  # wait at the router until the replica has room; 0: it can start the request
-    admission: Figure  # wait in the engine; the first token has the longer of the two
+    queue: Figure  # wait in the router's queue; 0: the replica can start the request at once
+    admission: Figure  # wait in the engine; TTFT includes the longer of queue and admission
     adapter: Figure
     prefill: Figure
     decode: Figure
@@ -38,31 +38,31 @@ class Candidate(Struct):
 
 
 class ExcludedCandidate(Struct):
-    """Replica that could not be chosen."""
+    """Replica that the policy could not choose."""
 
     replica: str
     name: str
     why: str
 
 
-class Outcome(Struct):
-    """End of a routed request; None for what the router did not see."""
+class RequestOutcome(Struct):
+    """Outcome of a routed request; None: the router did not see the value."""
 
-    waited_s: float = 0.0  # at the router, before it was sent
+    waited_s: float = 0.0  # in the router's queue, before dispatch
     waited_for: str = ""
     served_by: str | None = None  # ip:port that answered, after retries
     status: int | None = None
-    ttft_s: Figure = None  # since the decision, where the router read the response's chunks
+    ttft_s: Figure = None  # since the decision; needs a response whose chunks the router reads
     completion_s: Figure = None  # since the decision
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    output_tokens: int | None = None  # over all sequences, as the replica reported
+    output_tokens: int | None = None  # of all sequences, as the replica reported
 
 
 class DecisionRecord(Struct):
     """Routed request: the prediction, the choice with its reason, and the outcome."""
 
-    number: int  # grows by one a decision, from 1
+    number: int  # counts decisions from 1
     request_id: str
     pool: str
     decided_at: float  # seconds since the epoch
@@ -89,15 +89,16 @@ class DecisionRecord(Struct):
     compared: int
     candidates: list[Candidate]
     excluded: list[ExcludedCandidate]
-    outcome: Outcome
+    outcome: RequestOutcome
 
     def name_of(self, replica: str) -> str:
-        """Return the replica's name, or its address where it was no candidate."""
-        return next((one.name for one in self.candidates if one.replica == replica), replica)
+        """Return the replica's name, or its address if it was no candidate."""
+        named = (candidate.name for candidate in self.candidates if candidate.replica == replica)
+        return next(named, replica)
 
 
 def read_decisions(answer: object) -> list[DecisionRecord]:
-    """Convert decoded JSON; ignores unknown fields.
+    """Convert decoded JSON to records; ignores unknown fields.
 
     Raises:
         ValueError: a field is missing or has another type.
@@ -106,5 +107,6 @@ def read_decisions(answer: object) -> list[DecisionRecord]:
         return convert(answer, list[DecisionRecord])
     except ValidationError as error:
         raise ValueError(
-            f"the decisions cannot be read ({error}): is the router of another version? Try --json"
+            f"the decisions cannot be read ({error}): the router may have another version; "
+            "try --json"
         ) from None

@@ -1,4 +1,4 @@
-"""Last decisions, and last predictions beside what came of them, in memory."""
+"""Memory of the last decisions and of the last predictions with their outcomes."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,30 +12,36 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.decision import Candidate, DecisionRecord, ExcludedCandidate, Outcome, Terms
+from extproc.observe.decision import (
+    Candidate,
+    DecisionRecord,
+    ExcludedCandidate,
+    RequestOutcome,
+    Terms,
+)
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 
 TERMS = Terms.__struct_fields__
-_OUTCOME = Outcome.__struct_fields__
+_OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
-_MOST_CANDIDATES = 100_000  # of all records kept: some 20 MB, however many replicas there are
-_MOST_ENDED = 5000
+_MOST_CANDIDATES = 100_000  # in all stored decisions, about 20 MB
+_MOST_RESULTS = 5000
 
 
-class LiveOutcome(Outcome):
-    """Outcome that is still filled in."""
+class LiveOutcome(RequestOutcome):
+    """Outcome of a request that may not have ended yet."""
 
-    overloaded: bool = False  # Envoy answered itself, as a circuit breaker was full
+    overloaded: bool = False  # Envoy answered 503 itself: a circuit breaker was full
 
 
 @dataclass(slots=True)
-class KeptDecision:
-    """Decision with all that was compared."""
+class LoggedDecision:
+    """Decision with its candidates and its outcome so far."""
 
-    number: int  # grows by one a decision, from 1
+    number: int  # counts decisions from 1
     request_id: str
     decided_at: float  # seconds since the epoch
     decision: Decision
@@ -47,11 +53,11 @@ class KeptDecision:
         return len(self.decision.situation.view)
 
     def record(self, most: int | None = None) -> DecisionRecord:
-        """Make the decision's JSON.
+        """Convert the decision for JSON.
 
         Args:
-            most: limits the candidates to this many with the best scores, those chosen and served
-                by, and the excluded replicas to the first ``most``; None: all.
+            most: limit of the candidates, best scores first, and of the excluded replicas; the
+                replicas that were chosen and that served are always included. None: no limit.
         """
         decision, profile = self.decision, self.decision.profile
         view = decision.situation.view
@@ -82,12 +88,15 @@ class KeptDecision:
             predicted_completion_s=_short(decision.predicted_completion),
             compared=self.compared,
             candidates=self._candidates(most),
-            excluded=[ExcludedCandidate(one.id, one.name, one.why) for one in view.excluded[:most]],
-            outcome=Outcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
+            excluded=[
+                ExcludedCandidate(replica.id, replica.name, replica.why)
+                for replica in view.excluded[:most]
+            ],
+            outcome=RequestOutcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
         )
 
     def _candidates(self, most: int | None) -> list[Candidate]:
-        """Convert column by column: value by value, a thousand take 20 ms instead of 2."""
+        """Convert column by column: 2 ms for a thousand candidates; value by value, 20 ms."""
         choice, view = self.decision.choice, self.decision.situation.view
         prediction = self.decision.prediction
         shown = np.arange(len(view))
@@ -121,16 +130,16 @@ def _figures(values: Floats) -> list[float | None]:
 
 
 def _short(value: Any) -> Any:
-    """Round a float for people; infinity, which JSON cannot say, becomes null."""
+    """Round a float for people; infinity, which JSON lacks, becomes None."""
     if not isinstance(value, float):
         return value
     return round(value, _DIGITS) if isfinite(value) else None
 
 
 def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
-    """Make Envoy's dynamic metadata and attributes of spans, without unknown figures.
+    """Summarise a decision for Envoy's dynamic metadata and for spans; omits unknown figures.
 
-    ``waited``: seconds at the router before the decision.
+    ``waited``: seconds in the router's queue before the decision.
     """
     view, prediction, profile = decision.situation.view, decision.prediction, decision.profile
     figures = {
@@ -151,15 +160,15 @@ def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
 class DecisionLog:
     """Last decisions of a router, in memory."""
 
-    def __init__(self, kept: int) -> None:
-        self._records: deque[KeptDecision] = deque(maxlen=kept)
+    def __init__(self, size: int) -> None:
+        self._records: deque[LoggedDecision] = deque(maxlen=size)
         self._candidates = 0
         self._numbers = count(1)
 
     def add(
         self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
-    ) -> KeptDecision:
-        record = KeptDecision(next(self._numbers), request_id, decided_at, decision, pool)
+    ) -> LoggedDecision:
+        record = LoggedDecision(next(self._numbers), request_id, decided_at, decision, pool)
         self._candidates += record.compared
         while self._records and (
             self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen
@@ -168,46 +177,46 @@ class DecisionLog:
         self._records.append(record)
         return record
 
-    def after(self, number: int, most: int | None = None) -> list[KeptDecision]:
-        """Return records with a higher number, oldest first; the first ``most`` of them."""
-        return list(islice((one for one in self._records if one.number > number), most))
+    def after(self, number: int, most: int | None = None) -> list[LoggedDecision]:
+        """Return the first ``most`` decisions after ``number``, oldest first."""
+        return list(islice((record for record in self._records if record.number > number), most))
 
-    def last(self, most: int) -> list[KeptDecision]:
+    def last(self, most: int) -> list[LoggedDecision]:
         return list(islice(reversed(self._records), most))[::-1]
 
-    def since(self, at: float) -> list[KeptDecision]:
+    def since(self, at: float) -> list[LoggedDecision]:
         """Return decisions made at ``at`` (seconds since the epoch) or later, newest first."""
-        return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
+        return list(takewhile(lambda record: record.decided_at >= at, reversed(self._records)))
 
-    def of_request(self, request_id: str) -> list[KeptDecision]:
+    def of_request(self, request_id: str) -> list[LoggedDecision]:
         return [record for record in self._records if record.request_id == request_id]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionResult:
-    """Prediction beside what came of it, for a request that the replica chosen served."""
+    """Prediction and outcome of a request that the chosen replica served."""
 
     at: float  # by the router's clock
     replica: str  # ip:port
     predicted_s: float
     actual_s: float  # from the decision to the last token
-    expected_cached: float  # tokens of the prompt, by what was sent to the replica before
-    cached: int | None  # tokens found; None where the replica does not report them
+    expected_cached: float  # prompt tokens, expected from the prompts sent to the replica before
+    cached: int | None  # prompt tokens; None: the replica does not report them
 
 
 class Accuracy:
     """Last prediction results, in memory."""
 
     def __init__(self) -> None:
-        self._results: deque[PredictionResult] = deque(maxlen=_MOST_ENDED)
-        self.added = 0  # in all
+        self._results: deque[PredictionResult] = deque(maxlen=_MOST_RESULTS)
+        self.added = 0  # results ever added
 
     def add(self, result: PredictionResult) -> None:
         self._results.append(result)
         self.added += 1
 
     def since(self, at: float) -> Iterator[PredictionResult]:
-        return takewhile(lambda one: one.at >= at, reversed(self._results))
+        return takewhile(lambda result: result.at >= at, reversed(self._results))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +226,7 @@ class ObservedPool:
     config: Config
     router: Router
     queue: Queue
-    log: DecisionLog  # of all pools
+    log: DecisionLog  # shared by all pools
     clock: Clock
     wall: Clock
     accuracy: Accuracy = field(default_factory=Accuracy)

@@ -19,78 +19,82 @@ from extproc.ground.text import (
     table,
     table_of,
 )
-from extproc.observe.decision import Candidate, DecisionRecord, Outcome
+from extproc.observe.decision import Candidate, DecisionRecord, RequestOutcome
 
 _DECISIONS: Cells[DecisionRecord] = (
-    (Column("time", left=True), lambda one: _time(one).strftime("%H:%M:%S")),
-    (Column("request", left=True, most=36), lambda one: printable(one.request_id) or "-"),
-    (Column("replica", left=True, most=20), lambda one: printable(one.replica_name)),
-    (Column("prompt"), lambda one: count(one.prompt_tokens)),
-    (Column("output"), lambda one: count(one.expected_output_tokens)),
-    (Column("TTFT s"), lambda one: figure(one.predicted_ttft_s)),
-    (Column("actual"), lambda one: figure(one.outcome.ttft_s)),
-    (Column("finish s"), lambda one: figure(one.predicted_completion_s)),
-    (Column("actual"), lambda one: figure(one.outcome.completion_s)),
+    (Column("time", left=True), lambda record: _time(record).strftime("%H:%M:%S")),
+    (Column("request", left=True, most=36), lambda record: printable(record.request_id) or "-"),
+    (Column("replica", left=True, most=20), lambda record: printable(record.replica_name)),
+    (Column("prompt"), lambda record: count(record.prompt_tokens)),
+    (Column("output"), lambda record: count(record.expected_output_tokens)),
+    (Column("TTFT s"), lambda record: figure(record.predicted_ttft_s)),
+    (Column("actual"), lambda record: figure(record.outcome.ttft_s)),
+    (Column("finish s"), lambda record: figure(record.predicted_completion_s)),
+    (Column("actual"), lambda record: figure(record.outcome.completion_s)),
 )
-DECISIONS = tuple(column for column, _ in _DECISIONS)  # of the last decisions
+DECISIONS = tuple(column for column, _ in _DECISIONS)  # of the table of decisions
 _CANDIDATES: Cells[Candidate] = (
-    (Column("replica", left=True, most=18), lambda one: printable(one.name)),
-    (Column("requests"), lambda one: count(one.requests)),
-    (Column("KV"), lambda one: share(one.kv_usage)),
-    (Column("queued"), lambda one: count(one.backlog_tokens)),
-    (Column("cached"), lambda one: count(one.cached_tokens)),
-    (Column("step"), lambda one: figure(one.terms_s.step_rest)),
-    (Column("wait"), lambda one: figure(one.terms_s.queue)),
-    (Column("admit"), lambda one: figure(one.terms_s.admission)),
-    (Column("adapter"), lambda one: figure(one.terms_s.adapter)),
-    (Column("prefill"), lambda one: figure(one.terms_s.prefill)),
-    (Column("TTFT"), lambda one: figure(one.predicted_ttft_s)),
-    (Column("decode"), lambda one: figure(one.terms_s.decode)),
-    (Column("×"), lambda one: "-" if one.stretch is None else f"{one.stretch:.2f}"),
-    (Column("finish"), lambda one: figure(one.predicted_completion_s)),
-    (Column("others"), lambda one: figure(one.terms_s.cost_to_others)),
-    (Column("weight"), lambda one: share(one.cost_weight)),
-    (Column("wasted"), lambda one: figure(one.terms_s.avoidable)),
-    (Column("score"), lambda one: figure(one.score)),
+    (Column("replica", left=True, most=18), lambda candidate: printable(candidate.name)),
+    (Column("requests"), lambda candidate: count(candidate.requests)),
+    (Column("KV"), lambda candidate: share(candidate.kv_usage)),
+    (Column("queued"), lambda candidate: count(candidate.backlog_tokens)),
+    (Column("cached"), lambda candidate: count(candidate.cached_tokens)),
+    (Column("step"), lambda candidate: figure(candidate.terms_s.step_rest)),
+    (Column("wait"), lambda candidate: figure(candidate.terms_s.queue)),
+    (Column("admit"), lambda candidate: figure(candidate.terms_s.admission)),
+    (Column("adapter"), lambda candidate: figure(candidate.terms_s.adapter)),
+    (Column("prefill"), lambda candidate: figure(candidate.terms_s.prefill)),
+    (Column("TTFT"), lambda candidate: figure(candidate.predicted_ttft_s)),
+    (Column("decode"), lambda candidate: figure(candidate.terms_s.decode)),
+    (
+        Column("×"),
+        lambda candidate: "-" if candidate.stretch is None else f"{candidate.stretch:.2f}",
+    ),
+    (Column("finish"), lambda candidate: figure(candidate.predicted_completion_s)),
+    (Column("others"), lambda candidate: figure(candidate.terms_s.cost_to_others)),
+    (Column("weight"), lambda candidate: share(candidate.cost_weight)),
+    (Column("wasted"), lambda candidate: figure(candidate.terms_s.avoidable)),
+    (Column("score"), lambda candidate: figure(candidate.score)),
 )
 _LEGEND = (
-    "requests: in flight.  KV: of the cache in use.  queued: prompt tokens to prefill.  "
+    "requests: in flight.  KV: share of the KV cache in use.  queued: prompt tokens to prefill.  "
     "Times in seconds:",
-    "step: rest of the one in progress.  admit: wait for KV space or a place in the batch.  "
-    "others: what they lose.",
+    "step: rest of the step in progress.  admit: wait for KV blocks or a batch slot.  "
+    "others: delay of other requests.",
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
 _COMPLETION_SCORE = "  score = finish + weight * others."
 _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
-    # Columns that are shown where the figure is not zero for a candidate, and their legend.
+    # Columns shown if the figure of any candidate is not zero, and their legend.
     (
         {"wait"},
-        lambda one: one.terms_s.queue,
-        "wait: at the router, until the replica has room; TTFT has the longer of wait and admit.",
+        lambda candidate: candidate.terms_s.queue,
+        "wait: in the router's queue until the replica has room; TTFT includes the longer of wait "
+        "and admit.",
     ),
     (
         {"×"},
-        lambda one: abs((one.stretch or 1.0) - 1.0) >= 0.005,
-        "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied.",
+        lambda candidate: abs((candidate.stretch or 1.0) - 1.0) >= 0.005,
+        "×: actual ÷ predicted decode time of the replica's last requests; a factor of decode.",
     ),
     (
         {"adapter", "wasted"},
-        lambda one: one.terms_s.adapter,
-        "adapter: wait for a place of its LoRA adapter in the batch, and to load it; "
-        "TTFT has it in.\nwasted: what others lose by that; the score has it in.",
+        lambda candidate: candidate.terms_s.adapter,
+        "adapter: wait for a slot of the LoRA adapter, and its loading; part of TTFT.\n"
+        "wasted: delay of other requests by that; part of the score.",
     ),
     (
         {"cached", "wasted"},
-        lambda one: one.cached_tokens,
-        "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has "
-        "cached; the score has it in.",
+        lambda candidate: candidate.cached_tokens,
+        "cached: prompt tokens in the prefix cache.  wasted: time to prefill what another replica "
+        "has cached; part of the score.",
     ),
 )
 _LABEL = 10
 
 
 def decisions(records: Sequence[DecisionRecord]) -> str:
-    """Format decisions as a table, two lines each: figures, then the model and why."""
+    """Format decisions as a table with two lines each: the figures, then model and reason."""
     if not records:
         return "no decisions yet"
     lines = table_of(_DECISIONS, records)
@@ -101,13 +105,13 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Decision in words and as a table of its candidates."""
+    """Decision as facts in words and a table of its candidates."""
 
     facts: dict[str, str]
     columns: list[Column]
-    rows: list[list[str]]  # of candidates by score, the chosen one first
+    rows: list[list[str]]  # candidates by score, the chosen replica first
     legend: list[str]
-    left_out: list[tuple[str, str]]  # name and reason of excluded replicas
+    excluded: list[tuple[str, str]]  # name and reason of each excluded replica
 
 
 def compare(record: DecisionRecord) -> Comparison:
@@ -118,7 +122,7 @@ def compare(record: DecisionRecord) -> Comparison:
     facts = {
         "request": record.request_id,
         "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
-        "asks for": _asks(record),
+        "asks for": _request(record),
         "policy": record.policy,
         "chosen": chosen,
         "why": record.why,
@@ -127,55 +131,55 @@ def compare(record: DecisionRecord) -> Comparison:
     legend, hidden = list(_LEGEND), set[str]().union(*(columns for columns, _, _ in _OPTIONAL))
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
-    for columns, figure_of, explained in _OPTIONAL:
+    for columns, figure_of, explanation in _OPTIONAL:
         if any(map(figure_of, record.candidates)):
-            legend += explained.split("\n")
+            legend += explanation.split("\n")
             hidden -= columns
     cells: Cells[Candidate] = (
-        (Column("", left=True), lambda one: ">" if one.replica == record.replica else ""),
+        (Column("", left=True), lambda row: ">" if row.replica == record.replica else ""),
         *(cell for cell in _CANDIDATES if cell[0].header not in hidden),
     )
     candidates = sorted(
         record.candidates,
-        key=lambda one: (one.replica != record.replica, inf if one.score is None else one.score),
+        key=lambda row: (row.replica != record.replica, inf if row.score is None else row.score),
     )
     return Comparison(
         facts={name: printable(text) or "-" for name, text in facts.items()},
         columns=[column for column, _ in cells],
-        rows=[row_of(cells, one) for one in candidates],
+        rows=[row_of(cells, candidate) for candidate in candidates],
         legend=legend,
-        left_out=[(printable(one.name), printable(one.why)) for one in record.excluded],
+        excluded=[(printable(each.name), printable(each.why)) for each in record.excluded],
     )
 
 
 def comparison(record: DecisionRecord) -> str:
     """Format one decision in full."""
-    one, lines = compare(record), list[str]()
-    for name, text in one.facts.items():
+    compared, lines = compare(record), list[str]()
+    for name, text in compared.facts.items():
         lines += paragraph(text, _LABEL, name)
-    lines += ["", *table(one.columns, one.rows), "", *one.legend]
-    if one.left_out:
-        lines += ["", "left out"]
-        column = min(max(len(name) for name, _ in one.left_out), 40) + 2
-        for name, why in one.left_out:
+    lines += ["", *table(compared.columns, compared.rows), "", *compared.legend]
+    if compared.excluded:
+        lines += ["", "excluded"]
+        column = min(max(len(name) for name, _ in compared.excluded), 40) + 2
+        for name, why in compared.excluded:
             lines += paragraph(why, column, name)
     return "\n".join(lines)
 
 
 def reason_of(record: DecisionRecord) -> str:
-    """Model, reason of the choice, and how the outcome differs from the intention."""
+    """Format the model, the reason of the choice, and remarks on an unexpected outcome."""
     outcome = record.outcome
-    odd = _waited(outcome)
+    remarks = _waited(outcome)
     if outcome.served_by not in (None, record.replica):
-        odd.append(f"served by {record.name_of(str(outcome.served_by))}")
+        remarks.append(f"served by {record.name_of(str(outcome.served_by))}")
     if outcome.status is not None and outcome.status >= 400:
-        odd.append(f"answered with status {outcome.status}")
-    remark = f" [{', '.join(odd)}]" if odd else ""
-    return printable(f"{record.model}: {record.why}{remark}")
+        remarks.append(f"answered with status {outcome.status}")
+    note = f" [{', '.join(remarks)}]" if remarks else ""
+    return printable(f"{record.model}: {record.why}{note}")
 
 
 def figures_of(record: DecisionRecord) -> list[str]:
-    """Cells of a decision in the columns ``DECISIONS``."""
+    """Format a decision's cells in the columns ``DECISIONS``."""
     return row_of(_DECISIONS, record)
 
 
@@ -183,18 +187,18 @@ def _time(record: DecisionRecord) -> datetime:
     return datetime.fromtimestamp(record.decided_at).astimezone()
 
 
-def _asks(record: DecisionRecord) -> str:
+def _request(record: DecisionRecord) -> str:
     streamed = ", streamed" if record.stream else ""
     served = f" (served as {record.served_as})" if record.served_as != record.model else ""
-    asked = f"{record.endpoint}, model {record.model}{served}{streamed}"
-    asked += f", objective {record.objective}" if record.objective else ""
-    asked += f", {record.prompt_tokens} prompt tokens"
+    text = f"{record.endpoint}, model {record.model}{served}{streamed}"
+    text += f", objective {record.objective}" if record.objective else ""
+    text += f", {record.prompt_tokens} prompt tokens"
     if not record.sequences:
-        return f"{asked}, nothing to generate"
+        return f"{text}, no output tokens"
     each = f" for each of {record.sequences} sequences" if record.sequences > 1 else ""
     bound = "" if record.output_bound is None else f" of at most {record.output_bound}"
     expected = count(record.expected_output_tokens)
-    return f"{asked}, {expected} output tokens expected{bound}{each}"
+    return f"{text}, {expected} output tokens expected{bound}{each}"
 
 
 def _named(record: DecisionRecord, replica: str) -> str:
@@ -205,18 +209,18 @@ def _happened(record: DecisionRecord) -> str:
     outcome = record.outcome
     parts = _waited(outcome)
     if outcome.served_by is None:
-        return ", ".join([*parts, "no answer yet, or none that was seen"])
+        return ", ".join([*parts, "no response yet, or the router did not see it"])
     parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
-    for did, actual, predicted in (
+    for event, actual, predicted in (
         ("first token", outcome.ttft_s, record.predicted_ttft_s),
         ("finished", outcome.completion_s, record.predicted_completion_s),
     ):
         if actual is not None:
-            parts.append(f"{did} after {figure(actual)} s (predicted {figure(predicted)} s)")
-        elif did == "finished":
-            parts.append("not finished yet, or its end was not seen")
+            parts.append(f"{event} after {figure(actual)} s (predicted {figure(predicted)} s)")
+        elif event == "finished":
+            parts.append("not finished yet, or the router did not see the end")
     if outcome.prompt_tokens is not None:
-        parts.append(f"{outcome.prompt_tokens} prompt tokens (taken for {record.prompt_tokens})")
+        parts.append(f"{outcome.prompt_tokens} prompt tokens (estimated {record.prompt_tokens})")
     if outcome.cached_tokens is not None:
         expected = count(record.expected_cached_tokens)
         parts.append(f"{outcome.cached_tokens} of them cached ({expected} expected)")
@@ -225,8 +229,8 @@ def _happened(record: DecisionRecord) -> str:
     return ", ".join(parts)
 
 
-def _waited(outcome: Outcome) -> list[str]:
+def _waited(outcome: RequestOutcome) -> list[str]:
     if not outcome.waited_s:
         return []
-    why = outcome.waited_for or "no replica could carry it"
-    return [f"waited {figure(outcome.waited_s)} s at the router, as {why}"]
+    why = outcome.waited_for or "no replica had room"
+    return [f"waited {figure(outcome.waited_s)} s at the router: {why}"]

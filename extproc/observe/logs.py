@@ -1,4 +1,4 @@
-"""Logs on standard error: one line for one event, as text or as JSON."""
+"""Logs on standard error: one line per event, as text or JSON."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 def setup(settings: LogSettings) -> None:
-    """Send this package's logs from the given level, and other packages' warnings, to stderr."""
+    """Send this package's logs from the configured level on, and other warnings, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -1,7 +1,7 @@
-"""Writes the record of a router's traffic, every second in a thread.
+"""Writes the record of a router's traffic, once a second in a thread.
 
-RotatingFileHandler does not fit: it joins logging's shutdown, which would wait for a disk that
-hangs, and it neither begins a file with the known replicas nor counts requests not written.
+RotatingFileHandler does not fit: at shutdown logging would wait for a disk that hangs, and the
+handler neither begins a file with the known replicas nor counts the requests it cannot write.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import in_daemon_thread
-from extproc.observe.decision import Outcome
+from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import (
     FORMAT,
     Line,
-    Lost,
-    Refused,
-    Replica,
-    Request,
-    Start,
+    LostLine,
+    RefusedLine,
+    ReplicaLine,
+    RequestLine,
+    StartLine,
     text_of,
     upper,
 )
@@ -43,12 +43,12 @@ from extproc.request.profile import RequestProfile
 
 logger = logging.getLogger(__name__)
 
-FILES = 4  # the newest and those before; together they have the bytes that are configured
+FILES = 4  # of a record; together they hold record.max_bytes
 _EVERY_S = 1.0
-_LAST_S = 5.0  # seconds that the last lines may take at the end of a router
-_REPLICAS_S = 10.0  # seconds between two lines of a replica of which nothing changed but its speed
-_MOST_KEPT = 64_000_000  # bytes of lines that wait for a slow disk; further lines are lost
-_DECIDES = {  # settings that a replay needs
+_LAST_S = 5.0  # limit for writing the last lines when the router stops
+_REPLICAS_S = 10.0  # between two lines of a replica whose health and draining did not change
+_MOST_PENDING = 64_000_000  # bytes of lines that wait for a slow disk; further lines are lost
+_REPLAYED = {  # settings that a replay needs
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
     "serve": {"chunks_per_s"},
@@ -56,12 +56,14 @@ _DECIDES = {  # settings that a replay needs
 }
 _REQUEST = b'{"kind":"request"'  # beginning of a request's line
 _NOT_WRITTEN = (
-    "the record is not written: make room, or set record.path to a folder that the router may "
-    "write to"
+    "record of traffic is not written: free disk space, or set record.path to a folder that the "
+    "router can write to"
 )
-_LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
-_USUAL = {  # fields of a replica's state in a record, each with the value that is left out
-    one.name: one.default for one in structs.fields(ReplicaState) if one.name not in _LEFT_OUT
+_NOT_RECORDED = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
+_DEFAULTS = {  # recorded fields of a replica's state; a value equal to the default is omitted
+    field.name: field.default
+    for field in structs.fields(ReplicaState)
+    if field.name not in _NOT_RECORDED
 }
 
 
@@ -71,7 +73,7 @@ class Recorder:
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
     ) -> None:
-        """Make the folder; raises OSError."""
+        """Make the record's folder; raises OSError."""
         self._config = config
         self._fleet = fleet
         self._clock = clock
@@ -82,24 +84,24 @@ class Recorder:
         self._folder = folder
         self._encode = Encoder().encode
         self._lines: list[bytes] = []
-        self._kept = 0  # bytes of these, and of those that are just written
+        self._pending = 0  # bytes of these lines and of the lines being written
         self._lost = 0  # requests whose line was dropped since the last write
-        self._missing = 0  # requests in no file, until a line counts them
-        self._since = wall()  # begin of the time that the kept lines cover
-        # By replica: its last line, with which a file begins, its time, healthy, draining.
+        self._missing = 0  # requests in no file, until a LostLine counts them
+        self._since = wall()  # start of the time that the pending lines cover
+        # By replica: its last line, repeated when a file begins; time of that; healthy; draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
-        self._size = -1  # of the newest file; below zero: its beginning is not written yet
-        self._trouble = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
+        self._size = -1  # of the newest file; -1: its first lines are not written yet
+        self._outage = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"cannot make {folder} (record.path): {error.strerror}") from None
+            raise OSError(f"cannot make folder {folder} (record.path): {error.strerror}") from None
 
     def ended(
         self,
         profile: RequestProfile,
-        outcome: Outcome,
+        outcome: RequestOutcome,
         replica: str,
         seconds: float,
         counted: float,
@@ -109,14 +111,14 @@ class Recorder:
         """Record a request that ended on a replica.
 
         Args:
-            seconds: since it was sent.
-            counted: tokens of each sequence, by the replica's steps.
-            failed: no answer, or an error.
-            cut: the answer was read and did not end.
+            seconds: time since dispatch.
+            counted: output tokens of each sequence, counted by the replica's steps.
+            failed: the replica did not answer, or answered with an error.
+            cut: the router read the response, which did not end.
         """
-        prefix, aim, reported = profile.prefix, profile.objective, outcome.output_tokens
+        prefix, objective, reported = profile.prefix, profile.objective, outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)
-        request = Request(
+        request = RequestLine(
             at=round(self._wall() - seconds - outcome.waited_s, 6),
             endpoint=str(profile.endpoint),
             model=profile.model,
@@ -138,11 +140,11 @@ class Recorder:
             stream=profile.stream,
             tenant=f"{seed_of(profile.tenant):x}" if profile.tenant else "",
             session=profile.session,
-            objective=aim.name,
-            priority=aim.priority,
-            ttft_target_s=aim.ttft_s,
-            tpot_target_s=aim.tpot_s,
-            completion_target_s=aim.completion_s,
+            objective=objective.name,
+            priority=objective.priority,
+            ttft_target_s=objective.ttft_s,
+            tpot_target_s=objective.tpot_s,
+            completion_target_s=objective.completion_s,
             keys=text_of(prefix.keys),
             unit=prefix.unit,
             whole=upper(prefix.whole),
@@ -152,37 +154,40 @@ class Recorder:
         self._add(request)
 
     def refused(self, why: str) -> None:
-        self._add(Refused(at=self._wall(), why=why))
+        self._add(RefusedLine(at=self._wall(), why=why))
 
     async def run(self) -> None:
         try:
             while True:
                 for _ in self._look():
                     await asyncio.sleep(0)  # requests come first
-                await self._written()
+                await self._flush()
                 await asyncio.sleep(_EVERY_S)
         finally:
             deque(self._look(), maxlen=0)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._written(), _LAST_S)
+                await asyncio.wait_for(self._flush(), _LAST_S)
 
     def _add(self, line: Line) -> bytes:
         text = self._encode(line) + b"\n"
-        if self._kept < _MOST_KEPT:
+        if self._pending < _MOST_PENDING:
             self._lines.append(text)
-            self._kept += len(text)
+            self._pending += len(text)
         else:
-            self._lost += isinstance(line, Request)
+            self._lost += isinstance(line, RequestLine)
         return text
 
-    async def _written(self) -> None:
-        """Write in a daemon thread, so that a disk that hangs does not hold up the router's end."""
+    async def _flush(self) -> None:
+        """Write in a daemon thread, so that a disk that hangs does not delay the router's stop."""
         if self._lost:
-            logger.error("the disk is too slow for the record", extra={"requests_lost": self._lost})
+            logger.error(
+                "record of traffic lost requests: the disk is too slow",
+                extra={"requests_lost": self._lost},
+            )
         lines, self._lines, lost, self._lost = self._lines, [], self._lost, 0
         since, self._since = self._since, self._wall()
         await in_daemon_thread(partial(self._write, lines, since, lost))
-        self._kept -= sum(map(len, lines))
+        self._pending -= sum(map(len, lines))
 
     def _look(self) -> Iterator[None]:
         """Record the replicas that changed; yields after each."""
@@ -198,14 +203,14 @@ class Recorder:
                 yield
         for replica in self._replicas.keys() - set(view.ids):
             del self._replicas[replica]
-            self._add(Replica(at=self._wall(), id=replica))
+            self._add(ReplicaLine(at=self._wall(), id=replica))
 
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Append to the newest file, or begin one that can be read without those before."""
+        """Append to the newest file, or begin a file that can be read without the files before."""
         with self._lock:
             self._missing += lost
             if self._missing:
-                lines = [self._encode(Lost(at=since, requests=self._missing)) + b"\n", *lines]
+                lines = [self._encode(LostLine(at=since, requests=self._missing)) + b"\n", *lines]
             text, newest = b"".join(lines), self._file(0)
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
@@ -217,10 +222,10 @@ class Recorder:
                     file.write(text)
                 self._size = newest.stat().st_size
                 self._missing = 0
-                self._trouble.recovered()
+                self._outage.recovered()
             except OSError as error:
                 self._missing += sum(line.startswith(_REQUEST) for line in lines)
-                self._trouble.failed(error.strerror)
+                self._outage.failed(error.strerror)
                 self._size = -1
 
     def _rotate(self) -> None:
@@ -235,18 +240,18 @@ class Recorder:
         return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
 
     def _start(self, at: float) -> bytes:
-        config = self._config.model_dump(mode="json", include=_DECIDES)
-        start = Start(at=at, format=FORMAT, pool=self._config.pool, config=config)
+        config = self._config.model_dump(mode="json", include=_REPLAYED)
+        start = StartLine(at=at, format=FORMAT, pool=self._config.pool, config=config)
         return self._encode(start) + b"\n"
 
 
-def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> Replica:
+def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> ReplicaLine:
     costs = {name: getattr(view, name).item(place) for name in COSTS}
     known = structs.asdict(state) | {"learned": costs}
-    return Replica(
+    return ReplicaLine(
         at=now,
         id=state.id,
-        state={name: known[name] for name, usual in _USUAL.items() if known[name] != usual},
+        state={name: known[name] for name, default in _DEFAULTS.items() if known[name] != default},
         token_budget=view.token_budget.item(place),
         max_num_seqs=view.max_num_seqs.item(place),
         tokens_per_step=view.tokens_per_step.item(place),

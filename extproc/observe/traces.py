@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a request: its decision, and then the request on its replica."""
+"""OpenTelemetry spans of a request: the decision, then the work of its replica."""
 
 import logging
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from extproc.ground.address import split_address
 from extproc.ground.clock import monotonic
-from extproc.observe.decision import Outcome
+from extproc.observe.decision import RequestOutcome
 from extproc.observe.decision_log import TERMS, summary_of
 from extproc.request.endpoint import Endpoint
 from extproc.route.decision import Decision
@@ -23,7 +23,7 @@ Attributes = dict[str, str | int | float | None]
 
 _PATH = "/v1/traces"  # of OTLP over HTTP
 _NOT_SAMPLED = "-00"  # flags at the end of a `traceparent`
-_FLUSH_S = 2.0  # for the last spans at the stop: a collector may be gone
+_FLUSH_S = 2.0  # limit for sending the last spans at the stop: the collector may be gone
 _FAILURE_EVERY_S = 60.0
 _OPERATIONS = {  # `gen_ai.operation.name` by the semantic conventions of OpenTelemetry
     **dict.fromkeys((Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES), "chat"),
@@ -33,7 +33,7 @@ _OPERATIONS = {  # `gen_ai.operation.name` by the semantic conventions of OpenTe
 
 
 class _Sparse(logging.Filter):
-    """Passes one failure a minute: the SDK logs each batch that fails, every few seconds."""
+    """Passes one error per minute: the SDK logs each failed batch, every few seconds."""
 
     _next_at = -inf
 
@@ -51,7 +51,7 @@ _SPARSE = _Sparse()
 class Traces:
     """Sends spans to a collector, from a thread of the SDK.
 
-    The caller decides what is sampled, as in the SDK by default. Its environment variables count
+    The caller's span decides about sampling, and the SDK's environment variables apply
     (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like).
 
     Args:
@@ -83,33 +83,33 @@ class Traces:
         self._parent = TraceContextTextMapPropagator().extract
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
-        """Start the trace of a request; None where it is not sampled.
+        """Start the trace of a request; None if it is not sampled.
 
-        ``metadata``: of the gRPC stream, where Envoy, and no client, names its span.
+        ``metadata``: of the gRPC stream, in which Envoy names its span; no client can set it.
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         if carrier.get("traceparent", "").endswith(_NOT_SAMPLED):
-            return None  # most, as a rule: in a tenth of the time
+            return None  # a tenth of the time of asking the SDK, for what is usually most requests
         parent = self._parent(carrier)
         span = self._tracer.start_span("route", parent)
         return Trace(self._tracer, parent, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send the last spans, for a few seconds at most."""
+        """Send the last spans; takes 4 s at most."""
         flush = Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(_FLUSH_S)
         if flush.is_alive():
-            # Ends the retries of the exporter, and its thread.
+            # Ends the exporter's retries and thereby the thread.
             self._exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
             flush.join(_FLUSH_S)
 
 
 class Trace:
-    """Two spans of a request, one after the other.
+    """Two consecutive spans of a request.
 
-    ``route`` lasts until the request is sent or refused, the second until its response has ended.
-    Requests that are no inference have none: the SDK sends no span that does not end.
+    ``route`` lasts until the request is dispatched or refused, the second span until the response
+    ends. Requests other than inference never end ``route``, and the SDK then sends nothing.
     """
 
     def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:
@@ -122,31 +122,31 @@ class Trace:
         self._route.add_event("held", {"why": why})
 
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
-        """End ``route``, ``waited`` seconds after the request came; begin the second span."""
+        """End ``route`` and begin the second span; ``waited``: seconds in the router's queue."""
         profile = decision.profile
         operation = _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/"))
-        asked: Attributes = {
+        request: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": profile.requested_model or profile.model,
             "gen_ai.request.max_tokens": profile.output_bound,
         }
-        asked |= {f"extproc.{key}": value for key, value in summary_of(decision, waited).items()}
+        request |= {f"extproc.{key}": value for key, value in summary_of(decision, waited).items()}
         own: Attributes = {"extproc.request_id": request_id, "extproc.pool": pool}
-        _set(self._route, asked | own | _address(decision.replica) | _compared(decision))
+        _set(self._route, request | own | _address(decision.replica) | _compared(decision))
         self.ended("routed")
         name = f"{operation} {profile.model}".strip()
         self._request = self._tracer.start_span(name, self._parent)
-        _set(self._request, asked)
+        _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route`` with a result of ``extproc_requests_total``, and the error, if any."""
+        """End ``route`` with a result of ``extproc_requests_total`` and its error, if any."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})
             _fail(self._route, error)
         self._route.end()
 
-    def answered(self, outcome: Outcome) -> None:
+    def answered(self, outcome: RequestOutcome) -> None:
         if (span := self._request) is None:
             return
         answer: Attributes = {
@@ -164,7 +164,7 @@ class Trace:
 
 
 def _compared(decision: Decision) -> Attributes:
-    """Describe the replica chosen and the runner-up by the terms of their predictions."""
+    """Describe the chosen replica and the runner-up by the terms of their predictions."""
     choice, view = decision.choice, decision.situation.view
     second = {} if choice.second is None else {"second": choice.second}
     return {

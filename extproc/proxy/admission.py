@@ -50,7 +50,7 @@ async def choose(
         decision = services.router.decide(profile, asked.policy, exchange.subset, visible, place)
         if decision is not None:
             if place is None:
-                services.demand.came(decision)
+                services.demand.arrived(decision)
                 _refuse_busy(services, decision)
             _refuse_late(services, decision)
         return decision

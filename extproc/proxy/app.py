@@ -167,15 +167,15 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
             needed = one.demand.replicas(one.queue, 1 + len(one.fleet.peers))
             metrics.replicas_needed.labels(one.config.pool).set(needed)
         states = [state for fleet in fleets for state in fleet.members]
-        metrics.forget_all_but({state.id for state in states})
-        metrics.tell_left_out(one for fleet in fleets for one in fleet.eligibility.against())
+        metrics.drop_other_replicas({state.id for state in states})
+        metrics.set_excluded(one for fleet in fleets for one in fleet.eligibility.against())
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
         held = [(*kind, count) for one in pools for kind, count in one.queue.sizes().items()]
         got = [pair for one in pools for pair in one.queue.shares().items()]
-        metrics.tell_waiting(held, got)
-        metrics.tell_unserved({one.config.pool: one.queue.unserved_by_model() for one in pools})
+        metrics.set_waiting(held, got)
+        metrics.set_unserved({one.config.pool: one.queue.unserved_by_model() for one in pools})
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))

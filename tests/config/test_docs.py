@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from benchmarks import simulate
 from extproc import cli
 from extproc.config import Config
-from extproc.observe.decision_log import KeptDecision
+from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.metrics import RouterMetrics
 from extproc.route.router import Router
 from extproc.settings import load
@@ -98,7 +98,7 @@ def test_every_field_of_a_decision_record_is_documented() -> None:
     decision = Router(fleet, "completion", random.Random(0)).decide(chat(100))
     assert decision is not None
     section = text("docs/operations.md").partition("## Decision records")[2].partition("\n## ")[0]
-    fields = set(keys(to_builtins(KeptDecision(1, "", 0.0, decision).record())))
+    fields = set(keys(to_builtins(LoggedDecision(1, "", 0.0, decision).record())))
     assert {"outcome", "excluded", "terms_s"} < fields
     assert fields - set(re.findall(r"`(\w+)`", section)) == set()
 

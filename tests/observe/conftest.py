@@ -10,7 +10,7 @@ from extproc.cli import main
 from extproc.config import AdminSettings
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
-from extproc.observe.decision_log import KeptDecision
+from extproc.observe.decision_log import LoggedDecision
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.services import Services
 from extproc.request.profile import RequestProfile
@@ -67,7 +67,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def decide(
     services: Services, profile: RequestProfile | None = None, request_id: str = "one"
-) -> KeptDecision:
+) -> LoggedDecision:
     decision = services.router.decide(profile or chat(1000, 100))
     assert decision is not None
     return services.log.add(request_id, services.wall(), decision, services.config.pool)

@@ -6,7 +6,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.json import decode, encode
 
-from extproc.observe.decision_log import DecisionLog, KeptDecision
+from extproc.observe.decision_log import DecisionLog, LoggedDecision
 from extproc.predict.inputs import Excluded
 from extproc.route import overrides
 from extproc.route.decision import Choice, Decision, Situation
@@ -22,7 +22,7 @@ def decision(policy: str = "completion", replicas: int = 3) -> Decision:
     return made
 
 
-def kept(made: Decision) -> KeptDecision:
+def kept(made: Decision) -> LoggedDecision:
     return DecisionLog(10).add("id", 1.0, made)
 
 

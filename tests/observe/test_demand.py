@@ -34,7 +34,7 @@ def demand_of(clock: ManualClock, per_second: int, seconds: int) -> Demand:
     demand, one = Demand(clock), decision(clock)
     for _ in range(seconds * per_second):
         clock.advance(1 / per_second)
-        demand.came(one)
+        demand.arrived(one)
     return demand
 
 
@@ -90,6 +90,6 @@ def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: f
     demand = Demand(clock)
     for one in ended:
         clock.advance((one.finished or 0.0) - clock())
-        demand.came(one.decision)
+        demand.arrived(one.decision)
     assert len(ended) < 0.8 * len(trace)
     assert demand.replicas(()) == pytest.approx(replicas, rel=0.15)

@@ -125,7 +125,7 @@ async def test_adapter_terms_are_shown_for_its_requests(services: Services, show
     terms = sum(float(second[name]) for name in ("step", "admit", "adapter", "prefill"))
     assert float(second["TTFT"]) == pytest.approx(terms, abs=0.002)
     assert decision.predicted_ttft < 0.1
-    assert any(line.startswith("adapter: wait for a place of its LoRA") for line in legend)
+    assert any(line.startswith("adapter: wait for a slot of the LoRA") for line in legend)
 
 
 async def test_excluded_replicas_are_listed_with_the_reason(services: Services, show: Run) -> None:
@@ -134,7 +134,7 @@ async def test_excluded_replicas_are_listed_with_the_reason(services: Services, 
         Excluded(replica(4), "a-longer-name", "does not serve llama"),
     )
     assert (await show(ID))[-3:] == [
-        "left out",
+        "excluded",
         "r3             the last poll failed: connection refused",
         "a-longer-name  does not serve llama",
     ]
@@ -155,7 +155,7 @@ async def test_more_decisions_than_a_page_are_read(services: Services, show: Run
 
 
 WAITED = {"waited_s": 3.2, "waited_for": "r1 would have needed 98% of its KV cache"}
-REASON = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
+REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,12 @@ REASON = "waited 3.200 s at the router, as r1 would have needed 98% of its KV ca
             "[served by r2, answered with status 503]",
             "served by r2 (10.0.0.2:8000) with status 503",
         ),
-        ("", WAITED, f"[{REASON}]", f"happened {REASON}, no answer yet, or none that was seen"),
+        (
+            "",
+            WAITED,
+            f"[{REASON}]",
+            f"happened {REASON}, no response yet, or the router did not see it",
+        ),
         (
             "",
             WAITED | {"served_by": replica(1), "status": 200},
@@ -217,7 +222,7 @@ async def test_router_without_decisions_says_so(show: Run) -> None:
 
 async def test_unknown_request_is_one_line(router: str, show: Run) -> None:
     (line,) = await show("nobody", status=1)
-    reason = f"the router at http://{router} keeps no decision about request 'nobody'"
+    reason = f"the router at http://{router} has no decision about request 'nobody'"
     assert line.startswith(f"extproc explain: {reason}")
 
 
@@ -236,9 +241,9 @@ async def test_missing_router_is_one_line(run: Run, command: str) -> None:
 @pytest.mark.parametrize(
     ("body", "seen"),
     [
-        ("<html>", "something else than application/json"),
-        ("{}", "something else than decisions"),
-        ("[1]", "something else than decisions"),
+        ("<html>", "text/html instead of application/json"),
+        ("{}", "JSON that is no list of decisions"),
+        ("[1]", "JSON that is no list of decisions"),
         ('[{"number": 1}]', "cannot be read (Object missing required field `request_id` - at"),
     ],
 )
@@ -276,7 +281,7 @@ async def test_router_with_tls_and_a_token_is_asked(
         assert any(ID in line for line in await run(command))
         monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
         (error,) = await run(command, status=1)
-        assert error.endswith("asks for another token (admin.token_file)")
+        assert error.endswith("needs another token (admin.token_file)")
         other.unlink()
         (error,) = await run(command, status=1)
         assert f"admin.token_file: {other}: No such file" in error

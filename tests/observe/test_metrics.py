@@ -79,15 +79,15 @@ def test_labels_of_clients_make_a_bounded_number_of_series(registry: CollectorRe
 def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
     waiting, share = "extproc_requests_waiting", "extproc_tenant_share"
-    metrics.tell_waiting([("chat", "red", 3), ("", "red", 1)], [("red", 3.0), ("blue", 1.0)])
+    metrics.set_waiting([("chat", "red", 3), ("", "red", 1)], [("red", 3.0), ("blue", 1.0)])
     assert values(registry, waiting) == {("", ""): 0, ("chat", "red"): 3, ("", "red"): 1}
     assert values(registry, share) == {("red",): 0.75, ("blue",): 0.25}
-    metrics.tell_waiting([], [])
+    metrics.set_waiting([], [])
     assert values(registry, waiting) == {("", ""): 0}
     assert values(registry, share) == {}
     held = [("chat", str(tenant), tenant) for tenant in range(1, 1001)]
     got = [(str(tenant), float(tenant)) for tenant in range(1, 1001)] * 2  # of two pools
-    metrics.tell_waiting(held, got)
+    metrics.set_waiting(held, got)
     named = {str(tenant) for tenant in range(996, 1001)}  # those with the most
     assert {tenant for _, tenant in values(registry, waiting)} == named | {"other", ""}
     assert {tenant for (tenant,) in values(registry, share)} == named | {"other"}
@@ -97,11 +97,11 @@ def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -
 
 def test_unserved_is_exported_by_model(registry: CollectorRegistry) -> None:
     metrics, name = RouterMetrics(registry), "extproc_requests_unserved"
-    metrics.tell_unserved({"one": {"llama": 2}, "two": {"llama": 1}})
+    metrics.set_unserved({"one": {"llama": 2}, "two": {"llama": 1}})
     assert values(registry, name) == {("one", "llama"): 2, ("two", "llama"): 1}
-    metrics.tell_unserved({"one": {str(model): model for model in range(1, 1001)}})
+    metrics.set_unserved({"one": {str(model): model for model in range(1, 1001)}})
     named = values(registry, name)
     assert len(named) == 21
     assert named["one", "other"] == sum(range(1, 981))
-    metrics.tell_unserved({"one": {}})
+    metrics.set_unserved({"one": {}})
     assert values(registry, name) == {}

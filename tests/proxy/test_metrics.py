@@ -99,7 +99,7 @@ async def test_failures_are_counted_until_replica_leaves(
         first, second = destination(await stream.ask())
         await stream.answer(status=503, upstream=first)
     assert value(registry, "failures_total", {"replica": first}) == 1
-    services.metrics.forget_all_but({second})
+    services.metrics.drop_other_replicas({second})
     assert value(registry, "failures_total", {"replica": first}) is None
     assert value(registry, "completion_seconds_count") is None
 
@@ -112,8 +112,8 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
 
 def test_replica_left_out_metric_follows_exclusions(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
-    metrics.tell_left_out([("a", "failing"), ("b", "draining")])
+    metrics.set_excluded([("a", "failing"), ("b", "draining")])
     assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) == 1
-    metrics.tell_left_out([("b", "draining")])
+    metrics.set_excluded([("b", "draining")])
     assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) is None
     assert value(registry, "replica_left_out", {"replica": "b", "reason": "draining"}) == 1

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded, read
-from extproc.observe.decision import Outcome
+from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import keys_of
 from extproc.proxy.app import build
 from extproc.proxy.services import Services, recorder_of
@@ -117,7 +117,7 @@ async def many(services: Services) -> None:
     """As much as a file may hold."""
     assert services.recorder is not None
     for number in range(400):
-        services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
+        services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
     await written(services)
 
 
@@ -158,13 +158,13 @@ async def test_hanging_disk_does_not_delay_shutdown(
 async def test_hanging_disk_bounds_record_memory(
     services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.observe.recorder._MOST_KEPT", 3000)
+    monkeypatch.setattr("extproc.observe.recorder._MOST_PENDING", 3000)
     assert services.recorder is not None
     pipe = hanging_disk(folder)
     for turn in range(100):
         if turn == 50:
             writing = asyncio.create_task(services.recorder.run())
-        services.recorder.ended(chat(10), Outcome(status=200), replica(1), 0.0, 5.0)
+        services.recorder.ended(chat(10), RequestOutcome(status=200), replica(1), 0.0, 5.0)
         await asyncio.sleep(0)
     reads = os.open(pipe, os.O_RDWR)
     writing.cancel()
@@ -227,7 +227,7 @@ async def test_restart_continues_record(
     cut(folder)
     again = build(config, CollectorRegistry())
     assert again.recorder is not None
-    again.recorder.ended(chat(10), Outcome(completion_s=1.0), replica(1), 0.0, 5.0)
+    again.recorder.ended(chat(10), RequestOutcome(completion_s=1.0), replica(1), 0.0, 5.0)
     await written(again)
     record = read(folder)
     assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
@@ -238,7 +238,7 @@ async def test_record_files_are_bounded_and_readable(services: Services, folder:
     assert services.recorder is not None
     for _ in range(20):
         for number in range(500):
-            services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
+            services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
         await written(services)
     files = files_in(folder)
     assert len(files) == 4
@@ -254,7 +254,7 @@ async def test_unwritable_record_is_logged_once(
     for _ in range(2):
         await ask(envoy, CHAT)
         await written(services)
-    (said,) = [one for one in caplog.records if "record is not written" in one.message]
+    (said,) = [one for one in caplog.records if "record of traffic is not written" in one.message]
     assert said.levelname == "ERROR"
 
 

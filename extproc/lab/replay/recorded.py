@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from extproc.observe.record import FORMAT, PATTERN, Line, Lost, Refused, Replica, Request, Start
+from extproc.observe.record import (
+    FORMAT,
+    PATTERN,
+    Line,
+    LostLine,
+    RefusedLine,
+    ReplicaLine,
+    RequestLine,
+    StartLine,
+)
 
 _UNREADABLE, _FEW_UNREADABLE = 0.01, 10  # share and number of lines cut by a crash or full disk
 _NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the names of a router's files differ in this
@@ -21,9 +30,9 @@ _NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the names of a router's files diffe
 class Recorded:
     """Record since the routers last changed the way they decide."""
 
-    start: Start  # their configuration, and the time from which on the record is complete
-    requests: list[Request]  # those that were served, in the order of arrival
-    replicas: dict[str, list[Replica]]  # their states, in order of time
+    start: StartLine  # their configuration, and the time from which on the record is complete
+    requests: list[RequestLine]  # those that were served, in the order of arrival
+    replicas: dict[str, list[ReplicaLine]]  # their states, in order of time
     left_out: Counter[str] = field(
         default_factory=Counter
     )  # requests that are not replayed, by why
@@ -44,7 +53,7 @@ def read(path: Path, pool: str = "") -> Recorded:
             left_out["whose line cannot be read"] += wrong
         if not found:
             continue  # the disk was full when it was begun
-        starts = [line for line in found if isinstance(line, Start)]
+        starts = [line for line in found if isinstance(line, StartLine)]
         if not starts:
             raise ValueError(f"{file} is no record: it does not begin as one")
         pools[starts[0].pool][_NUMBER.sub("", file.name)] += found
@@ -86,15 +95,15 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
     """Record from when all routers wrote and decided by their last configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
-    starts = [line for line in lines if isinstance(line, Start)]
+    starts = [line for line in lines if isinstance(line, StartLine)]
     same = replace(starts[-1], at=0.0)
     others = [one.at for one in starts if replace(one, at=0.0) != same]
     alike = next(one.at for one in starts if not others or one.at > max(others))
-    every = max(min(one.at for one in of if isinstance(one, Start)) for of in routers)
+    every = max(min(one.at for one in of if isinstance(one, StartLine)) for of in routers)
     start = replace(same, at=max(alike, every))
-    replicas: dict[str, list[Replica]] = defaultdict(list)
+    replicas: dict[str, list[ReplicaLine]] = defaultdict(list)
     for line in lines:
-        if isinstance(line, Replica):
+        if isinstance(line, ReplicaLine):
             replicas[line.id].append(line)
     told = {name: of for name, of in replicas.items() if any(one.state for one in of)}
     recorded = Recorded(start, [], told, left_out)
@@ -102,15 +111,15 @@ def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
         if line.at < start.at:
             continue
         match line:
-            case Refused():
+            case RefusedLine():
                 left_out[f"refused ({line.why})"] += 1
-            case Lost():
+            case LostLine():
                 left_out["not written (the disk was full, or too slow)"] += line.requests
-            case Request(failed=True):
+            case RequestLine(failed=True):
                 left_out["failed"] += 1
-            case Request() if line.replica not in told:
+            case RequestLine() if line.replica not in told:
                 left_out["on an unknown replica"] += 1
-            case Request():
+            case RequestLine():
                 recorded.requests.append(line)
     if not recorded.requests:
         raise ValueError("the record holds no request that was served")

@@ -11,7 +11,7 @@ from msgspec import convert, structs
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
 from extproc.lab.replay.speeds import step_times
-from extproc.observe.record import Replica, Request, keys_of
+from extproc.observe.record import ReplicaLine, RequestLine, keys_of
 from extproc.predict.step import HardwareProfile, StepModel, profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
@@ -130,7 +130,7 @@ def scene_of(recorded: Recorded) -> Scene:
 
 
 def _asked(
-    lines: Sequence[Request], began: float, per_step: Mapping[str, float]
+    lines: Sequence[RequestLine], began: float, per_step: Mapping[str, float]
 ) -> Iterator[ReplayRequest]:
     keys = [keys_of(line.keys) for line in lines]
     units = {
@@ -156,7 +156,7 @@ def _asked(
         yield ReplayRequest(index, at, *tokens, profile, held[index], unit, replica, *times)
 
 
-def _profile(line: Request, keys: Keys) -> RequestProfile:
+def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
     targets = line.ttft_target_s, line.tpot_target_s, line.completion_target_s
     same: dict[str, Any] = {name: getattr(line, name) for name in _SAME}
     tokens = line.estimated_tokens
@@ -171,7 +171,9 @@ def _profile(line: Request, keys: Keys) -> RequestProfile:
 # -- replicas -------------------------------------------------------------------------------
 
 
-def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> ReplayReplica:
+def _member(
+    lines: Sequence[ReplicaLine], steps: Sequence[StepModel], began: float
+) -> ReplayReplica:
     there = [line for line in lines if line.state is not None]
     states = [convert(line.state, ReplicaState) for line in there]
     last = states[-1]

@@ -15,7 +15,7 @@ from operator import sub
 import numpy as np
 from msgspec import convert
 
-from extproc.observe.record import Replica, Request
+from extproc.observe.record import ReplicaLine, RequestLine
 from extproc.predict.estimator import coefficients, descend, relative
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
@@ -42,10 +42,10 @@ class _Stretch:
 
 
 def step_times(
-    lines: Mapping[str, Sequence[Replica]], requests: Sequence[Request]
+    lines: Mapping[str, Sequence[ReplicaLine]], requests: Sequence[RequestLine]
 ) -> dict[str, list[StepModel]]:
     """Step times by replica at each of its lines with a state; only their whole changes."""
-    served = defaultdict[str, list[Request]](list)
+    served = defaultdict[str, list[RequestLine]](list)
     for one in requests:
         served[one.replica].append(one)
     found = {}
@@ -64,7 +64,7 @@ def step_times(
 
 
 def _stretches(
-    states: Sequence[ReplicaState], requests: Sequence[Request]
+    states: Sequence[ReplicaState], requests: Sequence[RequestLine]
 ) -> tuple[list[_Stretch], list[_Stretch]]:
     """Stretches of a replica's work by its streams, and by its counters."""
     rows = [

@@ -1,4 +1,4 @@
-"""Content of the dashboard: tables with title, unit and values of each column."""
+"""Snapshot for the dashboard: tables, with title, unit and values of each column."""
 
 import asyncio
 import platform
@@ -23,21 +23,21 @@ _RECENT_S = 60.0  # seconds over which decisions are counted
 _COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
 _DECISIONS_LISTED = 12
 _POINTS = 500
-_GROUPS = 50  # groups of waiting requests listed at most: tenants may be as many as users
+_GROUPS = 50  # groups of queued requests listed: there may be as many tenants as users
 
 
 class PageColumn(Struct, omit_defaults=True):
-    """Column for browser and terminal, which lay the values out by their unit."""
+    """Column of a table; the unit says how browser and terminal lay the values out."""
 
     title: str
     unit: str  # a key of UNITS in page/table.js
     values: list[Any]
     notes: list[str] = []  # small print below each value
-    estimated: list[bool] = []  # marked with ≈
+    estimated: list[bool] = []  # values to be marked with ≈
 
 
 class PageTable(Struct):
-    """Table whose rows keep their place on the page for as long as their key is listed."""
+    """Table whose rows stay the same on the page while their key is listed."""
 
     caption: str
     keys: list[Any]
@@ -46,24 +46,24 @@ class PageTable(Struct):
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
-    """Describe the pools of one router for JSON; infinite figures become null there.
+    """Describe the pools of a router for JSON, in which infinite figures become null.
 
-    A thousand replicas take 15 ms: other tasks run between two pools.
+    A thousand replicas take 15 ms; other tasks run between two pools.
     """
     first = pools[0]
-    sent, seconds = _sent(first)
+    dispatched, seconds = _dispatched(first)
     shown, warnings, usable, replicas = [], [*router_warnings(pools)], 0, 0
     for pool in pools:
         view, name = pool.fleet.overview(), pool.config.pool
         ended = [*pool.accuracy.since(pool.clock() - _COMPARED_S)]
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
         warnings += [prefix + warning for warning in pool_warnings(pool, view, ended)]
-        usable += len(view) - len({one.id for one in view.excluded} & {*view.ids})
+        usable += len(view) - len({replica.id for replica in view.excluded} & {*view.ids})
         replicas += len(view)
         shown.append(
             {
                 "name": name,
-                "replicas": _replicas(pool, view, sent),
+                "replicas": _replicas(pool, view, dispatched),
                 "waiting": _waiting(pool, view),
                 "accuracy": _accuracy(ended, pool.accuracy.added),
             }
@@ -76,7 +76,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             ("replicas in use", f"{usable} of {replicas}"),
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
             ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
-            ("decisions a second", f"{sent.total() / seconds:.1f}"),
+            ("decisions a second", f"{dispatched.total() / seconds:.1f}"),
         ],
         "facts": [*_facts(pools), ("Policy", first.config.route.policy)],
         "pools": shown,
@@ -91,38 +91,41 @@ def text_table(
     rows: Sequence[Sequence[str]],
     units: Mapping[str, str],
 ) -> PageTable:
-    """Convert a table of ``explain``; ``units`` names those that are neither text nor figures."""
-    made = list[PageColumn]()
+    """Convert a table of ``explain``; ``units`` names units other than text and figure."""
+    converted = list[PageColumn]()
     for at, column in enumerate(columns):
         title = column.header
         if title == "actual":
-            title = f"{made[-1].title.removesuffix(' s')} actual"
+            title = f"{converted[-1].title.removesuffix(' s')} actual"
         unit = units.get(title, "text" if column.left else "figure")
-        made.append(PageColumn(title, unit, [row[at] for row in rows]))
-    return PageTable(caption, keys, made)
+        converted.append(PageColumn(title, unit, [row[at] for row in rows]))
+    return PageTable(caption, keys, converted)
 
 
-def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]]) -> PageTable:
+def _replicas(
+    pool: ObservedPool, view: FleetView, dispatched: Counter[tuple[str, str]]
+) -> PageTable:
     fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
-    why_not = {one.id: one.why for one in view.excluded}
+    excluded = {replica.id: replica.why for replica in view.excluded}
     order = sorted(range(len(view)), key=lambda row: _natural(view.names[row]))
     ids = [view.ids[row] for row in order]
     states = [fleet.members.by_row[view.rows[row]] for row in order]
-    reasons = [why_not.get(replica, "") for replica in ids]
+    reasons = [excluded.get(replica, "") for replica in ids]
     addresses = [
         f"{'' if state.name == state.id else f'{state.id} '}{', '.join(state.models)}"
         for state in states
     ]
     health = [
-        (reason or "ok") if reason in ("", "draining") else "left out" if state.healthy else "down"
+        (reason or "ok") if reason in ("", "draining") else "excluded" if state.healthy else "down"
         for reason, state in zip(reasons, states, strict=True)
     ]
     problems = ["" if reason == "draining" else reason for reason in reasons]
     by_profile = [not state.measured for state in states]
-    estimated = [fleet.blocks.count(one) is None for one in ids]
-    ages = [round(now - fleet.eligibility.heard_at(one), 1) for one in ids]
-    shares = [round(sent[name, one] / max(sent.total(), 1), 3) for one in ids]
-    warm = [round(fleet.warm_tokens(one)) for one in ids]
+    estimated = [fleet.blocks.count(replica) is None for replica in ids]
+    ages = [round(now - fleet.eligibility.heard_at(replica), 1) for replica in ids]
+    total = max(dispatched.total(), 1)
+    shares = [round(dispatched[name, replica] / total, 3) for replica in ids]
+    warm = [round(fleet.warm_tokens(replica)) for replica in ids]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
     decode = view.tokens_per_step / view.decode_step / view.stretch
@@ -139,7 +142,7 @@ def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]
         PageColumn("Backlog", "seconds", figures(backlog_s(view))),
         PageColumn("×", "ratio", figures(view.stretch)),
         PageColumn("Share", "share", shares),
-        PageColumn("News", "age", ages),
+        PageColumn("Age", "age", ages),
         PageColumn("Prompt/s", "tokens", figures(prefill), estimated=by_profile),
         PageColumn("Output/s", "tokens", figures(decode), estimated=by_profile),
         PageColumn("Warm", "tokens", warm, estimated=estimated),
@@ -148,67 +151,72 @@ def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]
 
 
 def _natural(name: str) -> list[int | str]:
-    """Sort key: ``r2`` before ``r10``."""
+    """Sort key that puts ``r2`` before ``r10``."""
     parts = re.split(r"(\d+)", name.casefold())
     return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
-def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
+def _dispatched(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
+    """Count recent decisions by pool and replica; also returns the seconds that they cover."""
     now = pool.wall()
     records = pool.log.since(now - _RECENT_S)
-    sent = Counter((one.pool, one.decision.replica) for one in records)
-    kept = pool.log.after(0, 1)
-    if records and records[-1].number == kept[0].number > 1:  # older ones were dropped
-        return sent, max(now - records[-1].decided_at, 1.0)
-    return sent, _RECENT_S
+    counts = Counter((record.pool, record.decision.replica) for record in records)
+    oldest = pool.log.after(0, 1)
+    if records and records[-1].number == oldest[0].number > 1:  # the log dropped older decisions
+        return counts, max(now - records[-1].decided_at, 1.0)
+    return counts, _RECENT_S
 
 
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
-    """List requests that wait at the router by tenant, model and priority, the highest first."""
+    """List the queue by priority, tenant and model, the highest priority first."""
     names = dict(zip(view.ids, view.names, strict=True))
     groups = defaultdict[tuple[int, str, str], list[Waiting]](list)
-    for one in pool.queue:  # the oldest first
-        groups[-one.priority, one.tenant, one.model].append(one)
+    for request in pool.queue:  # the oldest first
+        groups[-request.priority, request.tenant, request.model].append(request)
     listed = dict(sorted(groups.items())[:_GROUPS])
-    keys, held, now = list(listed), list(listed.values()), pool.clock()
-    replicas = [Counter(names.get(one.replica, one.replica) for one in group) for group in held]
-    awaited = [", ".join(f"{name} ({many})" for name, many in one.items()) for one in replicas]
+    keys, queued, now = list(listed), list(listed.values()), pool.clock()
+    awaited = [_awaited(group, names) for group in queued]
     columns = [
         PageColumn("Tenant", "name", [tenant or "–" for _, tenant, _ in keys]),
-        PageColumn("Priority", "count", [-less for less, _, _ in keys]),
+        PageColumn("Priority", "count", [-negated for negated, _, _ in keys]),
         PageColumn("Model", "text", [model for _, _, model in keys]),
-        PageColumn("Requests", "count", [len(group) for group in held]),
-        PageColumn("Longest", "seconds", [round(now - group[0].since, 1) for group in held]),
+        PageColumn("Requests", "count", [len(group) for group in queued]),
+        PageColumn("Longest", "seconds", [round(now - group[0].since, 1) for group in queued]),
         PageColumn("For replica", "words", awaited),
     ]
-    what = f"for replicas of pool {pool.config.pool}"
-    note = "" if held else f"Nothing waits {what}: every request goes to a replica at once."
-    if more := len(pool.queue) - sum(map(len, held)):
+    target = f"for replicas of pool {pool.config.pool}"
+    note = "" if queued else f"Nothing waits {target}: every request is dispatched at once."
+    if more := len(pool.queue) - sum(map(len, queued)):
         note = f"And {more:,} more."
-    return PageTable(f"Waiting {what}", [" ".join(map(str, key)) for key in keys], columns, note)
+    return PageTable(f"Waiting {target}", [" ".join(map(str, key)) for key in keys], columns, note)
+
+
+def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
+    counts = Counter(names.get(request.replica, request.replica) for request in group)
+    return ", ".join(f"{name} ({number})" for name, number in counts.items())
 
 
 def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
     """Compare predicted and actual seconds of the last requests.
 
-    ``ended`` begins with the newest, whose number is ``added``.
+    ``ended`` begins with the newest result, whose number is ``added``.
     """
-    pairs = ((one.actual_s, one.predicted_s) for one in ended)
+    pairs = ((result.actual_s, result.predicted_s) for result in ended)
     ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
     if not ratios:
-        words = f"No request ended in the last {_COMPARED_S / 60:.0f} minutes whose end was seen."
+        words = f"The router saw the end of no request in the last {_COMPARED_S / 60:.0f} minutes."
         return {"words": words, "quantiles": [], "points": []}
     low, middle, high = quantiles = np.percentile(ratios, (10, 50, 90)).tolist()
     words = (
-        f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} times as "
-        f"long as predicted, and eight of ten between {low:.2f} and {high:.2f} times."
+        f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} times "
+        f"the predicted time, and eight of ten took {low:.2f} to {high:.2f} times."
     )
-    # Always the same requests, so that a point stays where it is.
-    one_in = 1 << (len(ended) // _POINTS).bit_length()
+    # Every ``stride``-th request by its number, so that the same points are drawn again.
+    stride = 1 << (len(ended) // _POINTS).bit_length()
     points = [
-        (round(one.predicted_s, 3), round(one.actual_s, 3))
-        for place, one in enumerate(ended)
-        if (added - place) % one_in == 0
+        (round(result.predicted_s, 3), round(result.actual_s, 3))
+        for place, result in enumerate(ended)
+        if (added - place) % stride == 0
     ]
     return {"words": words, "quantiles": quantiles, "points": points}
 
@@ -216,9 +224,9 @@ def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
 def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
     for pool in pools:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
-        routers = "this one alone"
+        routers = "this router alone"
         if others := len(fleet.peers):
-            routers = f"this one and {others} more"
+            routers = f"this router and {others} more"
             if fleet.peers.news_age is not None:
                 routers += f", newest digest {fleet.peers.news_age:.2f} s old"
         yield f"Routers{of}", routers
@@ -232,8 +240,8 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _decisions(log: DecisionLog) -> PageTable:
-    records = [one.record(0) for one in reversed(log.last(_DECISIONS_LISTED))]
-    numbers, rows = [one.number for one in records], [figures_of(one) for one in records]
+    records = [decision.record(0) for decision in reversed(log.last(_DECISIONS_LISTED))]
+    numbers, rows = [record.number for record in records], list(map(figures_of, records))
     table = text_table("Last decisions", numbers, DECISIONS, rows, {"request": "decision"})
-    table.columns.append(PageColumn("model: why", "words", [reason_of(one) for one in records]))
+    table.columns.append(PageColumn("model: why", "words", list(map(reason_of, records))))
     return table

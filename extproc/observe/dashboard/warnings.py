@@ -1,6 +1,6 @@
-"""Warnings of the dashboard, in words.
+"""Warnings of the dashboard.
 
-A warning keeps its words for as long as its cause lasts: a screen reader reads new ones aloud.
+A warning keeps its words while its cause lasts, because a screen reader reads new words aloud.
 """
 
 from collections import defaultdict
@@ -13,35 +13,35 @@ from extproc.predict.inputs import FleetView
 from extproc.replica_state import SILENT_AFTER_S
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
-_DRIFT = 1.5  # decode time ÷ predicted, against that of the other replicas
-_ENOUGH_TOKENS = 5_000.0  # expected in a prefix cache before it is judged
-_FOUND = 0.5  # share that it should find of them
+_DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
+_ENOUGH_TOKENS = 5_000.0  # expected prompt tokens from which a prefix cache is judged
+_FOUND = 0.5  # least share of the expected tokens that a working prefix cache finds
 _LATELY_S = 60.0
-_NEARLY = 0.9  # of a limit
+_NEARLY = 0.9  # share of a limit
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
-    """Warn of limits of the router as a whole."""
+    """Yield warnings about limits of the whole router."""
     most = pools[0].config.serve.max_streams
     if sum(pool.fleet.in_flight + len(pool.queue) for pool in pools) >= _NEARLY * most:
         yield (
-            f"This router is nearly full: it looks after at most {most} requests at a time "
-            "(serve.max_streams), and Envoy goes on with further ones without it."
+            f"This router is nearly full: at {most} requests in flight (serve.max_streams) Envoy "
+            "goes on with further requests without it. Run more routers."
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
-    if any(one.outcome.overloaded for one in lately):
+    if any(decision.outcome.overloaded for decision in lately):
         yield (
-            "A circuit breaker of Envoy was full in the last minute: it answered 503 itself. Raise "
-            "its limits (circuit_breakers)."
+            "A circuit breaker of Envoy was full in the last minute: Envoy answered 503 itself. "
+            "Raise its limits (circuit_breakers)."
         )
 
 
 def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
-    """Warn of one pool; ``view`` holds all its replicas, ``ended`` its last requests."""
+    """Yield warnings about a pool; ``view`` has all its replicas, ``ended`` its last requests."""
     yield from _stale(pool)
-    yield from _left_out(pool, view)
+    yield from _excluded(pool, view)
     yield from _drifts(view)
     yield from _cold_caches(view, ended)
     yield from _full_queue(pool)
@@ -50,34 +50,34 @@ def pool_warnings(
 def _stale(pool: ObservedPool) -> Iterator[str]:
     fleet, shares = pool.fleet, pool.config.state == "redis"
     if shares and fleet.pollers is None:
-        yield "Redis does not answer: this router goes by what it knew and what it sends itself."
+        yield "Redis does not answer: this router uses its last state and its own ledger."
     elif shares and not fleet.pollers:
-        yield "No poller is alive: start one (extproc poll)."
+        yield "No poller is alive: start extproc poll."
     if not fleet.members:
-        yield "No replica is known yet: Envoy's own load balancing serves."
+        yield "No replica is known yet: Envoy's fallback policy chooses."
     elif pool.clock() - fleet.eligibility.silence.heard_at > SILENT_AFTER_S:
-        yield f"Stale news: nothing was heard of any replica for more than {SILENT_AFTER_S:.0f} s."
+        yield f"Stale state: no replica was updated for more than {SILENT_AFTER_S:.0f} s."
     if fleet.peers.stale:
-        yield "Stale news of other routers: what they have in flight is known from polls alone."
+        yield "Stale state of other routers: their requests in flight are known from polls only."
 
 
-def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
+def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     members, reasons = pool.fleet.members, defaultdict[str, list[str]](list)
-    for one in view.excluded:
-        state = members.get(one.id)
+    for replica in view.excluded:
+        state = members.get(replica.id)
         if state is None or not state.draining:
-            reasons[one.why].append(one.name)
+            reasons[replica.why].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
-        yield "No replica is healthy: Envoy's own load balancing serves."
+        yield "No replica is healthy: Envoy's fallback policy chooses."
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
-        yield f"{_listed(names)} left out: {why}."
+        yield f"{_listed(names)} excluded: {why}."
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
-        yield f"{rest} more left out, each for a reason of its own."
+        yield f"{rest} more replicas are excluded for other reasons."
 
 
 def _drifts(view: FleetView) -> Iterator[str]:
-    """Warn of replicas whose times differ from the prediction unlike those of the others."""
+    """Yield warnings about replicas that drift from the prediction unlike the others."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
@@ -87,17 +87,17 @@ def _drifts(view: FleetView) -> Iterator[str]:
     ):
         if names := [view.names[place] for place in drifting.nonzero()[0].tolist()]:
             yield (
-                f"{_listed(names)} drifting from the prediction: answers take much {word} than the "
-                "speed that was measured says."
+                f"{_listed(names)} drifting from the prediction: decoding takes much {word} than "
+                "the measured speed predicts."
             )
 
 
 def _cold_caches(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
     sums = {replica: [0.0, 0.0] for replica in view.ids}  # tokens expected, and found
-    for one in ended:
-        if one.cached is not None and (tokens := sums.get(one.replica)):
-            tokens[0] += one.expected_cached
-            tokens[1] += one.cached
+    for result in ended:
+        if result.cached is not None and (tokens := sums.get(result.replica)):
+            tokens[0] += result.expected_cached
+            tokens[1] += result.cached
     cold = [
         name
         for name, (expected, found) in zip(view.names, sums.values(), strict=True)
@@ -105,20 +105,20 @@ def _cold_caches(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator
     ]
     if cold:
         yield (
-            f"{_listed(cold)} not finding in the prefix cache half of what was sent there before: "
-            "is the cache on, and large enough?"
+            f"{_listed(cold)} finding less than half of the expected tokens in the prefix cache: "
+            "check that the cache is on and large enough."
         )
 
 
 def _full_queue(pool: ObservedPool) -> Iterator[str]:
     hold = pool.config.hold
     if len(pool.queue) >= _NEARLY * hold.most:
-        yield f"Nearly as many requests wait as may ({hold.most}, hold.most): others get 429."
+        yield f"The queue is nearly full: beyond {hold.most} requests (hold.most) others get 429."
     oldest = next(iter(pool.queue), None)
     if oldest is not None and pool.clock() - oldest.since > hold.longest_s / 2:
         yield (
-            f"Requests have waited for more than half of the {hold.longest_s:g} s after which they "
-            "are refused (hold.longest_s): there are too few replicas."
+            f"Requests have waited for more than half of the {hold.longest_s:g} s after which the "
+            "router refuses them (hold.longest_s): add replicas."
         )
 
 

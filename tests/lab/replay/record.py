@@ -10,7 +10,7 @@ import numpy as np
 from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded
 from extproc.lab.replay.scene import scene_of
-from extproc.observe.record import FORMAT, Line, Replica, Request, Start, text_of
+from extproc.observe.record import FORMAT, Line, ReplicaLine, RequestLine, StartLine, text_of
 from extproc.predict.step import PROFILES
 
 MODEL = "llama"
@@ -22,26 +22,26 @@ def address(number: int) -> str:
     return f"10.0.0.{number}:8000"
 
 
-def start(policy: str = "lmetric") -> Start:
+def start(policy: str = "lmetric") -> StartLine:
     config = {"route": {"policy": policy}, "hold": {"longest_s": 0.0}, "serve": {}, "poll": {}}
-    return Start(BEGAN, FORMAT, "default", config)
+    return StartLine(BEGAN, FORMAT, "default", config)
 
 
-def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> Replica:
+def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> ReplicaLine:
     """Line of a replica; number 1 is called ``a``."""
     named = {"id": address(number), "name": "abcdef"[number - 1], "profile": profile}
     told = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
-    return Replica(at, address(number), named | told | state, 2048.0, 256.0)
+    return ReplicaLine(at, address(number), named | told | state, 2048.0, 256.0)
 
 
-def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
+def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[RequestLine]:
     """``shared``: of the units of a prompt, the first that all have."""
     random, at = Random(1), BEGAN
     beginning = [random.getrandbits(64) for _ in range(shared)]
     while (at := at + random.expovariate(rate)) < BEGAN + seconds:
         prompt = random.randrange(64 * shared + 100, 64 * shared + 1500)
         keys = [*beginning, *(random.getrandbits(64) for _ in range(prompt // 64 - shared))]
-        yield Request(
+        yield RequestLine(
             at=at,
             endpoint="/v1/chat/completions",
             model=MODEL,
@@ -58,7 +58,10 @@ def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
 
 
 def lines(
-    profiles: Sequence[str], began: Start, asked: Sequence[Request], more: Sequence[Line] = ()
+    profiles: Sequence[str],
+    began: StartLine,
+    asked: Sequence[RequestLine],
+    more: Sequence[Line] = (),
 ) -> list[Line]:
     """Simulated outcome of the requests on these replicas."""
     fleet = [replica(number, profile) for number, profile in enumerate(profiles, start=1)]

@@ -15,7 +15,7 @@ from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded, read
 from extproc.lab.replay.scene import scene_of
 from extproc.lab.replay.speeds import step_times
-from extproc.observe.record import Line, Refused, Replica, Request, Start, text_of
+from extproc.observe.record import Line, RefusedLine, ReplicaLine, RequestLine, StartLine, text_of
 from extproc.predict.inputs import Floats
 from tests.lab.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
 
@@ -65,7 +65,7 @@ def test_streams_tell_how_fast_replicas_are_whose_profile_is_wrong(
 ) -> None:
     wrong = [
         msgspec.structs.replace(one, state=(one.state or {}) | {"profile": "llama-8b-h100"})
-        if isinstance(one, Replica)
+        if isinstance(one, ReplicaLine)
         else one
         for one in busy
     ]
@@ -78,13 +78,13 @@ def test_requests_that_were_not_so_are_refused(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though all together they took as long."""
-    served = [one for one in busy if isinstance(one, Request)]
+    served = [one for one in busy if isinstance(one, RequestLine)]
     seconds = [one.seconds for one in served]
     swapped = [
         msgspec.structs.replace(one, seconds=other, ttft_s=None)
         for one, other in zip(served, seconds[10:] + seconds[:10], strict=True)
     ]
-    known = [one for one in busy if not isinstance(one, Request)]
+    known = [one for one in busy if not isinstance(one, RequestLine)]
     assert cli.main(["what-if", str(write(tmp_path / "record", [*known, *swapped]))]) == 1
     assert "at half of the requests" in capsys.readouterr().err
 
@@ -94,7 +94,7 @@ def test_times_that_were_not_so_are_refused(
 ) -> None:
     longer = [
         msgspec.structs.replace(one, seconds=3.0 * one.seconds)
-        if isinstance(one, Request) and number % 2
+        if isinstance(one, RequestLine) and number % 2
         else one
         for number, one in enumerate(busy)
     ]
@@ -113,7 +113,7 @@ def test_waiting_at_the_router_hides_no_wrong_replay(
         msgspec.structs.replace(
             one, at=one.at - 60.0, waited_s=60.0, seconds=1.5 * one.seconds, ttft_s=None
         )
-        if isinstance(one, Request)
+        if isinstance(one, RequestLine)
         else msgspec.structs.replace(one, at=one.at - 60.0)
         for one in busy
     ]
@@ -123,13 +123,13 @@ def test_waiting_at_the_router_hides_no_wrong_replay(
 def test_a_median_that_was_not_so_is_refused(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = sorted(one.seconds for one in busy if isinstance(one, Request))
+    served = sorted(one.seconds for one in busy if isinstance(one, RequestLine))
     low, middle, long = (served[int(part * len(served))] for part in (0.2, 0.55, 0.8))
     wrong = [
         msgspec.structs.replace(
             one, seconds=long if low <= one.seconds < middle else one.seconds, ttft_s=None
         )
-        if isinstance(one, Request)
+        if isinstance(one, RequestLine)
         else one
         for one in busy
     ]
@@ -190,7 +190,8 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
     every = lines([A10], start(), list(asked))
     assert ask(write(tmp_path / "record", every))["replay"]["completion_s"]["recorded"]["p95"] < 30
     alone = [
-        msgspec.structs.replace(one, keys="") if isinstance(one, Request) else one for one in every
+        msgspec.structs.replace(one, keys="") if isinstance(one, RequestLine) else one
+        for one in every
     ]
     answer = ask(write(tmp_path / "alone", alone), status=1)
     assert answer["replay"]["completion_s"]["off"]["p95"] > 0.5
@@ -236,8 +237,8 @@ def test_a_replica_that_left_gets_nothing_more(tmp_path: Path, ask: Ask) -> None
 def test_several_routers_and_files_are_one_record(
     busy: Sequence[Line], tmp_path: Path, ask: Ask
 ) -> None:
-    known = [one for one in busy if not isinstance(one, Request)]
-    served = [one for one in busy if isinstance(one, Request)]
+    known = [one for one in busy if not isinstance(one, RequestLine)]
+    served = [one for one in busy if isinstance(one, RequestLine)]
     for name, part in (("50051.1", served[:49]), ("50051", served[49::2]), ("9", served[50::2])):
         write(tmp_path / "record", [*known, *part], f"default-{name}")
     assert len(read(tmp_path / "record").requests) == len(served)
@@ -247,8 +248,8 @@ def test_several_routers_and_files_are_one_record(
 def test_a_record_begins_when_every_router_writes(
     busy: Sequence[Line], tmp_path: Path, ask: Ask
 ) -> None:
-    fleet = [one for one in busy if not isinstance(one, Start | Request)]
-    served = [one for one in busy if isinstance(one, Request)]
+    fleet = [one for one in busy if not isinstance(one, StartLine | RequestLine)]
+    served = [one for one in busy if isinstance(one, RequestLine)]
     late = [msgspec.structs.replace(start(), at=BEGAN + after) for after in (10.0, 20.0)]
     folder = write(tmp_path / "record", [start(), *fleet, *served[::2]])
     write(folder, [late[0], *fleet, *served[1::4]], "default-9.1")
@@ -278,9 +279,9 @@ def test_figures_are_not_made_of_answers_that_were_cut(
 ) -> None:
     cut = [
         msgspec.structs.replace(one, seconds=0.01, cut=True, complete=False)
-        if isinstance(one, Request) and number % 3 == 0
+        if isinstance(one, RequestLine) and number % 3 == 0
         else msgspec.structs.replace(one, ttft_s=None)
-        if isinstance(one, Request)
+        if isinstance(one, RequestLine)
         else one
         for number, one in enumerate(busy)
     ]
@@ -311,7 +312,7 @@ def test_a_line_that_was_cut_short_is_passed_over(busy: Sequence[Line], tmp_path
     folder = write(tmp_path / "record", busy)
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-30])
-    served = sum(isinstance(one, Request) for one in busy)
+    served = sum(isinstance(one, RequestLine) for one in busy)
     record = read(folder)
     assert len(record.requests) == served - 1
     assert record.left_out == {"whose line cannot be read": 1}
@@ -326,7 +327,7 @@ def test_removed_page_option_names_its_replacement(capsys: pytest.CaptureFixture
 def test_requests_that_were_refused_are_told_of(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = [Refused(BEGAN + number, "saturated") for number in range(3)]
+    more = [RefusedLine(BEGAN + number, "saturated") for number in range(3)]
     assert cli.main(["what-if", str(write(tmp_path / "record", [*busy, *more]))]) == 0
     assert "left out: 3 requests, refused (saturated)" in capsys.readouterr().out
 

@@ -130,7 +130,7 @@ async def test_warning_is_announced_once_and_goes(shown: Page, services: Service
         poll(services, 1, 3, 4)  # or news are stale before a slow browser has shown them
         poll(services, 2, healthy=False, problem="cannot connect")
         warnings = await shown.evaluate(f"(window.first = {every}).map(one => one.textContent)")
-        return bool(warnings == ["r2 is left out: cannot connect."])
+        return bool(warnings == ["r2 is excluded: cannot connect."])
 
     await until(warned)
     poll(services, 3, draining=True)
@@ -228,5 +228,5 @@ async def test_killed_replica_is_shown(page: Page, tmp_path: Path) -> None:
         await page.until("$('#parts').textContent.includes(':')")
         await stack.kill("two")
         await page.until("$$('.health.down').length == 1")
-        refused = "two is left out: cannot connect: connection refused."  # if need be, once more
+        refused = "two is excluded: cannot connect: connection refused."  # if need be, once more
         await page.until(f"$('#warnings').textContent == '{refused}'")

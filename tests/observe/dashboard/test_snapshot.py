@@ -9,7 +9,7 @@ from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.decision_log import DecisionLog, KeptDecision
+from extproc.observe.decision_log import DecisionLog, LoggedDecision
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
@@ -19,7 +19,7 @@ from tests.observe.dashboard.conftest import H100, ended, poll, wait
 from tests.proxy.conftest import on_fleet
 
 ALONE = Config.model_validate({"state": "memory"})
-NONE_KNOWN = "No replica is known yet: Envoy's own load balancing serves."
+NONE_KNOWN = "No replica is known yet: Envoy's fallback policy chooses."
 
 
 def shown(services: Services) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def warned(services: Services) -> list[str]:
     return list(shown(services)["warnings"])
 
 
-def sent(services: Services, request_id: str = "one") -> KeptDecision:
+def sent(services: Services, request_id: str = "one") -> LoggedDecision:
     """A request is decided and sent."""
     record = decide(services, request_id=request_id)
     services.fleet.dispatch(record.decision.replica, record.decision.profile)
@@ -79,7 +79,7 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     poll(services, 3, measured=False)
     names = ("Replica", "Replica notes", "Health", "Health notes", "Running", "Waiting", "Backlog")
     assert cells(services, 1, *names) == ["r1", f"{replica(1)} llama", "ok", "", 0, 0, 0]
-    assert cells(services, 2, "Running", "Waiting", "News") == [0, 1, 0.3]
+    assert cells(services, 2, "Running", "Waiting", "Age") == [0, 1, 0.3]
     [backlog] = cells(services, 2, "Backlog")
     # 20,000 tokens at 38 µs, less the third of a second that has passed.
     assert backlog == pytest.approx(0.76 - 0.3, abs=0.05)
@@ -91,7 +91,7 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     figures = shown(services)["figures"]
     assert (figures["requests in flight"], figures["replicas in use"]) == ("1", "4 of 4")
     services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
-    assert cells(services, 1, "News") == [9.0]
+    assert cells(services, 1, "Age") == [9.0]
 
 
 def test_replicas_are_sorted_by_number(services: Services) -> None:
@@ -194,7 +194,7 @@ def test_predictions_are_counted_and_some_drawn(services: Services, clock: Manua
 
 def test_routers_and_pollers_are_named(services: Services) -> None:
     assert shown(services)["facts"] == [
-        ["Routers", "this one alone"],
+        ["Routers", "this router alone"],
         ["Pollers", "here:1"],
         ["Policy", "completion"],
     ]
@@ -216,13 +216,13 @@ def test_two_pools_are_told_apart(services: Services) -> None:
 
 def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
-    assert warned(services) == ["r2 is left out: cannot connect."]
+    assert warned(services) == ["r2 is excluded: cannot connect."]
     assert cells(services, 2, "Health", "Health notes") == ["down", "cannot connect"]
     assert shown(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
     assert warned(services) == [
-        "No replica is healthy: Envoy's own load balancing serves.",
-        "r1, r2, r3 and 1 more are left out: cannot connect.",
+        "No replica is healthy: Envoy's fallback policy chooses.",
+        "r1, r2, r3 and 1 more are excluded: cannot connect.",
     ]
 
 
@@ -230,8 +230,8 @@ def test_failing_replicas_are_warned_of(services: Services) -> None:
     for number in (1, 2, 3, 4) * 3:
         services.fleet.eligibility.failed(replica(number))
     reason = "it failed several requests in a row"
-    assert warned(services) == [f"r1 and r2 are left out: {reason}."], "at most half"
-    assert cells(services, 1, "Health") == ["left out"]
+    assert warned(services) == [f"r1 and r2 are excluded: {reason}."], "at most half"
+    assert cells(services, 1, "Health") == ["excluded"]
 
 
 def test_draining_replica_is_not_warned_of(services: Services) -> None:
@@ -242,14 +242,14 @@ def test_draining_replica_is_not_warned_of(services: Services) -> None:
 
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
-    assert warned(services) == ["Stale news: nothing was heard of any replica for more than 5 s."]
+    assert warned(services) == ["Stale state: no replica was updated for more than 5 s."]
     poll(services)
     assert warned(services) == []
 
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = []
-    assert warned(services) == ["No poller is alive: start one (extproc poll)."]
+    assert warned(services) == ["No poller is alive: start extproc poll."]
     services.fleet.pollers = None
     (warning,) = warned(services)
     assert warning.startswith("Redis does not answer")
@@ -278,7 +278,7 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
         assert warned(services) == []
         return
     (warning,) = warned(services)
-    begin = "is drifting from the prediction: answers take much longer than the speed"
+    begin = "is drifting from the prediction: decoding takes much longer than the measured speed"
     assert warning.startswith(f"r{drifting} {begin}")
     assert cells(services, drifting, "×")[0] > 2
     clock.advance(300.0)  # the ratios fade
@@ -302,21 +302,23 @@ def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
         ended(services, on=3, expected=1000.0)
         ended(services, on=4, expected=10.0, cached=0)
     (warning,) = warned(services)
-    assert warning.startswith("r1 is not finding in the prefix cache half of what")
+    assert warning.startswith(
+        "r1 is finding less than half of the expected tokens in the prefix cache"
+    )
 
 
 def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> None:
     fill(services, clock)
     for _ in range(9):
         wait(services, "blue")
-    nearly = "Nearly as many requests wait as may (10, hold.most): others get 429."
+    nearly = "The queue is nearly full: beyond 10 requests (hold.most) others get 429."
     assert warned(services) == [nearly]
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
     (warning,) = warned(replace(services, config=few))
-    assert warning.startswith("This router is nearly full: it looks after at most 14 requests")
+    assert warning.startswith("This router is nearly full: at 14 requests in flight")
     clock.advance(151.0)
     poll(services, running=1, kv_usage=0.95)
-    assert any("there are too few replicas" in one for one in warned(services))
+    assert any("add replicas" in one for one in warned(services))
 
 
 def test_pool_without_replicas_is_warned_of(services: Services, clock: ManualClock) -> None:

@@ -39,7 +39,7 @@ async def test_worst_replicas_are_on_top(services: Services, router: str, top: R
     poll(services, 4, healthy=False, problem="/health answered 503")
     lines = await top("--router", router)
     assert "3 of 4 replicas in use, 1 requests in flight, 0 waiting at" in lines[0]
-    assert any(line.startswith("! r4 is left out: ") for line in lines)
+    assert any(line.startswith("! r4 is excluded: ") for line in lines)
     assert rows(lines) == ["r4", "r3", "r1", "r2"]
     assert "down" in next(line for line in lines if line.startswith("r4"))
 
@@ -92,7 +92,7 @@ async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None
         )  # fmt: skip
         await shows(b"4 of 4 replicas in use")
         poll(services, 4, healthy=False, problem="/health answered 503")
-        await shows(b"r4 is left out")
+        await shows(b"r4 is excluded")
     await shows(b"! no router answers")  # above the last snapshot
     async with serving(services, address=address):
         await shows(b"3 of 4 replicas in use", seen.count(b"3 of 4") + 2)

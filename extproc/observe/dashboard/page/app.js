@@ -65,7 +65,7 @@ function visible() {
   return new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
 }
 
-/** For ever; a tab that nobody sees does not follow, and a connection on which nothing comes is given up. */
+/** Follows the router without end; pauses while the tab is hidden, and reconnects when no event arrives. */
 async function live() {
   for (let failures = 0; ; ) {
     await visible();
@@ -84,7 +84,7 @@ async function live() {
         await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
       }
     } finally {
-      stop.abort(); // or else an answer that was left goes on
+      stop.abort(); // else the abandoned response would go on
       clearInterval(watch);
     }
   }

@@ -1,4 +1,4 @@
-// Predicted against actual seconds: a point a request, both axes logarithmic.
+// Scatter plot of predicted against actual seconds: one point per request, both axes logarithmic.
 
 export function draw(canvas, points, [low, middle, high]) {
   const style = getComputedStyle(document.documentElement);
@@ -10,7 +10,7 @@ export function draw(canvas, points, [low, middle, high]) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  const ticks = scale(points.flatMap(([predicted, actual]) => [predicted, actual]).filter((one) => one > 0));
+  const ticks = scale(points.flatMap(([predicted, actual]) => [predicted, actual]).filter((value) => value > 0));
   const [least, most] = [ticks[0], ticks.at(-1)];
   const [left, right, top, bottom] = [52, 18, 10, 40];
   const part = (value) => Math.log(value / least) / Math.log(most / least);
@@ -64,12 +64,12 @@ export function draw(canvas, points, [low, middle, high]) {
   pen.restore();
 }
 
-/** 1, 2, 5, 10 …: from what is just below all values to what is just above. */
+/** Ticks 1, 2, 5, 10 …, from just below the least value to just above the greatest. */
 function scale(values) {
   const steps = [];
   for (let power = -3; power < 5; power++) for (const digit of [1, 2, 5]) steps.push(Number(`${digit}e${power}`));
-  const first = steps.findLastIndex((one) => one <= Math.min(...values));
-  const last = steps.findIndex((one) => one >= Math.max(...values));
+  const first = steps.findLastIndex((step) => step <= Math.min(...values));
+  const last = steps.findIndex((step) => step >= Math.max(...values));
   return steps.slice(Math.max(first, 0), Math.max(last, first + 2, 2) + 1);
 }
 

@@ -1,4 +1,4 @@
-// The sections of the page, and the comparison behind a decision.
+// Sections of the page, and the dialog that compares the candidates of a decision.
 
 import { draw } from "./scatter.js";
 import { $, Table, ask, element, write } from "./table.js";
@@ -21,7 +21,7 @@ function showTable(place, given, options) {
 
 function showWarnings(all) {
   const list = $("warnings");
-  const there = new Map([...list.children].map((one) => [one.textContent, one]));
+  const there = new Map([...list.children].map((item) => [item.textContent, item]));
   for (const [warning, item] of there) if (!all.includes(warning)) item.remove();
   for (const warning of new Set(all)) if (!there.has(warning)) list.append(element("li", { textContent: warning }));
   $("no-warnings").hidden = all.length > 0;
@@ -67,13 +67,13 @@ async function openComparison(number) {
   }
 }
 
-function comparisonOf({ facts, candidates, legend, left_out: leftOut }) {
+function comparisonOf({ facts, candidates, legend, left_out: excluded }) {
   const listed = (pairs) => showFacts(element("dl", { className: "facts" }), pairs);
   const heading = (textContent) => element("h3", { textContent });
   const notes = legend.map((textContent) => element("p", { className: "note", textContent }));
   const table = new Table(candidates, { className: "" }).show(candidates);
   const parts = [listed(facts), heading("Candidates"), table.node, ...notes];
-  return leftOut.length ? [...parts, heading("Left out"), listed(leftOut)] : parts;
+  return excluded.length ? [...parts, heading("Excluded"), listed(excluded)] : parts;
 }
 
 export function show({ router, warnings, figures, facts, pools, decisions }) {

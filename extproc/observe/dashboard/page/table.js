@@ -1,5 +1,5 @@
-// Tables as the router describes them: title, unit and values of each column. What comes from the
-// router is only ever written as text.
+// Tables that the router describes by title, unit and values of each column. Everything from the
+// router is written as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -10,14 +10,14 @@ export function element(tag, properties = {}, ...children) {
 }
 
 export function write(node, text) {
-  if (node.textContent !== text) node.textContent = text; // a screen reader repeats what is written again
+  if (node.textContent !== text) node.textContent = text; // a screen reader would repeat unchanged text
 }
 
 export function classed(node, name) {
   if (node.className !== name) node.className = name;
 }
 
-/** Requests to the router, with the token where there is one: it stays in this tab, and in no address. */
+/** Fetches from the router; the token, if any, goes into a header, never into an address, and stays in this tab. */
 export function ask(path, options = {}) {
   const token = sessionStorage.getItem("token");
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
@@ -28,7 +28,7 @@ const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }).format;
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format;
 const largest = ({ values }) => Math.max(...values, 1);
 
-/** How values of a unit look: class of the cell, whether it heads its row, its text, the share that a bar shows. */
+/** Layout of each unit: class of the cell, whether the cell heads its row, the text, and the share that a bar shows. */
 const UNITS = {
   name: { className: "left", head: true },
   decision: { className: "left", head: true },
@@ -47,11 +47,11 @@ const UNITS = {
 };
 
 function withRole(role, node) {
-  node.setAttribute("role", role); // on a phone rows are cards, and no table to a screen reader
+  node.setAttribute("role", role); // on a phone rows are drawn as cards; the role keeps them a table for screen readers
   return node;
 }
 
-/** A table that keeps its rows from one snapshot to the next; `open` is called with a decision's key. */
+/** Table that keeps its rows from one snapshot to the next; `open` receives the key of a clicked decision. */
 export class Table {
   constructor({ caption, columns }, { captioned = false, className = "cards", open } = {}) {
     this.titles = String(columns.map(({ title }) => title));
