@@ -82,7 +82,7 @@ class LoggedDecision:
             second=decision.second,
             why=decision.why,
             fallback=decision.fallback,
-            others_age_s=_short(decision.news_age),
+            others_age_s=_short(decision.peers_age_s),
             expected_cached_tokens=_short(decision.cached),
             predicted_ttft_s=_short(decision.predicted_ttft),
             predicted_completion_s=_short(decision.predicted_completion),

@@ -1,1 +1,1 @@
-"""Policies: which replica gets this request."""
+"""Decisions: which replica gets a request, and which requests wait at the router."""

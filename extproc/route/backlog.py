@@ -1,84 +1,101 @@
-"""Requests that wait at this router, by model and by replica, and the replicas they reserve."""
+"""Requests queued at this router, by model and by replica, and the replicas that they reserve."""
 
 import numpy as np
 
 from extproc.predict.inputs import FleetView, Floats
-from extproc.route.order import Line, Shares, Tenants
+from extproc.route.order import Line, Ranked, Shares
 from extproc.route.waiting import OVERTAKEN_S, Place, Waiting
 
 _RUNS_BEFORE = 0.3
-"""Fraction of the queued work ahead that delays a request where places in the batch are free, so
-that it may start before larger ones that wait for KV space. Where none is free, all of it does.
-With 1.0 throughout requests wait less for the replica that suits them: the mean completion of
-simulated overload (azure-2023-conv ×2.4, seconds 500 to 1,000) rises by a tenth."""
+"""Fraction of the queued work ahead that delays a request on a replica whose batch has free places:
+the request may start before larger ones that wait for KV space. On a replica with a full batch all
+of the work delays the request. With 1.0 for both, requests wait less for the replica that suits
+them: the mean completion of simulated overload (azure-2023-conv ×2.4, seconds 500 to 1,000) rises
+by a tenth."""
 
 Lines = dict[str, Line]  # by model
 
 
 class Backlog:
-    """Lines of queued requests, one for each model, and one for each replica and model."""
+    """Lines of queued requests: one for each model, and one for each replica and model."""
 
     def __init__(self, now: float) -> None:
         self.shares = Shares(now)
-        self.tenants = Tenants()
         self._models: Lines = {}
         self._replicas: dict[int, Lines] = {}  # by row
         self._load: dict[int, Floats] = {}
         """By priority: requests that wait for the replica of each row, and their replica-seconds.
-        The last row stands for all those that follow, for which nothing waits."""
-        self._seconds: dict[tuple[int, str], float] = {}  # the same by priority and tenant
+        The last row is zero and stands for all rows that follow."""
+        self._tenants: dict[tuple[int, str], dict[Waiting, None]] = {}  # the oldest first
+        self._seconds: dict[tuple[int, str], float] = {}  # replica-seconds, by priority and tenant
+        self._victims = Ranked[tuple[int, str]]()  # the lowest priority first, the most requests
 
     def __bool__(self) -> bool:
         return bool(self._models)
 
-    def enter(self, one: Waiting) -> None:
-        self.shares.enter(one.key)
-        self.tenants.enter(one)
-        self._seconds.setdefault(one.key[1:], 0.0)
-        self._take_in(one, self._models)
-        self.await_replica(one)
+    def enter(self, request: Waiting) -> None:
+        self.shares.enter(request.key)
+        self._tenants.setdefault(request.key[1:], {})[request] = None
+        self._seconds.setdefault(request.key[1:], 0.0)
+        self._rank(request)
+        self._add(request, self._models)
+        self.await_replica(request)
 
-    def leave(self, one: Waiting) -> None:
-        self.await_no_more(one)
-        _take_out(one, self._models)
-        self.tenants.leave(one)
-        if one.key[1:] not in self.tenants:
-            del self._seconds[one.key[1:]]
-        self.shares.leave(one.key)
+    def leave(self, request: Waiting) -> None:
+        self.await_no_more(request)
+        _remove(request, self._models)
+        del self._tenants[request.key[1:]][request]
+        self._rank(request)
+        self.shares.leave(request.key)
 
-    def await_replica(self, one: Waiting) -> None:
-        if one.row is not None:
-            self._count(one, one.row, 1.0)
-            self._take_in(one, self._replicas.setdefault(one.row, {}))
+    def _rank(self, request: Waiting) -> None:
+        tenant = request.key[1:]
+        if size := len(self._tenants[tenant]):
+            self._victims.put(tenant, request.priority, -size, request.tenant)
+        else:
+            del self._tenants[tenant], self._seconds[tenant]
+            self._victims.drop(tenant)
 
-    def await_no_more(self, one: Waiting) -> None:
-        if one.row is None:
+    def victim(self) -> Waiting:
+        """Among the lowest priority, the newest request of the tenant with the most queued."""
+        _, tenant = self._victims.first()
+        return next(reversed(self._tenants[tenant]))
+
+    def await_replica(self, request: Waiting) -> None:
+        """Put a request into the line of its model on the replica that it waits for, if any."""
+        if request.row is not None:
+            self._count(request, request.row, 1.0)
+            self._add(request, self._replicas.setdefault(request.row, {}))
+
+    def await_no_more(self, request: Waiting) -> None:
+        """Take a request out of the line on the replica that it waits for, if any."""
+        if request.row is None:
             return
-        self._count(one, one.row, -1.0)
-        _take_out(one, self._replicas[one.row])
-        if not self._replicas[one.row]:
-            del self._replicas[one.row]
+        self._count(request, request.row, -1.0)
+        _remove(request, self._replicas[request.row])
+        if not self._replicas[request.row]:
+            del self._replicas[request.row]
         if not self._replicas:
             self._load.clear()
 
-    def _count(self, one: Waiting, row: int, sign: float) -> None:
-        load = self._load.setdefault(one.priority, np.zeros((2, 1)))
+    def _count(self, request: Waiting, row: int, sign: float) -> None:
+        load = self._load.setdefault(request.priority, np.zeros((2, 1)))
         if row + 1 >= load.shape[1]:
-            load = self._load[one.priority] = np.hstack([load, np.zeros((2, row + 1))])
-        load[:, row] += sign, sign * one.cost
-        self._seconds[one.key[1:]] += sign * one.cost
+            load = self._load[request.priority] = np.hstack([load, np.zeros((2, row + 1))])
+        load[:, row] += sign, sign * request.cost
+        self._seconds[request.key[1:]] += sign * request.cost
 
-    def _take_in(self, one: Waiting, lines: Lines) -> None:
-        if one.model not in lines:
-            lines[one.model] = Line(self.shares)
-        lines[one.model].enter(one)
+    def _add(self, request: Waiting, lines: Lines) -> None:
+        if request.model not in lines:
+            lines[request.model] = Line(self.shares)
+        lines[request.model].enter(request)
 
-    def is_first(self, one: Waiting) -> bool:
+    def is_first(self, request: Waiting) -> bool:
         """Return True for the first request of its model."""
-        return self._models[one.model].head() is one
+        return self._models[request.model].head() is request
 
     def firsts(self, models: int) -> list[Waiting]:
-        """The first request of each model; of so many models, by turns."""
+        """Return the first request of each model, of at most ``models`` models in rotation."""
         found = []
         for model in list(self._models)[:models]:
             line = self._models[model] = self._models.pop(model)
@@ -86,35 +103,37 @@ class Backlog:
         return found
 
     def heads(self, row: int, models: int) -> list[Waiting]:
-        """Requests that may go to a replica, in their order: the first of each model that waits for
-        it; behind these, of the same priority, the first of each model that may use it.
+        """Return the requests that may start on a replica, in their order.
 
-        Of the latter only so many ``models`` are looked at, by turns.
+        These are the first request of each model that waits for the replica and, behind these at
+        the same priority, the first request of each model that may use the replica, of at most
+        ``models`` models in rotation.
         """
         found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
         for head in self.firsts(models):
             if row in head.usable:
                 found.setdefault(head, 1)
-        return sorted(found, key=lambda one: (-one.priority, found[one], one.due))
+        return sorted(found, key=lambda head: (-head.priority, found[head], head.due))
 
     def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
-        """Requests that wait for each candidate and go before one in that place, unless they are of
-        its own priority and behind it; and seconds by which those before it delay it.
+        """Count the queue that a request in the place meets on each candidate.
 
-        Requests of higher priority go first. Of the same priority T tenants take turns: at most T·w
-        of work precedes the last request of a tenant with work w queued.
+        Returns the number of requests that wait for the candidate at the place's priority or a
+        higher one, and the seconds by which those that go before the place delay it. Requests of
+        higher priority go first. Of the same priority T tenants take turns: at most T·w of work
+        precedes the last request of a tenant with work w queued.
         """
         requests, seconds = np.zeros((2, len(view)))
         for priority, load in self._load.items():
             if priority >= place.priority:
-                many, work = load.take(view.rows, axis=1, mode="clip")
-                requests += many
+                number, work = load.take(view.rows, axis=1, mode="clip")
+                requests += number
                 seconds += self._share(priority, load[1], place) * work
-        places = view.max_num_seqs - view.batch - view.waiting
-        return requests, np.maximum(seconds, 0.0) * np.where(places > 0.0, _RUNS_BEFORE, 1.0)
+        free = view.max_num_seqs - view.batch - view.waiting
+        return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 
     def _share(self, priority: int, seconds: Floats, place: Place) -> float:
-        """Share of the work of a priority that goes before that place."""
+        """Share of the work of a priority that goes before the place, 0…1."""
         total = float(seconds.sum())
         if priority > place.priority or total <= 0.0:
             return 1.0
@@ -123,11 +142,11 @@ class Backlog:
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:
-        """Return True if a replica is reserved for a queued request that goes before that place.
+        """Return True if a replica is reserved for a queued request that goes before the place.
 
         The head of a line reserves its replica against its own model, and against all lower
-        priorities. It reserves the replica against another model's request of the same priority
-        only if that arrived more than B seconds after the head was due.
+        priorities. Against a request for another model of the same priority the head reserves the
+        replica only if that request arrived more than B seconds after the head was due.
         """
         rank = self.shares.tag(place.key), place.due
         moves = place.row is not None and place.row != row
@@ -147,7 +166,7 @@ class Backlog:
         return False
 
 
-def _take_out(one: Waiting, lines: Lines) -> None:
-    lines[one.model].leave(one)
-    if not lines[one.model]:
-        del lines[one.model]
+def _remove(request: Waiting, lines: Lines) -> None:
+    lines[request.model].leave(request)
+    if not lines[request.model]:
+        del lines[request.model]

@@ -1,4 +1,4 @@
-"""A decision: what it is made from, what was chosen, and what is kept until the request ends."""
+"""Decision: its inputs, the choice, and the forecast that is kept until the request ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,29 +21,27 @@ class Situation:
     view: FleetView
     held: Held
     prediction: Prediction
-    sequences: Sequences  # in flight on the candidates; good until the fleet changes
+    sequences: Sequences  # in flight on the candidates; valid until the fleet changes
     random: Random
-    turns: dict[int, int]  # round_robin numbers its choices here, by row of the fleet's table
+    turns: dict[int, int]  # number of round_robin's last choice of each row of the fleet's table
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-    late: Floats | None = None  # from lateness(); None: the request has no target
+    late: Floats | None = None  # from lateness(); None: a request without targets
 
     @property
     def cached_share(self) -> Floats:
-        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
-
-        By what was sent there alone, as other routers know it.
-        """
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1, judged by
+        the prompts sent there alone, as the routers do whose policies use it."""
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 
 @dataclass(slots=True)
 class Choice:
-    """Choice of a policy or of an override; indices are of the view."""
+    """Choice of a policy or of an override; indices are those of the view."""
 
     policy: str
     first: int
     scores: Floats  # per candidate, lower is better; the policy defines the unit
-    reason: Callable[["Choice"], str]  # for people; made only when somebody looks
+    reason: Callable[["Choice"], str]  # for people; called only when somebody reads the reason
 
     @property
     def second(self) -> int | None:
@@ -51,7 +49,7 @@ class Choice:
 
 
 def runner_up(scores: Floats, first: int) -> int | None:
-    """The index of the lowest score but for ``first``; None where no other is finite."""
+    """Return the index of the lowest score besides ``first``; None: no other is finite."""
     others = scores.copy()
     others[first] = np.inf
     second = int(others.argmin())
@@ -60,40 +58,39 @@ def runner_up(scores: Floats, first: int) -> int | None:
 
 @dataclass(slots=True)
 class Forecast:
-    """Part of a decision that is kept until its request ends: the figures of the replica chosen.
+    """Figures of the chosen replica, kept until the request ends.
 
-    The comparison of a thousand replicas takes a quarter of a megabyte, and thousands of requests
-    may be in flight.
+    The decision itself is too large to keep for thousands of requests in flight: the figures of a
+    thousand replicas take a quarter of a megabyte.
     """
 
     profile: RequestProfile
     replica: str  # ip:port
     predicted_ttft: float
     predicted_completion: float
-    decode_time_per_token: float  # seconds, before the correction of its decode time
-    expected_hits: float  # this and the next as in Held
+    decode_time_per_token: float  # seconds, without ``stretch``
+    expected_hits: float  # as in Held, like ``hits_depth``
     hits_depth: int
-    adapter_load: float  # seconds to load its LoRA adapter, unless it waits for others before
-    adapter_wait: float  # seconds until there is a place in the batch for it
+    adapter_load: float  # seconds to load the LoRA adapter; 0 with an ``adapter_wait``
+    adapter_wait: float  # seconds until the batch has a place for the LoRA adapter
     adapter_overrun: float  # as in AdapterTimes
-    stretch: float  # correction of its decode time, in the completion
+    stretch: float  # learned ratio of actual to predicted decode time
     usual_step: float  # seconds, as in usual_step()
-    step: float  # seconds of a step with what decoded then
-    first_step_s: float | None  # to the first token by steps alone; None where it waits for others
+    step: float  # seconds of a step with the sequences that decoded then
+    first_step_s: float | None  # to the first token by steps alone; None: the request has to wait
 
 
 @dataclass(slots=True)
 class Decision:
-    """Replica that gets a request, and everything the choice was made from."""
+    """Replica that gets a request, with everything that the choice was made from."""
 
     situation: Situation
     choice: Choice
-    p90_output_tokens: float  # nine of ten sequences like its own generate no more
+    p90_output_tokens: float  # nine of ten sequences like these generate no more
     second: str | None = None  # ip:port for a retry
-    name: str = ""  # of its model on the replica chosen; empty: as the request has it
-    news_age: float | None = None
-    """Seconds since the newest news of other routers was sent; None where there are no others."""
-    fallback: str = ""  # why others' requests did not count, in a few words
+    name: str = ""  # of the model on the chosen replica; empty: as requested
+    peers_age_s: float | None = None  # of the newest digest of other routers; None: no others
+    fallback: str = ""  # why the load of other routers did not count
 
     @property
     def policy(self) -> str:
@@ -101,7 +98,7 @@ class Decision:
 
     @property
     def why(self) -> str:
-        """The reason for people, in words and figures; worked out anew each time."""
+        """Reason for people, in words and figures; composed anew each time."""
         reason = self.choice.reason(self.choice)
         return f"{self.fallback}: {reason}" if self.fallback else reason
 
@@ -119,12 +116,12 @@ class Decision:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the request is expected to wait at the router; 0: it can start now."""
+        """Seconds that the request is expected to wait at the router; 0: the request can start."""
         return self.prediction.queue.item(self.choice.first)
 
     @property
     def cached(self) -> float:
-        """Tokens of the prompt that the replica should have in its prefix cache."""
+        """Tokens of the prompt that the chosen replica should have in its prefix cache."""
         return self.prediction.cached.item(self.choice.first)
 
     @property
@@ -137,17 +134,17 @@ class Decision:
 
     @property
     def work_s(self) -> float:
-        """Replica-seconds for which the request keeps the replica chosen busy by itself."""
+        """Replica-seconds for which the request alone keeps the chosen replica busy."""
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
     def drop_large_parts(self) -> None:
-        """Drop what is of no use once the decision is carried out, for it is kept for long:
-        thousands of sequences in flight take 100 kB, as the token ids of a long prompt do."""
+        """Drop parts that are of no use after the dispatch, as decisions are kept for long: a
+        thousand sequences in flight take 100 kB, and so do the token ids of a long prompt."""
         self.situation.sequences = NO_SEQUENCES
         prefix = self.profile.prefix
         if len(prefix.ids):
-            known = replace(prefix, ids=NO_PREFIX.ids)
-            self.situation.profile = replace(self.profile, prefix=known)
+            without_ids = replace(prefix, ids=NO_PREFIX.ids)
+            self.situation.profile = replace(self.profile, prefix=without_ids)
 
     def forecast(self) -> Forecast:
         first, situation, prediction = self.choice.first, self.situation, self.prediction

@@ -1,4 +1,4 @@
-"""The order in which requests wait for a replica, and in which a full queue refuses them."""
+"""Order in which queued requests start: fair shares of tenants, and lines by due time."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -9,15 +9,15 @@ from typing import Any, Generic, TypeVar
 
 from extproc.route.waiting import Key, Place, Waiting
 
-_MOST_TENANTS = 10_000  # remembered, with requests in the queue or without
-_LITTLE_S = 1e-3
+_MOST_TENANTS = 10_000  # remembered without queued requests
+_NEGLIGIBLE_S = 1e-3  # recent replica-seconds below which a tenant is forgotten
 _MEMORY_S = 60.0  # seconds in which a tenant's recent share loses two thirds of its weight
 
 Item = TypeVar("Item")
 
 
 class Ranked(Generic[Item]):
-    """Items in the order of their ranks, tuples that differ."""
+    """Items sorted by their ranks, tuples that all differ."""
 
     def __init__(self) -> None:
         self._ranks: dict[object, tuple[Any, ...]] = {}
@@ -37,12 +37,12 @@ class Ranked(Generic[Item]):
             del self._order[self.position(item)], self._ranks[item]
 
     def position(self, item: object) -> int:
-        """Number of items before this one; of all where it is none of them."""
+        """Count the items before this item; all items if this item is not among them."""
         rank = self._ranks.get(item)
         return len(self._order) if rank is None else bisect_left(self._order, (rank, item))
 
     def first(self) -> tuple[tuple[Any, ...], Item]:
-        """The first item, behind its rank."""
+        """Return the lowest rank and its item."""
         return self._order[0]
 
 
@@ -51,8 +51,8 @@ class Shares:
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each model and priority: the tenant
     with the lowest tag is next, and a request adds its cost to the tag of its tenant. A tenant
-    without queued requests begins at the tag that was served last, so nobody saves up service, and
-    nobody pays for quiet hours of others.
+    without queued requests begins at the tag that was served last, so that no tenant saves up
+    service, and no tenant pays for the quiet hours of others.
     """
 
     def __init__(self, now: float) -> None:
@@ -62,6 +62,14 @@ class Shares:
         self._recent: dict[str, float] = {}  # replica-seconds by tenant, decayed
         self._at = now
 
+    def __contains__(self, key: Key) -> bool:
+        """Return True if the tenant has requests queued."""
+        return key in self._queued
+
+    def __len__(self) -> int:
+        """Count the tenants with queued requests."""
+        return len(self._queued)
+
     def tag(self, key: Key) -> float:
         """Position of a tenant among those of its model and priority, in replica-seconds."""
         tag = self._tags.get(key, 0.0)
@@ -70,44 +78,28 @@ class Shares:
     def enter(self, key: Key) -> None:
         self._tags[key] = self.tag(key)
         self._queued[key] += 1
-        self._forget()
+        if len(self._tags) > 2 * _MOST_TENANTS + len(self):
+            highest = nlargest(_MOST_TENANTS, self._tags.items(), key=itemgetter(1))
+            self._tags = {queued: self._tags[queued] for queued in self._queued} | dict(highest)
 
     def leave(self, key: Key) -> None:
         self._queued[key] -= 1
         if not self._queued[key]:
             del self._queued[key]
 
-    def __contains__(self, key: Key) -> bool:
-        """Return True if the tenant has requests queued."""
-        return key in self._queued
-
-    def __len__(self) -> int:
-        """Tenants with queued requests."""
-        return len(self._queued)
-
-    def sent(self, key: Key, cost: float) -> None:
-        """Count a dispatched request of ``cost`` replica-seconds."""
+    def charge(self, key: Key, cost: float) -> None:
+        """Add the ``cost`` of a dispatched request, in replica-seconds, to its tenant."""
         tag, tenant = self.tag(key), key[2]
         self._levels[key[:2]] = max(self._levels.get(key[:2], 0.0), tag)
         self._tags[key] = tag + cost
         self._recent[tenant] = self._recent.get(tenant, 0.0) + cost
-        self._forget()
-
-    def _forget(self) -> None:
-        """Keep the tags of queued tenants, and of as many others as are remembered."""
-        if len(self._tags) <= 2 * _MOST_TENANTS + len(self._queued):
-            return
-        highest = nlargest(_MOST_TENANTS, self._tags.items(), key=itemgetter(1))
-        self._tags = {key: self._tags[key] for key in self._queued} | dict(highest)
-        most = nlargest(_MOST_TENANTS // 2, self._recent, key=self._recent.__getitem__)
-        self._recent = {name: self._recent[name] for name in most}
 
     def recent(self, now: float) -> dict[str, float]:
         """Replica-seconds by tenant, decayed with a time constant of 60 s."""
-        faded = exp((self._at - now) / _MEMORY_S)
+        decay = exp((self._at - now) / _MEMORY_S)
         self._at = now
-        left = ((tenant, got * faded) for tenant, got in self._recent.items())
-        self._recent = {tenant: got for tenant, got in left if got > _LITTLE_S}
+        decayed = ((tenant, received * decay) for tenant, received in self._recent.items())
+        self._recent = {name: received for name, received in decayed if received > _NEGLIGIBLE_S}
         return self._recent
 
 
@@ -122,23 +114,24 @@ class Line:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def enter(self, one: Waiting) -> None:
-        if one.key not in self._groups:
-            self._groups[one.key] = Ranked()
-            self._turns.put(one.key, *self._turn(one.key))
-        self._groups[one.key].put(one, one.due, one.number)
+    def enter(self, request: Waiting) -> None:
+        if request.key not in self._groups:
+            self._groups[request.key] = Ranked()
+            self._turns.put(request.key, *self._turn(request.key))
+        self._groups[request.key].put(request, request.due, request.number)
 
-    def leave(self, one: Waiting) -> None:
-        group = self._groups[one.key]
-        group.drop(one)
+    def leave(self, request: Waiting) -> None:
+        group = self._groups[request.key]
+        group.drop(request)
         if not group:
-            del self._groups[one.key]
-            self._turns.drop(one.key)
+            del self._groups[request.key]
+            self._turns.drop(request.key)
 
     def head(self) -> Waiting:
-        """The first request of a line that is not empty.
+        """Return the first request of a line that is not empty.
 
-        Tags only grow, each by a dispatch, so a turn that is up to date precedes all others.
+        Only dispatches change tags, and tags only grow, so a first turn that is up to date precedes
+        all others.
         """
         while True:
             turn, key = self._turns.first()
@@ -147,46 +140,14 @@ class Line:
             self._turns.put(key, *current)
 
     def depth(self, place: Place) -> float:
-        """Share of its tenant's requests that go before that place, 0…1."""
+        """Share of the tenant's requests that go before the place, 0…1."""
         group = self._groups.get(place.key)
         return group.position(place) / len(group) if group else 1.0
 
     def next_due(self, key: Key) -> float:
-        """Due time of the first request of a tenant; infinite where it has none."""
+        """Due time of a tenant's first request; infinite if the tenant has no request here."""
         group = self._groups.get(key)
         return group.first()[1].due if group else inf
 
     def _turn(self, key: Key) -> tuple[int, float, Key]:
         return -key[1], self._shares.tag(key), key
-
-
-class Tenants:
-    """Queued requests by priority and tenant, the oldest first; finds whom to refuse."""
-
-    def __init__(self) -> None:
-        self._queued: dict[tuple[int, str], dict[Waiting, None]] = {}
-        self._most = Ranked[tuple[int, str]]()  # the lowest priority first, the largest group
-
-    def __contains__(self, tenant: tuple[int, str]) -> bool:
-        return tenant in self._queued
-
-    def enter(self, one: Waiting) -> None:
-        self._queued.setdefault(one.key[1:], {})[one] = None
-        self._rank(one)
-
-    def leave(self, one: Waiting) -> None:
-        del self._queued[one.key[1:]][one]
-        self._rank(one)
-
-    def _rank(self, one: Waiting) -> None:
-        tenant = one.key[1:]
-        if many := len(self._queued[tenant]):
-            self._most.put(tenant, one.priority, -many, one.tenant)
-        else:
-            del self._queued[tenant]
-            self._most.drop(tenant)
-
-    def victim(self) -> Waiting:
-        """Among the lowest priority, the newest request of the tenant with the most queued."""
-        _, tenant = self._most.first()
-        return next(reversed(self._queued[tenant]))

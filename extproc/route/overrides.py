@@ -1,5 +1,4 @@
-"""Choices by a policy, and overrides: the owner of the response that a request continues, its
-target, its session."""
+"""Choice by a policy, and overrides: owner of a continued response, target, session."""
 
 from functools import partial
 from math import inf
@@ -15,29 +14,27 @@ from extproc.route.policies import choose, lowest
 from extproc.route.reasons import seconds, why
 
 _OWN = 0.5
-"""Weight of a request's own completion against the seconds that others lose, where a target bounds
-its end."""
+"""Weight of the request's own completion against its cost to others, if a target bounds its end."""
 
 
 def by_policy(policy: str, situation: Situation) -> Choice:
-    """The candidate that the policy scores lowest."""
+    """Choose the candidate that the policy scores lowest."""
     first, scores = choose(policy, situation)
     return Choice(policy, first, scores, partial(why, policy, situation))
 
 
 def by_owner(owner: str, situation: Situation) -> Choice:
-    """The replica that holds the response, a candidate; any other would answer 404."""
+    """Choose the owner of the response that the request continues: all others would answer 404."""
     first = situation.view.ids.index(owner)
     scores = np.full(len(situation.view), np.inf)
     scores[first] = situation.prediction.completion[first]
-    response = situation.profile.previous_response
-    reason = f"it holds {response}, which the request goes on from"
+    reason = f"it owns {situation.profile.previous_response}, which the request continues"
     return Choice("holder", first, scores, lambda _: reason)
 
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
-    """The session's replica, if the request ends there at most ``most_s`` seconds later than on the
-    best one; then the other choice comes second at any rate."""
+    """Choose the session's replica if the request ends there at most ``most_s`` seconds later than
+    on the best replica; the other choice is the second, or else the first."""
     view, completion = situation.view, situation.prediction.completion
     there = view.ids.index(home) if home in view.ids else None
     ends = inf if there is None else completion.item(there)
@@ -45,14 +42,14 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
     stays = there is not None and later <= most_s
 
     def reason(choice: Choice) -> str:
-        much = f"finished {seconds(later)} later than on the best"
+        delay = f"finishes {seconds(later)} later than on the best replica"
         if stays:
-            much = much if later else "finished no later than elsewhere"
-            return f"its session is there, and it is {much}"
+            delay = delay if later else "finishes no later than elsewhere"
+            return f"the session is there, and the request {delay}"
         other = otherwise.reason(choice)
         if there is None or later == inf:
-            return f"its session was on {home}, which cannot serve it now; {other}"
-        return f"its session was on {view.names[there]}, where it would be {much}; {other}"
+            return f"the session was on {home}, which cannot serve the request now; {other}"
+        return f"the session was on {view.names[there]}, where the request {delay}; {other}"
 
     first = there if there is not None and stays else otherwise.first
     return Choice("session", first, otherwise.scores, reason)
@@ -61,10 +58,11 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
 def lateness(
     objective: Objective, prediction: Prediction, margins: Margins, waited: float
 ) -> Floats:
-    """Seconds by which each candidate misses the target that it misses by most, if it takes as long
-    as one request of ten does; below zero: to spare.
+    """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
-    ``waited``: seconds since the request came.
+    The prediction is taken times the ratio of actual to predicted that nine of ten requests do not
+    exceed. Of several targets the one that is missed by most counts. ``waited``: seconds since the
+    request arrived.
     """
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
@@ -78,15 +76,14 @@ def lateness(
 
 
 def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
-    """Of the replicas that meet the target, one that costs others little; the other choice comes
-    second at any rate.
+    """Choose among the replicas that meet all targets; the other choice is the second.
 
-    Where a target says how long the request may decode, ``own/2 + cost to others + avoidable
-    prefill`` decides, own being its completion: it leaves the fast replicas to requests that have
-    no such target. Where its first token alone has one, the other choice is taken unless that is
-    late. To go by lateness where none is in time would fill the replica with the soonest first
-    token with what is late anyway: all requests would take 4% longer, and no more of them be in
-    time (azure-2023-conv at 8 times its speed on ``mixed``).
+    A target that bounds the decode time minimises ``completion/2 + cost to others + avoidable
+    prefill``, which leaves fast replicas to requests without such a target. With a target for the
+    first token alone the other choice stands unless it is late. If no replica meets the targets,
+    the other choice stands as well: the least late replica would fill with requests that are late
+    anyway, and all requests would take 4% longer with no more of them in time (azure-2023-conv at 8
+    times its speed on ``mixed``).
 
     ``late``: from :func:`lateness`.
     """
@@ -107,7 +104,7 @@ def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
     if meets.any() and (bounded or not meets[first]):
         if bounded:
             scores = _OWN * prediction.completion + prediction.cost_to_others + prediction.avoidable
-        elif not (meets & (scores < np.inf)).any():  # power_of_two drew others
+        elif not (meets & (scores < np.inf)).any():  # power_of_two drew only late replicas
             scores = prediction.completion
         first = lowest(np.where(meets, scores, np.inf), situation.random)
     return Choice("target", first, otherwise.scores, reason)

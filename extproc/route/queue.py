@@ -1,29 +1,30 @@
-"""The queue: requests that wait at the router while no replica can carry them to their end.
+"""Queue of the requests that no replica can carry to their end yet.
 
 Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 
-- *No idle waiting.* A request waits only while its predicted completion on the replica it waits
-  for, expected wait included, is earlier than on every replica that could start it now. The request
-  is decided anew when that wait has passed; the first request of a model also every 0.2 s, and when
-  a replica has more room. A request is never refused while a replica could start it, unless it
-  waited too long with more than 16 others at once, or would miss the target of its objective. A
-  replica could start a request if it has room for it and is not reserved
-  (:meth:`~extproc.route.backlog.Backlog.reserves`).
-- *No blocking across models.* Each model has a line of its own on each replica. A head that cannot
-  start holds up other models of its priority only on the replica it waits for, and only requests
-  that arrive more than B seconds after it was due.
+- *No idle waiting.* A request waits only while its predicted completion on the replica that it
+  waits for, expected wait included, is earlier than on every replica that could start it now. A
+  replica could start a request if the replica has room (:mod:`extproc.route.room`) and is not
+  reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
+  expected wait has passed; the first request of a model also every 0.2 s, and when a replica gets
+  more room. No request is refused while a replica could start it, with two exceptions: it would
+  miss the target of its objective, or more than 16 requests have waited too long at once.
+- *No blocking across models.* Each model has a line of its own on each replica. The head of a line
+  delays other models of its priority only on the replica that it waits for, and only requests that
+  arrive more than B seconds after the head was due.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
   tenant overtake it only if they arrived at most B seconds after it. Between tenants *Fair*
   decides.
 - *Priority.* No request is refused or delayed because of queued requests of lower priority. The
-  router preempts nothing that runs. When the queue is full, the victim is, among the lowest
-  priority, the newest request of the tenant with the most queued. It may be the newcomer.
+  router preempts no running request. When the queue is full, the victim is, among the requests of
+  the lowest priority, the newest request of the tenant with the most queued. The victim may be the
+  request that has just arrived.
 - *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds
   (start-time fair queueing), so a tenant waits at most for its backlog divided by its share.
 - *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
-  A look decides a bounded number, so thousands that could start at once take seconds to go.
+  A sweep decides a bounded number of requests: thousands that could start at once take seconds.
 - *Isolation.* A client that leaves frees its place and changes nothing else.
-- *Every wait ends* with a dispatch, with a refusal that names the reason and when to come again, or
+- *Every wait ends* with a dispatch, with a refusal that names the reason and the time to retry, or
   when the client leaves.
 """
 
@@ -41,54 +42,64 @@ from extproc.route.decision import Decision
 from extproc.route.order import Ranked
 from extproc.route.waiting import ANEW_S, Waiting, key_of
 
-SWEEP_EVERY_S = 0.05  # seconds between two looks
-_MODELS = 16  # models whose first request is tried per look, in rotation
-_TRIED = 32  # decisions at most when a replica has more room
-_DUE = 16  # requests that are decided anew in one look
-_REPLICAS = 20  # looks until every replica has been offered to the queue
-_SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
+SWEEP_EVERY_S = 0.05  # seconds between two sweeps
+_MODELS = 16  # models whose first request a sweep decides anew, in rotation
+_OFFERS = 32  # decisions at most when a replica has more room
+_DUE = 16  # requests that are decided anew in one sweep
+_ROUND = 20  # sweeps until every replica has been offered to the queue
+_BEFORE_TIMEOUT_S = 1.0  # a request is refused before Envoy's timeout: Envoy would send it itself
 _STUCK_S = 5.0  # seconds in which no request is dispatched or ends, and no engine moves
 _DRAIN_S = 30.0  # time constant of the rate of dispatches
 
 
 class Queue:
-    """Requests that wait at the router; see the top of this file for its guarantees."""
+    """Queued requests of one pool; the module docstring states the guarantees."""
 
     def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._lines = Backlog(clock())
-        self._waiting: dict[Waiting, None] = {}  # all, the oldest first
-        self._due = Ranked[Waiting]()  # by when each is decided anew
+        self._backlog = Backlog(clock())
+        self._requests: dict[Waiting, None] = {}  # the oldest first
+        self._due = Ranked[Waiting]()  # by the time at which each is decided anew
         self._numbers = count(1)
-        self._members: dict[str, int] = {}  # rows of the replicas, at the last look
-        self._moved_at = clock()  # when a request was dispatched, or ended
-        self._turn = 0  # of the replicas, by looks
-        self._rate, self._rate_at = 0.0, clock()  # dispatches a second
+        self._members: dict[str, int] = {}  # replicas and their rows, at the last sweep
+        self._moved_at = clock()  # when a request was last dispatched, or ended
+        self._sweeps = 0  # modulo _ROUND
+        self._rate, self._rate_at = 0.0, clock()  # dispatches per second
 
     @property
     def backlog(self) -> Backlog | None:
-        """Queued requests as predictions see them; None where no request ever waits."""
-        return self._lines if self._settings.longest_s > 0.0 else None
+        """Queued requests as predictions see them; None if the settings let no request wait."""
+        return self._backlog if self._settings.longest_s > 0.0 else None
 
     def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting)
+        return iter(self._requests)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._requests)
 
     def sizes(self) -> Counter[tuple[str, str]]:
-        """Queued requests by objective and tenant."""
-        return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
+        """Count queued requests by objective and tenant."""
+        return Counter((queued.profile.objective.name, queued.tenant) for queued in self)
 
     def unserved_by_model(self) -> Counter[str]:
-        """Queued requests that no replica serves now, by model."""
-        return Counter(one.model for one in self._waiting if one.unserved_since is not None)
+        """Count queued requests that no replica serves now, by model."""
+        return Counter(queued.model for queued in self if queued.unserved_since is not None)
 
     def shares(self) -> dict[str, float]:
-        """Replica-seconds that each tenant got lately while requests were queued."""
-        return self._lines.shares.recent(self._clock())
+        """Replica-seconds that each tenant received lately while requests were queued."""
+        return self._backlog.shares.recent(self._clock())
+
+    def retry_after_s(self) -> float:
+        """Seconds until the queue has drained, at the rate of the last half minute."""
+        if not self._requests:
+            return 0.0
+        rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)
+        longest = self._settings.longest_s
+        return min(len(self) / rate, longest) if rate > 0.0 else longest
+
+    # -- events -----------------------------------------------------------------------------
 
     def admit(self, decision: Decision) -> bool:
         """Return True if a new request may start now; otherwise the caller has to queue it.
@@ -98,149 +109,138 @@ class Queue:
         if self.backlog is not None and decision.wait_s > 0.0:
             return False
         key = key_of(decision.profile)
-        if key in self._lines.shares:
-            self._lines.shares.sent(key, decision.work_s)
+        if key in self._backlog.shares:
+            self._backlog.shares.charge(key, decision.work_s)
         return True
 
-    def retry_after_s(self) -> float:
-        """Seconds until the queue has drained, at the rate of the last half minute."""
-        if not self._waiting:
-            return 0.0
-        rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)
-        longest = self._settings.longest_s
-        return min(len(self) / rate, longest) if rate > 0.0 else longest
-
-    # -- events -----------------------------------------------------------------------------
-
-    def enter(self, one: Waiting) -> None:
-        """Queue a request that has to wait; if the queue is full, dismiss the victim."""
-        one.number = next(self._numbers)
-        self._waiting[one] = None
-        self._due.put(one, one.retry_at, one.number)
-        self._lines.enter(one)
-        if len(self._waiting) > self._settings.most:
+    def enter(self, request: Waiting) -> None:
+        """Queue a request that may not start now; if the queue is full, refuse the victim."""
+        request.number = next(self._numbers)
+        self._requests[request] = None
+        self._due.put(request, request.retry_at, request.number)
+        self._backlog.enter(request)
+        if len(self) > self._settings.most:
             others = f"{self._settings.most} requests wait already"
-            self._dismiss(self._lines.tenants.victim(), others, "too_many_waiting")
+            self._dismiss(self._backlog.victim(), others, "too_many_waiting")
 
-    def abandon(self, one: Waiting) -> None:
+    def abandon(self, request: Waiting) -> None:
         """Remove a request whose client has left."""
-        self._leave(one)
-        self._offer(one.replica)
+        self._leave(request)
+        self._offer(request.replica)
 
     def request_ended(self, replica: str) -> None:
-        """A request has ended on a replica."""
+        """Offer the replica on which a request has ended to queued requests."""
         self._moved_at = self._clock()
         self._offer(replica)
 
+    def sweep(self) -> None:
+        """Refuse requests that waited too long, and decide due ones anew; call it every 0.05 s."""
+        if not self._requests:
+            return
+        now = self._clock()
+        self._refuse_overdue(now)
+        self._leave_departed(now)
+        for _ in range(_DUE):
+            if not self._due or (request := self._due.first()[1]).retry_at > now:
+                break
+            self._decide(request, now)
+        self._decide_firsts(now)
+        self._sweeps = (self._sweeps + 1) % _ROUND
+        for replica in list(self._fleet.members.rows)[self._sweeps :: _ROUND]:
+            self._offer(replica)
+
     def _offer(self, replica: str) -> None:
         """Dispatch requests to a replica that may have more room than before."""
-        tried, row = 0, self._fleet.members.rows.get(replica)
-        while row is not None and self._waiting and tried < _TRIED:
+        decided, row = 0, self._fleet.members.rows.get(replica)
+        while row is not None and self._requests and decided < _OFFERS:
             now, room = self._clock(), self._fleet.room(replica)
-            for one in self._lines.heads(row, _MODELS):
-                if room < one.tokens or one.declines(row, now):
+            for request in self._backlog.heads(row, _MODELS):
+                if room < request.tokens or request.declines(row, now):
                     continue
-                tried += 1
-                if self._try(one, now):
+                decided += 1
+                if self._decide(request, now):
                     break
             else:
                 return
 
-    def sweep(self) -> None:
-        """Refuse what waited too long and decide anew what is due: to be called often."""
-        if not self._waiting:
-            return
-        now = self._clock()
-        self._refuse(now)
-        self._leave_departed(now)
-        for _ in range(_DUE):
-            if not self._due or (one := self._due.first()[1]).retry_at > now:
-                break
-            self._try(one, now)
-        self._look_at_firsts(now)
-        self._turn = (self._turn + 1) % _REPLICAS
-        for replica in list(self._fleet.members.rows)[self._turn :: _REPLICAS]:
-            self._offer(replica)
-
     def _leave_departed(self, now: float) -> None:
-        """Requests that wait for a replica that has left wait for any other."""
+        """Let requests that wait for a replica that has left the pool wait for any other."""
         members = self._fleet.members.rows
         if members != self._members:
             self._members = dict(members)
-            for one in self._waiting:
-                if one.row is not None and members.get(one.replica) != one.row:
-                    self._waits_on(one, None, now)
+            for request in self:
+                if request.row is not None and members.get(request.replica) != request.row:
+                    self._wait_on(request, None, now)
 
-    def _look_at_firsts(self, now: float) -> None:
-        """Decide the first of each model anew, and those behind a request that was dispatched."""
+    def _decide_firsts(self, now: float) -> None:
+        """Decide the first request of each model anew, and the next ones after a dispatch."""
         for _ in range(_DUE):
-            firsts = self._lines.firsts(_MODELS)
-            due = [one for one in firsts if one.decided_at <= now - ANEW_S]
-            gone = [one for one in due if self._try(one, now)]
-            if not gone:
+            firsts = self._backlog.firsts(_MODELS)
+            due = [request for request in firsts if request.decided_at <= now - ANEW_S]
+            if not [request for request in due if self._decide(request, now)]:
                 return
 
-    # -- what follows -----------------------------------------------------------------------
+    def _refuse_overdue(self, now: float) -> None:
+        longest_s = self._settings.longest_s
+        until = now - longest_s + min(_BEFORE_TIMEOUT_S, longest_s / 2)
+        decisions = _DUE  # if thousands are overdue at once, hardly any but the first could start
+        while self._requests and (oldest := next(iter(self))).since <= until:
+            waited = f"the request has waited for {now - oldest.since:.0f} s"
+            self._dismiss(oldest, waited, "waited_too_long", decisions > 0)
+            decisions -= 1
 
-    def _try(self, one: Waiting, now: float, last_chance: bool = False) -> bool:
-        """Decide anew; returns whether the request has left the queue."""
-        decision, error = None, None
-        one.last_chance = last_chance
+    # -- decisions --------------------------------------------------------------------------
+
+    def _decide(self, request: Waiting, now: float, last_chance: bool = False) -> bool:
+        """Decide a request anew; return True if the request has left the queue."""
+        request.last_chance = last_chance
+        outcome: Decision | Exception | None
         try:
-            decision = one.decide(one)
-        except Exception as raised:  # concerns this request alone
-            error = raised
-        if error is None and self._stays(one, decision, now):
-            self._waits_on(one, decision, now)
+            outcome = request.decide(request)
+        except Exception as error:  # concerns this request alone
+            outcome = error
+        if not isinstance(outcome, Exception) and self._stays(request, outcome, now):
+            self._wait_on(request, outcome, now)
             return False
-        self._leave(one)
-        if decision is not None:
+        self._leave(request)
+        if isinstance(outcome, Decision):
             self._moved_at = now
-            self._lines.shares.sent(one.key, decision.work_s)
+            self._backlog.shares.charge(request.key, outcome.work_s)
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
-        one.go(error or decision)
+        request.resolve(outcome)
         return True
 
-    def _stays(self, one: Waiting, decision: Decision | None, now: float) -> bool:
+    def _stays(self, request: Waiting, decision: Decision | None, now: float) -> bool:
         """Return True if a request goes on waiting: for room, or for a replica that serves it.
 
         After 5 s without progress the first request of a model is sent to the replica that it waits
         for, full or not: the gauges may be wrong.
         """
         if decision is None:
-            since = one.unserved_since or now
+            since = request.unserved_since or now
             return now - since < self._settings.empty_s
         if decision.wait_s <= 0.0:
             return False
-        moved = now - max(self._moved_at, one.since) < _STUCK_S
+        moved = now - max(self._moved_at, request.since) < _STUCK_S
         moved |= self._fleet.eligibility.progresses(decision.replica, _STUCK_S)
-        return moved or not self._lines.is_first(one)
+        return moved or not self._backlog.is_first(request)
 
-    def _waits_on(self, one: Waiting, decision: Decision | None, now: float) -> None:
-        self._lines.await_no_more(one)
-        one.decided(decision, now)
-        self._lines.await_replica(one)
-        self._due.put(one, one.retry_at, one.number)
+    def _wait_on(self, request: Waiting, decision: Decision | None, now: float) -> None:
+        self._backlog.await_no_more(request)
+        request.wait_on(decision, now)
+        self._backlog.await_replica(request)
+        self._due.put(request, request.retry_at, request.number)
 
-    def _refuse(self, now: float) -> None:
-        longest_s = self._settings.longest_s
-        until = now - longest_s + min(_SOONER_S, longest_s / 2)
-        tries = _DUE  # of thousands that time out together hardly any but the first could start
-        while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
-            waited = f"the request has waited for {now - oldest.since:.0f} s"
-            self._dismiss(oldest, waited, "waited_too_long", tries > 0)
-            tries -= 1
-
-    def _dismiss(self, one: Waiting, why: str, code: str, tries: bool = True) -> None:
-        """Refuse a request, unless it ``tries`` and a replica can start it now."""
-        if tries and self._try(one, self._clock(), last_chance=True):
+    def _dismiss(self, request: Waiting, why: str, code: str, decides: bool = True) -> None:
+        """Refuse a request, unless ``decides`` and a replica can start the request now."""
+        if decides and self._decide(request, self._clock(), last_chance=True):
             return
-        self._leave(one)
+        self._leave(request)
         full = Saturated(f"every replica is full: {why}", code, self.retry_after_s())
-        one.go(full if one.unserved_since is None else None)
+        request.resolve(full if request.unserved_since is None else None)
 
-    def _leave(self, one: Waiting) -> None:
-        del self._waiting[one]
-        self._due.drop(one)
-        self._lines.leave(one)
+    def _leave(self, request: Waiting) -> None:
+        del self._requests[request]
+        self._due.drop(request)
+        self._backlog.leave(request)

@@ -1,4 +1,4 @@
-"""Why a candidate was chosen, in one clause; the decision record has every figure as a table."""
+"""Reasons for a choice in one clause; the decision record has every figure as a table."""
 
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Choice, Situation
@@ -8,14 +8,14 @@ _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
 
 
 def seconds(value: float) -> str:
-    """A time with its unit: ``1.25 s``, ``34.2 ms``, ``289 µs``."""
+    """Format a time with its unit: ``1.25 s``, ``34.2 ms``, ``289 µs``."""
     if value >= 0.1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
 def why(policy: str, situation: Situation, choice: Choice) -> str:
-    """The candidate chosen beside the next best, and the term that differs most."""
+    """Compare the chosen candidate with the next best, and name the term that differs most."""
     name, second = situation.view.names[choice.first], choice.second
     if policy == "completion":
         text = f"{name} finishes it in {seconds(situation.prediction.completion[choice.first])}"

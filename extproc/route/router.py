@@ -1,4 +1,4 @@
-"""One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
+"""One decision: the fleet as it is, a prediction for every candidate, and a policy's choice."""
 
 from dataclasses import replace
 from random import Random
@@ -19,14 +19,15 @@ from extproc.route.room import SOONEST_S, room_wait_s
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
-"""Share of a completion that an unseen first token may have, by prediction: where it has more, and
-the prefix cache brought it far sooner, there is no telling how long the request decoded."""
+"""Largest predicted share of the first token in a completion from which a decode time is learned
+though the first token was not observed: a prefix cache may have brought a larger share much
+sooner."""
 
-_STEPS, _SHARE = 2.0, 0.02  # tokens, and share of an answer, by which the ledger may fall short
+_STEPS, _SHARE = 2.0, 0.02  # tokens, and share of an answer, that the ledger may miss
 
 
 class Router:
-    """Chooses replicas with one policy, or with another that a request asks for."""
+    """Chooses replicas by a policy, or by another policy that a request names."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class Router:
         session_cost_s: float = 0.0,
         backlog: Backlog | None = None,
     ) -> None:
-        """``session_cost_s``: by which a request may be finished later to stay with its session;
-        ``backlog``: what waits at the router; None: nothing ever does."""
+        """``session_cost_s``: seconds of delay that a request accepts to stay with its session;
+        ``backlog``: requests queued at this router; None: no request ever waits."""
         self.fleet = fleet
         self.margins = Margins()
         self._session_cost_s = session_cost_s
@@ -54,21 +55,18 @@ class Router:
         response_visible: bool = True,
         place: Place | None = None,
     ) -> Decision | None:
-        """The decision for a request; None where no healthy replica is known.
+        """Decide on a replica; None if no replica may serve the request.
 
         Args:
-            profile: the request.
-            policy: name of a policy for this request alone; one that does not exist is passed over.
-            among: the only replicas that may be chosen, ``ip:port``; None: all.
-            response_visible: Envoy forwards the response to the router, so that the request may be
-                the trial of a replica that failed.
-            place: among those that wait; None: the request has come just now.
+            profile: of the request.
+            policy: for this request alone; an unknown name is ignored.
+            among: the only replicas that may be chosen; None: all.
+            response_visible: Envoy forwards the response to the router, so that the request may
+                try a replica that was ejected.
+            place: of the request in the queue; None: the request has just arrived.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model, among, response_visible, profile.priority)
-        owner = fleet.holder(profile.previous_response) if profile.previous_response else None
-        if owner is not None and owner not in view.ids:
-            view = self._with_owner(owner, profile, view, among, response_visible)
+        view, owner = self._candidates(profile, among, response_visible)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
@@ -85,23 +83,48 @@ class Router:
         if profile.objective.has_target:
             waited = fleet.now - place.since if place else 0.0
             situation.late = lateness(profile.objective, prediction, self.margins, waited)
-        if owner is not None and owner in view.ids:
+        if owner is not None:
             choice = by_owner(owner, situation)
         else:
-            choice = self._chosen(situation, policy)
+            choice = self._choose(situation, policy)
             if waits:
                 choice = _without_idle_wait(choice, prediction, place)
         name = fleet.members.name_on(view.ids[choice.first], profile.model)
-        retry, peers = self._retry(situation, choice, name), fleet.peers
-        return Decision(
-            situation,
-            choice,
-            p90,
-            None if retry is None else view.ids[retry],
-            name,
-            peers.news_age,
-            self._fallback(),
-        )
+        second = self._second(situation, choice, name)
+        age, fallback = fleet.peers.news_age, ""
+        if age is not None and fleet.peers.stale:
+            fallback = f"the newest digest of other routers is {seconds(age)} old, so none counts"
+        return Decision(situation, choice, p90, second, name, age, fallback)
+
+    def _candidates(
+        self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
+    ) -> tuple[FleetView, str | None]:
+        """Return the candidates, and which of them owns the response that the request continues.
+
+        An owner that is merely held up is the only candidate: all others would answer 404.
+        """
+        fleet = self.fleet
+        view = fleet.view(profile.model, among, response_visible, profile.priority)
+        owner = fleet.holder(profile.previous_response) if profile.previous_response else None
+        if owner is None or owner in view.ids:
+            return view, owner
+        state = fleet.members.get(owner)
+        if state is not None and not state.draining:
+            only = frozenset({owner}) if among is None else among & {owner}
+            alone = fleet.view(profile.model, only, response_visible, profile.priority)
+            if len(alone):
+                return alone, owner
+        return view, None
+
+    def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:
+        """Mean and p90 of the tokens that a sequence of the request generates, if unhindered."""
+        if not profile.sequences:
+            return 0.0, 0.0
+        lengths = self.fleet.lengths
+        bound = profile.most_output(most(view.longest_prompt))
+        fewest = min(float(profile.least_output), bound)
+        row = lengths.row(profile)
+        return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
     def _add_wait(
         self,
@@ -112,8 +135,8 @@ class Router:
         sequences: Sequences,
         place: Place | None,
     ) -> bool:
-        """Add to a prediction how long the request would wait at the router for each candidate:
-        until there is room for it, after those that go before. False: each can start it now."""
+        """Add to a prediction the wait at the router for each candidate: until the candidate has
+        room, and for the queued requests ahead. Return False if every candidate can start now."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
@@ -123,7 +146,10 @@ class Router:
         if wait is not None:
             wait *= self.fleet.tells_room(view.rows)
         if backlog:
-            place = place or self._newest(profile, prediction, view)
+            if place is None:
+                best = int(prediction.completion.argmin())
+                cost = work(profile, prediction, view, best)
+                place = Place(profile, self.fleet.now, prediction.decode.item(best), cost)
             wait = np.zeros(len(view)) if wait is None else wait
             for at in (wait <= 0.0).nonzero()[0].tolist():
                 if backlog.reserves(view.rows.item(at), place):
@@ -135,29 +161,7 @@ class Router:
         add_queue_wait(prediction, wait, queued, view.batch)
         return True
 
-    def _newest(self, profile: RequestProfile, prediction: Prediction, view: FleetView) -> Place:
-        best = int(prediction.completion.argmin())
-        cost = work(profile, prediction, view, best)
-        return Place(profile, self.fleet.now, prediction.decode.item(best), cost)
-
-    def _with_owner(
-        self,
-        owner: str,
-        profile: RequestProfile,
-        view: FleetView,
-        among: frozenset[str] | None,
-        response_visible: bool,
-    ) -> FleetView:
-        """A view of the replica alone that holds the response that the request goes on from, where
-        that is only held up: any other would answer 404. Else the same view."""
-        state = self.fleet.members.get(owner)
-        if state is None or state.draining:
-            return view
-        only = frozenset({owner}) if among is None else among & {owner}
-        alone = self.fleet.view(profile.model, only, response_visible, profile.priority)
-        return alone if len(alone) else view
-
-    def _chosen(self, situation: Situation, policy: str) -> Choice:
+    def _choose(self, situation: Situation, policy: str) -> Choice:
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
         if situation.late is not None:
             choice = by_target(situation.late, situation, choice)
@@ -165,42 +169,40 @@ class Router:
         home = self.fleet.sessions.holder(session) if session else None
         return choice if home is None else by_session(home, self._session_cost_s, situation, choice)
 
-    def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
-        """The next best replica of those that know the model by the name that is sent."""
-        fleet, model = self.fleet, situation.profile.model
-        if fleet.members.names.served(model) == (model,):
-            return choice.second
-        alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
-        return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
-
-    def _fallback(self) -> str:
-        age = self.fleet.peers.news_age
-        if age is None or not self.fleet.peers.stale:
-            return ""
-        return f"news of other routers is {seconds(age)} old and does not count"
+    def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
+        """Return the next best replica of those that know the model by the name that is sent."""
+        members, ids = self.fleet.members, situation.view.ids
+        second = choice.second
+        if members.names.served(situation.profile.model) != (situation.profile.model,):
+            alike = [name in members.models_on(candidate) for candidate in ids]
+            second = runner_up(np.where(alike, choice.scores, np.inf), choice.first)
+        return None if second is None else ids[second]
 
     def model(
-        self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
+        self,
+        requested: str,
+        previous_response: str,
+        among: frozenset[str] | None,
+        session: str = "",
     ) -> str:
-        """The model that a request for the name ``asked`` is for; empty where neither the request
-        nor the fleet says which.
+        """Return the model that serves a request for the name ``requested``; empty: not known.
 
-        Of several, one is drawn by their weights: of those that the replica serves that holds the
-        response the request goes on from, or else of those that any replica does, now or when it is
-        well again. For a session it is always the same. ``among``: as in :meth:`decide`.
+        A name that stands for several models is drawn by their weights, always the same for a
+        session: among the models on the replica that owns the previous response; or else those that
+        a replica serves now, or will serve when it has recovered. ``among``: as in :meth:`decide`.
         """
         fleet = self.fleet
-        if not asked:
+        if not requested:
             return fleet.members.only_model or ""
-        models = fleet.members.names.models(asked)
+        models = fleet.members.names.models(requested)
         if len(models) == 1:
             return models[0]
         held = fleet.members.models_on(fleet.holder(previous_response) or "")
-        served = [one for one in models if fleet.members.names.known(one, held)]
-        served = served or [one for one in models if fleet.eligibility.can_serve(one, among)]
-        served = served or [one for one in models if one in fleet.members.models]
+        served = [model for model in models if fleet.members.names.known(model, held)]
+        served = served or [name for name in models if fleet.eligibility.can_serve(name, among)]
+        served = served or [name for name in models if name in fleet.members.models]
         draws = Random(session) if session else self._random
-        return fleet.members.names.draw(asked, served, draws)
+        return fleet.members.names.draw(requested, served, draws)
 
     def learn(
         self,
@@ -210,14 +212,14 @@ class Router:
         seconds: float,
         ttft: float | None = None,
     ) -> None:
-        """Learn how long answers are, and how fast the replica is, from an answer with its usage.
+        """Learn output length and speed of the replica from an answer that reported its usage.
 
         Args:
             forecast: of the request when it was sent.
             replica: ``ip:port`` that served it.
             tokens: generated by each of its sequences.
             seconds: from the decision to the last token.
-            ttft: from the decision to the first token; None where that was not seen.
+            ttft: from the decision to the first token; None: not observed.
         """
         profile = forecast.profile
         if profile.sequences:
@@ -226,15 +228,15 @@ class Router:
         if ttft is None and forecast.predicted_ttft <= _SMALL * seconds:
             ttft = forecast.predicted_ttft
         if ttft is not None:
-            self._learn_pace(forecast, replica, tokens, max(seconds - ttft, 0.0))
+            self._learn_decode(forecast, replica, tokens, max(seconds - ttft, 0.0))
 
     def learn_counted(
         self, forecast: Forecast, replica: str, ended: Ended, ttft: float | None
     ) -> None:
-        """Learn from the ledger's count of tokens, where the answer was not read or told no usage.
+        """Learn from the ledger's token count, where the answer was not read or had no usage.
 
-        The count of several sequences is the longest one's, and after a retry it began late: such
-        teach no lengths.
+        Requests of several sequences teach no length, as the count is that of the longest; nor do
+        retried requests, as their count began late.
         """
         profile, tokens = forecast.profile, ended.tokens
         if replica == forecast.replica and profile.sequences == 1 and tokens >= 1.0:
@@ -242,11 +244,10 @@ class Router:
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
         self._learn_first_token(forecast, replica, ttft)
-        # When the first token came is only known from the counters: a long wait blurs it.
-        wait, seconds = forecast.predicted_ttft, ended.seconds
-        began = ttft is not None or wait <= _SMALL * (wait + seconds)
-        if began:
-            self._learn_pace(forecast, replica, tokens, seconds)
+        # Counters alone tell when the first token came: a long wait blurs the decode time.
+        wait = forecast.predicted_ttft
+        if ttft is not None or wait <= _SMALL * (wait + ended.seconds):
+            self._learn_decode(forecast, replica, tokens, ended.seconds)
 
     def _learn_first_token(self, forecast: Forecast, replica: str, ttft: float | None) -> None:
         if ttft is None or replica != forecast.replica:
@@ -262,27 +263,22 @@ class Router:
             prompt = forecast.profile.prompt_tokens
             self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)
 
-    def _learn_pace(self, forecast: Forecast, replica: str, tokens: float, seconds: float) -> None:
-        """``seconds`` from the first of its tokens to the last."""
+    def _learn_decode(
+        self, forecast: Forecast, replica: str, tokens: float, seconds: float
+    ) -> None:
+        """``seconds``: from the first token to the last."""
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
             self.fleet.decoded(replica, predicted, seconds, forecast.usual_step)
             self.margins.tpot.observe(predicted * forecast.stretch, seconds)
 
-    def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:
-        """Tokens a sequence of it is expected to generate, with the most room; and their p90."""
-        if not profile.sequences:
-            return 0.0, 0.0
-        lengths = self.fleet.lengths
-        bound = profile.most_output(most(view.longest_prompt))
-        fewest = min(float(profile.least_output), bound)
-        row = lengths.row(profile)
-        return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
-
 
 def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:
-    """The choice; or, where the request would wait and end no sooner than on a replica that could
-    start it now, the best of those. At its last chance the best of those even so."""
+    """Replace a choice for which the request would wait without ending any sooner.
+
+    The choice becomes the best candidate that could start the request now; at the request's last
+    chance even if the request would end later there.
+    """
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:
         return choice

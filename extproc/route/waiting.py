@@ -1,4 +1,4 @@
-"""A queued request, and its place among the others."""
+"""Queued request, and its place among the others."""
 
 from collections.abc import Callable
 
@@ -7,32 +7,32 @@ from extproc.route.decision import Decision
 from extproc.route.reasons import seconds
 from extproc.route.room import full_at
 
-ANEW_S = 0.2  # seconds between two decisions about a request, unless a replica has more room
+ANEW_S = 0.2  # seconds between two decisions about a request, unless a replica gets more room
 OVERTAKEN_S = 3.0
-"""The bound B: on the replica that a request waits for, requests of its model, priority and tenant
-overtake it only if they arrived at most this many seconds after it. With 10 s first tokens come
-sooner in the mean, but the p99 of simulated overload (azure-2023-conv ×2.4) is 1.4 times as long.
-"""
+"""Bound B: on the replica that a request waits for, requests of its model, priority and tenant
+overtake it only if they arrived at most this many seconds after it. With 10 s the mean time to
+first token is shorter, but the p99 of simulated overload (azure-2023-conv ×2.4) is 1.4 times as
+long."""
 _SMALL_FIRST = 10.0  # seconds of delay per replica-second of cost: small requests go first
 
 Key = tuple[str, int, str]  # model, priority and tenant
 
 
 def key_of(profile: RequestProfile) -> Key:
-    """Scale of fair queueing (model and priority), and the tenant on it."""
+    """Return the model and priority within which tenants share fairly, and the tenant."""
     return profile.model, profile.objective.priority, profile.tenant
 
 
 class Place:
-    """A request's place among those that wait at the router.
+    """Place of a request among the queued ones.
 
-    Within its tenant a request with a target, due soon, and a request of little cost go earlier
-    than one that arrived with them: by ``due``, which is at most B later than the arrival, so that
-    only requests that arrive within B seconds overtake it.
+    Within its tenant a request that has a target or costs little goes before a request that arrived
+    at the same time. Requests of a tenant are ordered by ``due``, which is at most B seconds after
+    the arrival, so that a request is overtaken only by those that arrive within B seconds.
     """
 
-    row: int | None = None  # of the replica that it waits for, in the fleet's table
-    last_chance = False  # starts now wherever it can, or is refused
+    row: int | None = None  # of the replica that the request waits for, in the fleet's table
+    last_chance = False  # the request starts wherever it can now, or is refused
 
     def __init__(self, profile: RequestProfile, since: float, decode_s: float, cost: float) -> None:
         """``since``: arrival, seconds on the queue's clock; ``cost``: replica-seconds."""
@@ -45,10 +45,10 @@ class Place:
 
 
 class Waiting(Place):
-    """A queued request."""
+    """Queued request."""
 
-    number = 0  # by arrival; the queue gives it
-    unserved_since: float | None = None  # no replica may be used
+    number = 0  # by arrival; set by the queue
+    unserved_since: float | None = None  # no replica may serve the request since then
 
     def __init__(
         self,
@@ -56,16 +56,17 @@ class Waiting(Place):
         decision: Decision | None,
         since: float,
         decide: Callable[[Place], Decision | None],
-        go: Callable[[Decision | Exception | None], None],
+        resolve: Callable[[Decision | Exception | None], None],
     ) -> None:
         """Take over a request that arrived at ``since``.
 
         Args:
-            profile: the request.
-            decision: made at the arrival; None where no replica can be used.
+            profile: of the request.
+            decision: made at the arrival; None: no replica may serve the request.
             since: seconds, on the queue's clock.
             decide: decides as of now, for the request's place in the queue.
-            go: dispatches the request; an exception refuses it, None gives it up. Raises nothing.
+            resolve: ends the wait: dispatches the request as decided, refuses the request with an
+                exception, or gives up (None: no replica serves the request). Raises nothing.
         """
         decode_s = cost = 0.0
         self.why = "no replica serves it now"  # for people
@@ -76,16 +77,16 @@ class Waiting(Place):
             self.why = f"{view.names[first]} is expected to have room for it in {wait}"
         super().__init__(profile, since, decode_s, cost)
         self.decide = decide
-        self.go = go
-        self.decided(decision, since)
+        self.resolve = resolve
+        self.wait_on(decision, since)
 
-    def decided(self, decision: Decision | None, now: float) -> None:
-        """Note that the request waits on, and for which replica."""
+    def wait_on(self, decision: Decision | None, now: float) -> None:
+        """Wait for the replica of a decision; None: for any that serves the request."""
         self.decided_at = now
         self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0
         self.retry_at = now + ANEW_S
-        self.usable = self.declined = frozenset[int]()  # rows of the fleet's table
+        self.usable = self._declined = frozenset[int]()  # rows of the fleet's table
         if decision is None:
             return
         view, prediction = decision.situation.view, decision.prediction
@@ -94,14 +95,14 @@ class Waiting(Place):
         self.replica, self.row = decision.replica, view.rows.item(first)
         self.retry_at = now + max(prediction.queue.item(first), ANEW_S)
         self.usable = frozenset(view.rows.tolist())
-        self.declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
+        self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
-        kept_free = 1.0 - full_at(self.priority, decision.news_age is not None)
+        reserve = 1.0 - full_at(self.priority, decision.peers_age_s is not None)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
-        self.tokens += kept_free * view.kv_capacity.item(first)
+        self.tokens += reserve * view.kv_capacity.item(first)
         if prediction.yielded is not None:
             self.tokens = max(self.tokens - prediction.yielded.item(first), prompt)
 
     def declines(self, row: int, now: float) -> bool:
-        """Return True if the last decision, at most 0.2 s ago, passed a replica with room over."""
-        return row in self.declined and self.decided_at > now - ANEW_S
+        """Return True if a decision of the last 0.2 s passed over a replica that had room."""
+        return row in self._declined and self.decided_at > now - ANEW_S

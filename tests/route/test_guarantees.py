@@ -26,7 +26,7 @@ from extproc.request.profile import RequestProfile
 from extproc.route import queue, router
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision
-from extproc.route.order import Shares, Tenants
+from extproc.route.order import Shares
 from extproc.route.queue import SWEEP_EVERY_S, Queue
 from extproc.route.router import Router
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
@@ -541,7 +541,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
             next(decisions)
             return node.router.decide(profile, place=place)
 
-        waits = Waiting(profile, seen.decision, world.clock() + number * 1e-6, decide, one.go)
+        waits = Waiting(profile, seen.decision, world.clock() + number * 1e-6, decide, one.resolve)
         node.queue.enter(waits)
         node.last[waits] = seen
 
@@ -580,8 +580,8 @@ def _everyone(self: Backlog, row: int, models: int) -> list[Waiting]:
     return [one for group in groups for _, one in group._order]
 
 
-def _oldest(self: Tenants) -> Waiting:
-    return next(iter(self._queued[min(self._queued)]))
+def _oldest(self: Backlog) -> Waiting:
+    return next(iter(self._tenants[min(self._tenants)]))
 
 
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
@@ -594,15 +594,15 @@ FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
     (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),
     (
         test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority,
-        *(Tenants, "victim", _oldest),
+        *(Backlog, "victim", _oldest),
     ),
-    (test_tenants_with_offered_loads_of_10_to_1_get_the_same, Shares, "sent", lambda *_: None),
+    (test_tenants_with_offered_loads_of_10_to_1_get_the_same, Shares, "charge", lambda *_: None),
     (test_clients_that_leave_change_nothing_for_others, Queue, "abandon", lambda *_: None),
     (
         partial(test_arrival_and_end_cost_the_same_however_many_are_queued, 1, 1),
         *(Backlog, "heads", _everyone),
     ),
-    (test_every_wait_ends, Queue, "_refuse", lambda *_: None),
+    (test_every_wait_ends, Queue, "_refuse_overdue", lambda *_: None),
     (test_stuck_gauges_hold_up_no_queue_for_10_s, queue, "_STUCK_S", inf),
 ]
 

@@ -466,10 +466,10 @@ def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
     clock.advance(0.05)
     fresh = decide(fleet, "completion", chat(100, 50))
     assert (fresh.replica, fresh.fallback) == (replica(2), "")
-    assert fresh.news_age == pytest.approx(0.05)
+    assert fresh.peers_age_s == pytest.approx(0.05)
     clock.advance(0.3)
     late = decide(fleet, "completion", chat(100, 50))
-    assert late.fallback == "news of other routers is 0.35 s old and does not count"
+    assert late.fallback == "the newest digest of other routers is 0.35 s old, so none counts"
     assert late.why.startswith(f"{late.fallback}: r")
 
 

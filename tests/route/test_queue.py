@@ -485,15 +485,15 @@ def test_tenants_come_and_go() -> None:
     """Their names may be of users, of whom there are many."""
     shares = Shares(0.0)
     for number in range(50_000):
-        shares.sent(("m", 0, str(number)), 1.0)
-    shares.sent(("m", 0, "often"), 5.0)
+        shares.charge(("m", 0, str(number)), 1.0)
+    shares.charge(("m", 0, "often"), 5.0)
     assert shares.tag(("m", 0, "often")) > shares.tag(("m", 0, "new"))
 
 
 def test_what_a_tenant_got_counts_from_the_start() -> None:
     """On a machine whose clock has run for a month."""
     shares = Shares(3e6)
-    shares.sent(("m", 0, "first"), 30.0)
+    shares.charge(("m", 0, "first"), 30.0)
     assert shares.recent(3e6 + 1.0)["first"] == pytest.approx(30.0, rel=0.1)
 
 
