@@ -1,7 +1,7 @@
-"""Command ``extproc``: imports the module of a command only when it is asked for.
+"""Command ``extproc``: imports only the module of the command that runs.
 
-A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 done, 1
-failed, 2 wrongly asked. Errors are :class:`~extproc.cli.arguments.CommandError`.
+A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 success,
+1 failure, 2 wrong usage. Errors are :class:`~extproc.cli.arguments.CommandError`.
 """
 
 import os
@@ -14,24 +14,24 @@ from extproc import __version__
 from extproc.cli.arguments import CommandError, Parser
 
 _COMMANDS = {
-    "serve": "Runs a router: the ext_proc server that Envoy asks.",
-    "poll": "Runs a poller: scrapes the replicas and shares what they do.",
-    "eds": "Runs a server of EDS: Envoy takes the replicas from it.",
-    "check": "Says what is wrong with a configuration, an Envoy file, or what runs.",
-    "top": "Shows what a running router sees of its fleet, live.",
-    "explain": "Shows what a running router decided, and why.",
-    "what-if": "Says what another policy or fleet would make of recorded traffic.",
-    "replicas": "Lists replicas, and drains them while requests run.",
+    "serve": "Runs a router: the ext_proc server of Envoy.",
+    "poll": "Runs a poller: scrapes the replicas and writes their state to Redis.",
+    "eds": "Runs an EDS server, which tells Envoy the replicas.",
+    "check": "Finds mistakes in a configuration, an Envoy file, or a running system.",
+    "top": "Shows the fleet of a running router, live.",
+    "explain": "Shows decisions of a running router, with the reasons.",
+    "what-if": "Replays recorded traffic with another policy or other replicas.",
+    "replicas": "Lists, drains and undrains replicas.",
     "simulate": "Runs a simulated vLLM replica.",
-    "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
+    "demo": "Runs Envoy, Redis, four simulated replicas, a poller and a router.",
 }
 _MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
 _MODULES |= {"top": "look", "explain": "look", "what-if": "what_if"}
-_FILE = "edit the file that 'replicas_file' names: pollers follow it while requests run"
+_FILE = "edit the file that 'replicas_file' names: pollers follow its changes"
 _REMOVED = {  # commands of earlier versions, and their replacements
     "replica": "use 'extproc simulate'",
     "xds": "use 'extproc eds'",
-    "replicas add": f"{_FILE}; to take back a drain, use 'extproc replicas undrain'",
+    "replicas add": f"{_FILE}; to undo a drain, use 'extproc replicas undrain'",
     "replicas remove": _FILE,
 }
 
@@ -69,7 +69,7 @@ class _Command(Parser):
     """Declares the options of a command when its words are parsed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our lines
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its C core adds lines to the log
         name = self.prog.split()[-1]
         command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
         command.add_arguments(self)

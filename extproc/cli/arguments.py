@@ -1,4 +1,4 @@
-"""Arguments and errors that commands have in common."""
+"""Arguments and errors that several commands use."""
 
 import argparse
 import sys
@@ -13,19 +13,19 @@ N = TypeVar("N", int, float)
 
 
 class CommandError(Exception):
-    """Failure of a command; each argument is a line with a reason and its remedy."""
+    """Failure of a command; each argument is a line with a problem and its remedy."""
 
     status = 1
 
 
 class UsageError(CommandError):
-    """Flags that do not go together, or a wrong configuration."""
+    """Wrong arguments or a wrong configuration."""
 
     status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a mistake with two lines: the usage, and the mistake."""
+    """Parser that reports a mistake in two lines: the usage and the mistake."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"usage": "%(prog)s [OPTION]..."} | options, allow_abbrev=False)
@@ -33,9 +33,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            from extproc.config import REMOVED  # takes 0.25 s, which help need not wait for
+            from extproc.config import REMOVED  # this import takes 0.25 s, too long for help
 
-            name = unknown[0].partition("=")[0]  # the rest may be a password
+            name = unknown[0].partition("=")[0]  # the value may be a password
             option = name.removeprefix("--")
             if instead := REMOVED.get(option) or REMOVED.get(f"serve.{option}"):
                 self.error(f"argument {name!r} was removed: {instead}")
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: float = inf) -> Callable[[str], int]:
-    """Make the type of an argument that is a whole number within limits."""
+    """Return the argument type of a whole number within limits."""
     limits = f"from {least} {'on' if most == inf else f'to {most}'}"
     return _checked(int, f"a whole number {limits}", lambda value: least <= value <= most)
 

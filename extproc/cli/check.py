@@ -1,4 +1,4 @@
-"""``extproc check``: reads, judges, prints."""
+"""``extproc check``: prints findings on a configuration, an Envoy file or running parts."""
 
 import argparse
 import asyncio
@@ -23,13 +23,13 @@ from extproc.request.tokens import TokenCounter, TokenizerError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    file = "Envoy bootstrap, fragment or patch (YAML, JSON)"
+    file = "check an Envoy bootstrap, fragment or patch (YAML, JSON)"
     add("--envoy", type=Path, metavar="FILE", help=file)
-    add("--live", action="store_true", help="ask Redis and the replicas, too, as they are now")
-    admin = "as --live, and ask the Envoy with this admin address what it runs with"
+    add("--live", action="store_true", help="check the running Redis and replicas")
+    admin = "as --live, and check the running Envoy that has this admin address"
     add("--envoy-admin", metavar="URL", help=admin)
     add_flags(parser)
-    parser.epilog = "Every key is taken as a flag, too: --route.policy lmetric"
+    parser.epilog = "Every key of the configuration is also a flag, such as --route.policy lmetric."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         TokenCounter(config.request)
         require_client(config)
         doubts = [
-            *_doubts("serve", config.serve, "Envoy"),
-            *_doubts("eds", config.eds, "Envoy"),
-            *_doubts("admin", config.admin, "whoever looks"),
+            *_certificate_doubts("serve", config.serve, "Envoy"),
+            *_certificate_doubts("eds", config.eds, "Envoy"),
+            *_certificate_doubts("admin", config.admin, "Prometheus and browsers"),
         ]
         if config.admin.token_file is not None:
             read_token(config.admin.token_file)
@@ -55,22 +55,22 @@ def run(args: argparse.Namespace) -> int:
     print("The configuration is valid.")
     findings = _printed(check_replicas_files(config))
     if args.envoy is not None:
-        findings += _of_file(args.envoy, config)
+        findings += _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        # Parts of routers and pollers run here: their failures are findings, and no lines of a log.
+        # Failures of the parts that run here are findings; they must not be logged, too.
         logging.getLogger("extproc").addHandler(logging.NullHandler())
         findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
-def _doubts(section: str, files: TlsSettings, peers: str) -> list[str]:
-    """Return why ``peers`` will not trust the certificate of a section, if so."""
+def _certificate_doubts(section: str, files: TlsSettings, peers: str) -> list[str]:
+    """Return the reason why ``peers`` will not trust the certificate of a section, if any."""
     authority = files.tls_client_ca if isinstance(files, MutualTlsSettings) else None
     doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 
 
-def _of_file(path: Path, config: Config) -> list[Finding]:
+def _check_file(path: Path, config: Config) -> list[Finding]:
     try:
         tree = read_yaml(path)
     except OSError as error:

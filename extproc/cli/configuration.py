@@ -16,9 +16,9 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
-    """Add ``--config`` and a flag for every key; the help shows these sections and keys alone.
+    """Add ``--config`` and a flag for every key; the help shows only these sections and keys.
 
-    The parser accepts the others all the same, so that one line of flags does for all commands.
+    Every command accepts every key, so that one line of flags fits all commands.
     """
     add_file(parser)
     groups: dict[str, argparse._ArgumentGroup] = {}

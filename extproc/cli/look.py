@@ -1,6 +1,6 @@
-"""``extproc top`` and ``extproc explain``: ask a running router, and print.
+"""``extproc top`` and ``extproc explain``: print what a running router answers.
 
-``top`` draws the router's dashboard in the terminal, anew every second.
+``top`` shows the router's dashboard in the terminal and updates it every second.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from extproc.observe.decision import read_decisions
 from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _WORST_FIRST = ("down", "excluded", "draining", "ok")
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
@@ -36,26 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.prog.endswith("top"):
         parser.epilog = "Ctrl-C ends it."
         parser.add_argument("--router", metavar="URL", help=router)
-        once = "print it once, as where the output is no terminal"
+        once = "print once and exit, which is the default if the output is not a terminal"
         parser.add_argument("--once", action="store_true", help=once)
     else:
         parser.usage = "%(prog)s [OPTION]... [REQUEST_ID]"
         add = parser.add_mutually_exclusive_group().add_argument
-        request = "show the whole comparison for this request (its x-request-id)"
+        request = "compare all replicas for the request with this x-request-id"
         add("request_id", nargs="?", type=_request_id, metavar="REQUEST_ID", help=request)
-        last = "show so many of the last decisions (default: %(default)s)"
+        last = "number of decisions to show (default: %(default)s)"
         add("--last", type=whole(1), default=20, metavar="N", help=last)
         parser.add_argument("--router", metavar="URL", help=router)
-        parser.add_argument("--json", action="store_true", help="print what the router answers")
+        parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
     add_file(parser)
 
 
 def _request_id(text: str) -> str:
     if text.strip():
         return text
-    raise argparse.ArgumentTypeError(
-        "the request id is empty; without one, the last decisions are shown"
-    )
+    raise argparse.ArgumentTypeError("the request id is empty; omit it to see the last decisions")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +96,7 @@ async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> 
             if not lines:
                 raise
             _draw([f"! {error}"[: shutil.get_terminal_size().columns], *lines])
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(_RETRY_S)
 
 
 def _draw(lines: list[str]) -> None:
@@ -107,7 +105,7 @@ def _draw(lines: list[str]) -> None:
 
 
 def screen(snapshot: Mapping[str, Any], width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, the worst replicas on top."""
+    """Format a snapshot in ``width`` columns: warnings first, unhealthy replicas on top."""
     return [printable(line)[:width] for line in _lines(snapshot, width)]
 
 
@@ -127,20 +125,20 @@ def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a table with as many of the first columns as fit."""
-    columns = [one for one in given["columns"] if one["unit"] != "words"]
-    rows = list(zip(*(one["values"] for one in columns), strict=True))
+    """Yield the lines of a table, without the last columns if they do not fit."""
+    columns = [column for column in given["columns"] if column["unit"] != "words"]
+    rows = list(zip(*(column["values"] for column in columns), strict=True))
     if not rows:
         return
-    titles = [one["title"] for one in columns]
+    titles = [column["title"] for column in columns]
     if "Health" in titles:
         health, backlog = titles.index("Health"), titles.index("Backlog")
         rows.sort(key=lambda row: (_WORST_FIRST.index(row[health]), -(row[backlog] or 0.0)))
-    shows = [_FIGURES.get(one["unit"], str) for one in columns]
-    cells = [[show(value) for show, value in zip(shows, row, strict=True)] for row in rows]
-    made = [Column(one["title"], left=one["unit"] in _TEXT, most=36) for one in columns]
-    for many in range(len(made), 0, -1):
-        lines = table(made[:many], [row[:many] for row in cells])
-        if many == 1 or max(map(len, lines)) <= width:
+    formats = [_FIGURES.get(column["unit"], str) for column in columns]
+    cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
+    shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
+    for number in range(len(shown), 0, -1):
+        lines = table(shown[:number], [row[:number] for row in cells])
+        if number == 1 or max(map(len, lines)) <= width:
             yield from ("", *lines)
             return

@@ -1,4 +1,4 @@
-"""``extproc replicas``: shows the replicas of a pool, and has pollers drain them."""
+"""``extproc replicas``: lists the replicas of a pool and drains them."""
 
 import argparse
 import asyncio
@@ -22,8 +22,8 @@ from extproc.share.connection import address, connect
 from extproc.share.drains import DrainStore
 from extproc.share.replicas import StateReader
 
-_LOOK_EVERY_S = 0.1  # between two looks at a draining replica; scrapes come every `poll.interval_s`
-_IN_A_ROW = 2  # scrapes that must find it empty: a request may have been on its way at the first
+_CHECK_EVERY_S = 0.1  # between reads of a draining replica's state
+_EMPTY_SCRAPES = 2  # scrapes without requests: at the first a request may be on its way
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,34 +32,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="action", required=True, metavar="ACTION", prog=parser.prog, parser_class=Parser
     )
 
-    def action(name: str, does: str, about: str = "") -> Parser:
-        usage = f"%(prog)s [OPTION]... {about}".rstrip()
-        one = actions.add_parser(name, help=does, description=does, usage=usage)
-        if about:
-            one.add_argument("replica", metavar=about, help="address or name")
-        add_file(one)
-        pool = "the pool it is about (default: key pool)"
-        one.add_argument("--pool", dest="about", metavar="NAME", help=pool)
-        add_flag(one, "redis.url")
-        return one
+    def action(name: str, help: str, argument: str = "") -> Parser:
+        usage = f"%(prog)s [OPTION]... {argument}".rstrip()
+        command = actions.add_parser(name, help=help, description=help, usage=usage)
+        if argument:
+            command.add_argument("replica", metavar=argument, help="address or name")
+        add_file(command)
+        pool = "pool of the replicas (default: the configuration's pool)"
+        command.add_argument("--pool", dest="about", metavar="NAME", help=pool)
+        add_flag(command, "redis.url")
+        return command
 
-    drain = action("drain", "Sends nothing new to a replica; what it has goes on.", "REPLICA")
-    wait = "return when it is empty; fail where it is not after so long"
+    drain = action("drain", "Sends no new requests to a replica; its requests go on.", "REPLICA")
+    wait = "wait until the replica has no requests; fail after this time"
     drain.add_argument("--wait", type=number, metavar="SECONDS", help=wait)
     action("undrain", "Sends requests to a drained replica again.", "REPLICA")
-    listing = action("list", "Shows the pool's replicas.")
-    everything = "print everything that is known of them"
-    listing.add_argument("--json", action="store_true", help=everything)
+    listing = action("list", "Lists the replicas of a pool.")
+    listing.add_argument("--json", action="store_true", help="print all figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
     if config.state == "memory":
-        raise UsageError("state is 'memory': the router's own configuration says which there are")
+        raise UsageError(
+            "needs Redis, but state is 'memory': 'extproc top' shows the replicas of a router"
+        )
     pool = args.about or config.pool
-    known = [one.pool for one in config.each_pool]
+    known = [each.pool for each in config.each_pool]
     if config.pools and pool not in known:
-        raise UsageError(f"no pool is configured as {pool!r}{suggest(pool, known)}")
+        raise UsageError(f"no pool {pool!r} is configured{suggest(pool, known)}")
     try:
         print(asyncio.run(_run(args, config.redis, pool)))
     except ValueError as error:
@@ -77,29 +78,29 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             replica = _find(replicas, args.replica, pool)
             await drains.write({replica.id: args.action == "drain"})
             if args.action == "undrain":
-                was = "takes requests again" if replica.drained else "was not drained"
-                return f"{replica.title} {was}"
-            answer = f"{replica.title} is draining"
-            answer += f": {_load(replica.state)}" if replica.state else ""
-            if not _served_without(replica, replicas):
-                answer += "\nno other replica could serve its requests: "
-                answer += "until one does, it goes on getting them"
+                result = "gets requests again" if replica.drained else "was not drained"
+                return f"{replica.title} {result}"
+            text = f"{replica.title} is draining"
+            text += f": {_load(replica.state)}" if replica.state else ""
+            if not _is_replaceable(replica, replicas):
+                text += "\nno other replica can serve its models: it gets requests until one can"
             if args.wait is None:
-                return answer
-            print(answer, flush=True)
+                return text
+            print(text, flush=True)
             return await _until_empty(states, replica, args.wait)
-        except (RedisError, OSError) as error:  # refuses: no right to, no memory left
-            does = "refuses" if isinstance(error, ResponseError) else "does not answer"
+        except (RedisError, OSError) as error:
+            # A ResponseError is a missing right or a full memory.
+            failure = "refuses" if isinstance(error, ResponseError) else "does not answer"
             where = f"Redis at {address(redis)} (redis.url)"
-            raise CommandError(f"{where} {does}: {error}") from None
+            raise CommandError(f"{where} {failure}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReplica:
-    """A replica as Redis knows it."""
+    """State of a replica in Redis."""
 
     id: str  # ip:port
-    state: ReplicaState | None  # None: no poller has seen it yet, or not for long
+    state: ReplicaState | None  # None: no poller has written it yet, or it has expired
     drained: bool  # by command
 
     @property
@@ -120,7 +121,7 @@ class PoolReplica:
 
     @property
     def speed(self) -> tuple[float | None, float | None]:
-        """Step time in ms and prefilled tokens a second, where work of the replica taught them."""
+        """Step time in ms and prefilled tokens per second, if measured."""
         step = self.state.learned if self.state and self.state.measured else None
         if step is None:
             return None, None
@@ -132,45 +133,48 @@ class PoolReplica:
         return max(now - scraped_at, 0.0) if scraped_at else None
 
     def to_json(self, now: float) -> dict[str, Any]:
-        seen = structs.asdict(self.state) if self.state else {"name": self.name}
-        more = {"id": self.id, "state": self.condition, "drained": self.drained}
-        return more | {"age_s": self.age(now)} | seen
+        state = structs.asdict(self.state) if self.state else {"name": self.name}
+        own = {"id": self.id, "state": self.condition, "drained": self.drained}
+        return own | {"age_s": self.age(now)} | state
 
 
 async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica]:
-    """Read the replicas that pollers see or commands drain, by name."""
-    drained = {id_ for id_, drains in (await drains.read()).items() if drains}
-    seen = {state.id: state for state in (await states.read()).states}
-    known = [PoolReplica(id_, seen.get(id_), id_ in drained) for id_ in drained | seen.keys()]
+    """Read all replicas that pollers scrape or commands drained, sorted by name."""
+    drained = {id_ for id_, is_drained in (await drains.read()).items() if is_drained}
+    polled = {state.id: state for state in (await states.read()).states}
+    known = [PoolReplica(id_, polled.get(id_), id_ in drained) for id_ in drained | polled.keys()]
     return sorted(known, key=lambda replica: (replica.name, replica.id))
 
 
 def _find(replicas: Sequence[PoolReplica], word: str, pool: str) -> PoolReplica:
     """Find the replica by address or name."""
-    found = [one for one in replicas if word in (one.id, one.name)]
+    found = [replica for replica in replicas if word in (replica.id, replica.name)]
     if len(found) > 1:
-        ids = ", ".join(one.id for one in found)
-        raise CommandError(f"{len(found)} replicas are called {word!r}: say which of {ids}")
+        ids = ", ".join(replica.id for replica in found)
+        raise CommandError(f"{len(found)} replicas have the name {word!r}: use an address of {ids}")
     if not found:
-        known = [part for one in replicas for part in (one.id, one.name)]
-        hint = suggest(word, known) if known else ": no replica is; does a poller run?"
-        raise CommandError(f"{word!r} is not in the pool {pool!r}{hint}")
+        known = [part for replica in replicas for part in (replica.id, replica.name)]
+        hint = suggest(word, known) if known else ", which has no replicas: does a poller run?"
+        raise CommandError(f"{word!r} is not a replica of the pool {pool!r}{hint}")
     return found[0]
 
 
-def _served_without(replica: PoolReplica, replicas: Sequence[PoolReplica]) -> bool:
-    """Tell whether every model of the replica has another one, healthy and not draining."""
+def _is_replaceable(replica: PoolReplica, replicas: Sequence[PoolReplica]) -> bool:
+    """Return true if other healthy replicas serve every model of the replica."""
     others = [
-        set(one.state.models)
-        for one in replicas
-        if one.state and one.id != replica.id and not one.drained and one.condition == "healthy"
+        set(other.state.models)
+        for other in replicas
+        if other.state
+        and other.id != replica.id
+        and not other.drained
+        and other.condition == "healthy"
     ]
     models = set(replica.state.models if replica.state else ())
     return bool(others) and models <= set.union(*others)
 
 
 async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float) -> str:
-    """Wait until nothing runs or waits on a draining replica, by its own metrics."""
+    """Wait until the metrics of a draining replica show no requests."""
     started = monotonic()
     empty: set[float] = set()  # times of scrapes
     while True:
@@ -180,43 +184,49 @@ async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float
         else:
             empty.clear()
         waited = monotonic() - started
-        if len(empty) == _IN_A_ROW:
+        if len(empty) == _EMPTY_SCRAPES:
             return f"{replica.title} is empty after {waited:.1f} s"
         if waited >= seconds:
-            what = f"{replica.title} {_left(state)} after {seconds:g} s"
-            raise CommandError(f"{what}; it goes on draining")
-        await asyncio.sleep(_LOOK_EVERY_S)
+            problem = f"{replica.title} {_still_busy(state)} after {seconds:g} s"
+            raise CommandError(f"{problem}; it goes on draining")
+        await asyncio.sleep(_CHECK_EVERY_S)
 
 
 def _load(state: ReplicaState) -> str:
     return f"{state.running} running and {state.waiting} waiting"
 
 
-def _left(state: ReplicaState | None) -> str:
+def _still_busy(state: ReplicaState | None) -> str:
     if state is None:
-        return "is not polled, so that nobody knows what it has (does a poller run?),"
+        return "is not polled, so its requests are unknown (does a poller run?),"
     if not state.healthy:
-        return f"does not answer ({state.problem}); it was last seen with {_load(state)}"
+        return f"does not answer ({state.problem}) and last had {_load(state)}"
     if not state.draining:
-        return "was not taken up by a poller (does one run?)"
+        return "has no poller that drains it (does a poller run?)"
     return f"has {_load(state)}"
 
 
 def _listed(replicas: Sequence[PoolReplica], pool: str, as_json: bool) -> str:
     now = wall()
     if as_json:
-        return json.dumps([one.to_json(now) for one in replicas], indent=2, default=asdict)
+        return json.dumps([replica.to_json(now) for replica in replicas], indent=2, default=asdict)
     if not replicas:
-        return f"nothing is known of a replica in the pool {pool!r}: does a poller run?"
+        return f"the pool {pool!r} has no known replicas: does a poller run?"
     cells: Cells[PoolReplica] = (
-        (Column("name", left=True, most=24), lambda one: printable(one.name)),
-        (Column("address", left=True), lambda one: one.id),
-        (Column("state", left=True, most=40), lambda one: printable(one.condition)),
-        (Column("running"), lambda one: count(one.state.running if one.state else None)),
-        (Column("waiting"), lambda one: count(one.state.waiting if one.state else None)),
-        (Column("KV"), lambda one: share(one.state.kv_usage if one.state else None)),
-        (Column("step ms"), lambda one: figure(one.speed[0])),
-        (Column("prefill tok/s"), lambda one: count(one.speed[1])),
-        (Column("age s"), lambda one: figure(one.age(now))),
+        (Column("name", left=True, most=24), lambda replica: printable(replica.name)),
+        (Column("address", left=True), lambda replica: replica.id),
+        (Column("state", left=True, most=40), lambda replica: printable(replica.condition)),
+        (
+            Column("running"),
+            lambda replica: count(replica.state.running if replica.state else None),
+        ),
+        (
+            Column("waiting"),
+            lambda replica: count(replica.state.waiting if replica.state else None),
+        ),
+        (Column("KV"), lambda replica: share(replica.state.kv_usage if replica.state else None)),
+        (Column("step ms"), lambda replica: figure(replica.speed[0])),
+        (Column("prefill tok/s"), lambda replica: count(replica.speed[1])),
+        (Column("age s"), lambda replica: figure(replica.age(now))),
     )
     return "\n".join(table_of(cells, replicas))

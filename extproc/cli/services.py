@@ -1,4 +1,4 @@
-"""Commands that take the configuration and run until a signal: serve, poll and eds."""
+"""``extproc serve``, ``extproc poll`` and ``extproc eds``, which run until a signal."""
 
 import argparse
 import logging
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     logs.setup(config.log)
     try:
         uvloop.run(_service(args.command)(config))
-    except (OSError, ValueError) as error:  # an address in use; a tokenizer that is not there
+    except (OSError, ValueError) as error:  # such as an address in use, or a missing tokenizer
         logger.debug("ended by an error", exc_info=error)
         kind = UsageError if isinstance(error, ValueError) else CommandError
         raise kind(error) from None
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _service(command: str) -> Callable[[Config], Coroutine[Any, Any, None]]:
-    """Import one service alone: a command starts without the others."""
+    """Import only the service that starts."""
     if command == "poll":
         from extproc.poll.into_redis import run_poller as service
     elif command == "eds":

@@ -23,16 +23,22 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {  # options: type, me
     "kv-tokens": (_COUNT, "KV cache, in tokens (default: the profile's)"),
     "max-num-seqs": (_COUNT, "sequences in a step (default: the profile's)"),
     "max-model-len": (_COUNT, "context length, in tokens"),
-    "max-num-queued-reqs": (whole(0), "requests that run or wait; the next ones get 503"),
-    "max-num-queued-tokens": (whole(0), "prompt tokens that wait; with so many, requests get 503"),
+    "max-num-queued-reqs": (whole(0), "requests that run or wait; further requests get 503"),
+    "max-num-queued-tokens": (
+        whole(0),
+        "prompt tokens that wait; at this number, requests get 503",
+    ),
     "block-size": (_COUNT, "tokens in a KV block"),
     "output-median": (_COUNT, "median output length, in tokens"),
-    "seed": (int, "of output lengths and drafts"),
+    "seed": (int, "seed of output lengths and drafts"),
     "draft-tokens": (_COUNT, "decode speculatively: tokens drafted for a sequence in each step"),
     "acceptance": (probability, "probability that a drafted token is accepted, 0 to 1"),
     "max-loras": (_COUNT, "adapters in a batch"),
-    "cold-steps": (whole(0), "first steps, which take twice as long: kernels are compiled"),
-    "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
+    "cold-steps": (
+        whole(0),
+        "number of first steps that take twice as long, as if kernels compiled",
+    ),
+    "lora-load-seconds": (above_zero, "time to load an adapter"),
 }
 
 
@@ -40,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default, add = ReplicaSettings(), parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_PORT, default=8000, help="port to listen on; 0 picks a free one")
-    add("--model", default=default.model, help="model name it serves")
-    profiles = f"hardware it simulates: {', '.join(PROFILES)}"
+    add("--model", default=default.model, help="name of the model")
+    profiles = f"hardware to simulate: {', '.join(PROFILES)}"
     add("--profile", default=default.profile, choices=PROFILES, metavar="PROFILE", help=profiles)
     for name, (kind, text) in _NUMBERS.items():
         field = "adapter_load_s" if name == "lora-load-seconds" else name.replace("-", "_")
@@ -49,22 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += " (default: %(default)s)" if value else ""
         add(f"--{name}", type=kind, dest=field, default=value, metavar="N", help=text)
     policies, policy = ("fcfs", "priority"), default.scheduling_policy
-    order = "the order of requests, as vLLM's (default: %(default)s)"
+    order = "order of requests, as in vLLM (default: %(default)s)"
     add("--scheduling-policy", choices=policies, default=policy, help=order)
     adapters = "LoRA adapters of the model"
     add("--lora-modules", dest="adapters", nargs="+", default=(), metavar="NAME", help=adapters)
-    caching, off = "prefix_caching", "compute every prompt whole"
+    caching, off = "prefix_caching", "compute every prompt in full"
     add("--no-enable-prefix-caching", dest=caching, action="store_false", help=off)
-    details = "report cached prompt tokens in the usage, as vLLM does with this flag"
+    details = "report cached prompt tokens in the usage, as vLLM does"
     add("--enable-prompt-tokens-details", action="store_true", help=details)
-    old = "count as vLLM up to 0.15: cached prompt tokens as hits of the prefix cache only"
+    old = "count cached prompt tokens as vLLM up to 0.15 does: as prefix cache hits only"
     add("--old-counters", action="store_true", help=old)
-    events = "tell of KV blocks over ZMQ, as vLLM does with --kv-events-config"
+    events = "publish KV cache events over ZMQ, as vLLM does with --kv-events-config"
     add("--kv-events-ports", type=_PORT, nargs=2, metavar=("PORT", "REPLAY_PORT"), help=events)
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {one.name: getattr(args, one.name) for one in fields(ReplicaSettings)}
+    given = {field.name: getattr(args, field.name) for field in fields(ReplicaSettings)}
     try:
         replica = Replica(ReplicaSettings(**given))
     except ValueError as error:
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(failure, OSError):
             address = join_address(args.host, args.port)
             raise CommandError(f"cannot listen on {address}: {failure}") from None
-        logger.critical("the engine failed: the replica ends", exc_info=failure)
+        logger.critical("engine failed: the replica exits", exc_info=failure)
         return CommandError.status
     return 0
 

@@ -1,4 +1,4 @@
-"""``extproc what-if``: plays recorded traffic again, as it was and as it would be."""
+"""``extproc what-if``: replays recorded traffic, first unchanged and then with a change."""
 
 import argparse
 import json
@@ -20,16 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s RECORD [OPTION]..."
     add = parser.add_argument
     add("record", type=Path, metavar="RECORD", help="folder of record.path, or one of its files")
-    add("--pool", default="", metavar="NAME", help="whose record, where the folder has several")
+    add("--pool", default="", metavar="NAME", help="pool of the record, if the folder has several")
     add("--policy", default="", choices=POLICIES, metavar="NAME", help=", ".join(POLICIES))
-    more = "one more replica like that one, or so many more like those there are"
+    more = "add a copy of this replica, or N copies of the recorded replicas in turn"
     add("--more", action="append", default=[], metavar="NAME|N", help=more)
-    less = "without that replica, or without the last so many"
+    less = "remove this replica, or the last N replicas"
     add("--less", action="append", default=[], metavar="NAME|N", help=less)
-    gpu = "that replica on other hardware"
+    gpu = "move this replica to other hardware"
     add("--replica", type=_pair, action="append", default=[], metavar="NAME=PROFILE", help=gpu)
-    add("--traffic", type=above_zero, default=1.0, metavar="X", help="times as many requests")
-    hold = "whether requests wait at the router while no replica can carry them"
+    add(
+        "--traffic",
+        type=above_zero,
+        default=1.0,
+        metavar="X",
+        help="multiply the number of requests",
+    )
+    hold = "let requests wait at the router while replicas are full, or not"
     add("--hold", choices=("on", "off"), help=hold)
     add("--json", action="store_true", help="print all figures as JSON")
     add("--page", type=_removed, help=argparse.SUPPRESS)
@@ -43,18 +49,19 @@ def run(args: argparse.Namespace) -> int:
         other = changed(scene, change)
         replayed = replay(scene, progress("replay"))
         problem = too_far(replayed.fits)
-        asked = change != Change() and not problem
-        answer = what_if(scene, other, str(change), progress("what if")) if asked else None
+        comparison = None
+        if change != Change() and not problem:
+            comparison = what_if(scene, other, str(change), progress("what if"))
         left_out = dict(recorded.left_out)
         if args.json:
             figures = replayed.to_json() | {"left_out": left_out}
-            print(json.dumps(figures | (answer.to_json() if answer else {}), indent=2))
+            print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
         else:
             print(replayed)
             for why, count in left_out.items():
                 print(f"left out: {count} requests, {why}")
-            if answer:
-                print(f"\n{answer}")
+            if comparison:
+                print(f"\n{comparison}")
     except (OSError, ValueError) as error:
         raise UsageError(error) from None
     if problem:
@@ -70,15 +77,15 @@ def _change(args: argparse.Namespace, scene: Scene) -> Change:
 
 
 def _replicas(given: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, and for a number so many of ``names``, one after the other."""
+    """Return the given names; a number N stands for the first N of ``names``, repeated in turn."""
     found = list[str]()
-    for one in given:
-        if one in names or not one.isdecimal():
-            found.append(one)
-        elif int(one):
-            found += islice(cycle(names), int(one))
+    for word in given:
+        if word in names or not word.isdecimal():
+            found.append(word)
+        elif int(word):
+            found += islice(cycle(names), int(word))
         else:
-            raise ValueError(f"{one} replicas more or less are no change")
+            raise ValueError(f"{word} replicas more or less change nothing: give 1 or more")
     return tuple(found)
 
 

@@ -197,10 +197,10 @@ def test_extra_that_is_not_installed_is_named_before_anything_runs(
         ("replica", "use 'extproc simulate'"),
         ("xds", "use 'extproc eds'"),
         ("replicas add 10.0.0.7:8000",
-         "edit the file that 'replicas_file' names: pollers follow it while requests run; to "
-         "take back a drain, use 'extproc replicas undrain'"),
+         "edit the file that 'replicas_file' names: pollers follow its changes; to undo a "
+         "drain, use 'extproc replicas undrain'"),
         ("replicas remove gpu-7",
-         "edit the file that 'replicas_file' names: pollers follow it while requests run"),
+         "edit the file that 'replicas_file' names: pollers follow its changes"),
     ],
 )  # fmt: skip
 def test_removed_command_names_its_replacement(

@@ -200,7 +200,7 @@ async def test_command_lists_one_pool(stack: Stack, capsys: pytest.CaptureFixtur
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed] == ["second-1", "second-2"]
     assert await replicas(stack, "list", "--pool", "secnd") == 2
-    assert "no pool is configured as 'secnd'; did you mean 'second'?" in capsys.readouterr().err
+    assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ async def test_undrain_takes_drain_back(redis_server: RedisServer, run: Run) -> 
         assert not seen.states[two.id].draining
         told = (await listed(run))[one.id]
         assert (told["state"], told["drained"]) == ("draining", True)
-        assert await run("undrain", one.id) == f"{one.id} takes requests again\n"
+        assert await run("undrain", one.id) == f"{one.id} gets requests again\n"
         await seen.replica(one, lambda state: not state.draining)
         assert not (await listed(run))[one.id]["drained"]
         assert await run("undrain", one.id) == f"{one.id} was not drained\n"
@@ -116,7 +116,7 @@ async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run
 async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.replica(one, lambda state: state.models == ("tiny", "adapter"))
-        assert "no other replica could serve its requests" in await run("drain", one.id)
+        assert "no other replica can serve its models" in await run("drain", one.id)
 
 
 async def test_drain_wait_reports_dead_replica(redis_server: RedisServer, run: Run) -> None:
@@ -133,7 +133,7 @@ async def test_drain_without_poller_fails(redis_server: RedisServer, run: Run) -
         async with watching(config(redis_server, one)) as seen:
             await seen.until(lambda states: one.id in states)
         error = await run("drain", one.id, "--wait", "0.2", status=1)
-    assert "was not taken up by a poller" in error
+    assert "has no poller that drains it" in error
 
 
 async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: Run) -> None:
@@ -144,7 +144,7 @@ async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: 
         await redis.delete(Keys("default").replica + one.id)
         assert (await listed(run))[one.id]["state"] == "drained, not polled"
         error = await run("drain", one.id, "--wait", "0.2", status=1)
-    assert f"{one.id} is not polled, so that nobody knows what it has" in error
+    assert f"{one.id} is not polled, so its requests are unknown" in error
 
 
 async def test_new_redis_gets_drains(redis_server: RedisServer, run: Run, logged: Logged) -> None:
@@ -238,14 +238,14 @@ async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_pat
     async with watching(config(redis_server, replicas_file=file)) as seen:
         await seen.until(lambda states: len(states) == 2)
         error = await run("drain", "gpu-2", status=1)
-        assert "'gpu-2' is not in the pool 'default'; did you mean 'gpu-1'?" in error
+        assert "'gpu-2' is not a replica of the pool 'default'; did you mean 'gpu-1'?" in error
         error = await run("drain", "gpu-1", status=1)
     both = ", ".join(sorted([one.id, two.id]))
-    assert f"2 replicas are called 'gpu-1': say which of {both}" in error
+    assert f"2 replicas have the name 'gpu-1': use an address of {both}" in error
 
 
 async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
-    assert "nothing is known of a replica in the pool 'default'" in await run("list")
+    assert "the pool 'default' has no known replicas" in await run("list")
     dead = Replica()
     async with serving() as one, watching(config(redis_server, one, dead)) as seen:
         await seen.until(lambda states: len(states) == 2)
@@ -259,7 +259,7 @@ async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Ru
 @pytest.mark.parametrize(
     ("arguments", "status", "problem"),
     [
-        (["drain", "10.0.0.1:80"], 1, "'10.0.0.1:80' is not in the pool 'default'"),
+        (["drain", "10.0.0.1:80"], 1, "'10.0.0.1:80' is not a replica of the pool 'default'"),
         (["undrain", "10.0.0.1:80"], 1, "does a poller run?"),
     ],
 )

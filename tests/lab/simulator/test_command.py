@@ -136,7 +136,7 @@ async def test_it_ends_when_its_engine_fails() -> None:
                 )
         errors = await problem(process)
         assert process.returncode == 1
-        assert errors.startswith("the engine failed")
+        assert errors.startswith("engine failed")
         assert errors.count("RuntimeError: out of blocks") == 1
 
 
