@@ -114,7 +114,7 @@ _ESTIMATOR = "extproc.predict.estimator"
 _CORRECTION, _LENGTHS = "extproc.predict.correction", "extproc.predict.lengths"
 _COMPLETION, _POLICIES = "extproc.predict.completion", "extproc.route.policies"
 _ROUTER, _FLEET = "extproc.route.router", "extproc.fleet.fleet:Fleet"
-_PREFIXES, _NEW = "extproc.fleet.prefixes", "extproc.fleet.eligibility:Eligibility"
+_PREFIXES, _NEW = "extproc.fleet.prefix_index", "extproc.fleet.eligibility:Eligibility"
 _WEIGHT = f"{_COMPLETION}:Prediction.cost_weight"
 PARTS = {
     "learned step times": Part(f"{_ESTIMATOR}:Estimator.poll", _returning(None)),
@@ -147,13 +147,13 @@ PARTS = {
     "near ties": Part(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
     "equal first tokens": Part(f"{_POLICIES}:_SAME_TTFT", _constant(0.0)),
     "prefix caches": Part(
-        f"{_PREFIXES}:Prefixes.held",
+        f"{_PREFIXES}:PrefixIndex.hits",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
     "belief in prefix caches": Part(f"{_PREFIXES}:_Belief.observe", _returning(None)),
     "adapters": Part(f"{_FLEET}.adapter_times", _returning(None)),
-    "digests of other routers": Part(f"{_FLEET}.hear", _returning(None)),
-    "prompts of other routers": Part(f"{_FLEET}.hear_prompts", _returning(None)),
+    "digests of other routers": Part(f"{_FLEET}.receive_digest", _returning(None)),
+    "prompts of other routers": Part(f"{_FLEET}.receive_prompts", _returning(None)),
     "load that only polls show": Part(
         "extproc.fleet.reconcile:Reconciliation._correct_external", _returning(None)
     ),

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from extproc.fleet.prefixes import Held
+from extproc.fleet.prefix_index import PrefixHits
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.routers import Arrival, RouterEvent, Routers, Served, VirtualClock
 from extproc.lab.simulator.steps import Sequence
@@ -196,9 +196,9 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     return view
 
 
-def _held(exact: Items[_Exact]) -> Held:
+def _held(exact: Items[_Exact]) -> PrefixHits:
     cached = _floats(one.cached for one in exact)
-    return Held(cached, np.zeros(len(exact), np.intp), cached)
+    return PrefixHits(cached, np.zeros(len(exact), np.intp), cached)
 
 
 def _sequences(exact: Items[_Exact]) -> Sequences:

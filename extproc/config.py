@@ -24,7 +24,7 @@ from pydantic import (
 from extproc.ground.address import split_address
 from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_settings import connection_options
-from extproc.replica_state import SILENT_AFTER_S
+from extproc.replica_state import STALE_AFTER_S
 from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
 REMOVED: dict[str, str] = {
@@ -451,10 +451,10 @@ class PollSettings(Section):
         if "interval_s" not in info.data:
             return timeout_s  # the interval is wrong itself
         longest_s = info.data["interval_s"] * (1 + POLL_JITTER) + _TIMEOUTS * timeout_s
-        if longest_s >= SILENT_AFTER_S:
+        if longest_s >= STALE_AFTER_S:
             raise ValueError(
                 f"{_TIMEOUTS} times this, and the wait before (poll.interval_s), are "
-                f"{longest_s:g} s and must be less than {SILENT_AFTER_S:g} s: a replica that "
+                f"{longest_s:g} s and must be less than {STALE_AFTER_S:g} s: a replica that "
                 "answers late would count as silent"
             )
         return timeout_s

@@ -7,10 +7,10 @@ from msgspec import Meta, Struct, msgpack
 
 from extproc.predict.step import StepModel
 
-SILENT_AFTER_S = 5.0  # without a state: ``poll.timeout_s`` keeps late polls closer than this
+STALE_AFTER_S = 5.0  # without a state: ``poll.timeout_s`` keeps late polls closer than this
 TTL_S = 10.0
 """Seconds that a state lives in Redis without a scrape: longer than the longest wait between two
-scrapes (2 s) and an answer that is given up (``SILENT_AFTER_S``)."""
+scrapes (2 s) and an answer that is given up (``STALE_AFTER_S``)."""
 
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 

@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 
 from extproc.config import Config
 from extproc.envoy.eds_server import Catalog, EdsServer
-from extproc.fleet.members import Silence
+from extproc.fleet.members import Staleness
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.runtime import until_signalled
@@ -122,7 +122,7 @@ class PoolMembers:
         """Health by ``ip:port``. None until the first replica is known: a Redis that has just
         started holds none yet, and an empty list would make Envoy drop its own."""
         self._clock = clock
-        self._silence = Silence(clock())
+        self._staleness = Staleness(clock())
 
     def apply(self, change: Change) -> bool:
         """Apply a change; return true if it concerns Envoy."""
@@ -140,19 +140,19 @@ class PoolMembers:
 
         If no replica has updates, pollers or Redis are down, and the replicas probably still serve.
         """
-        stale = self._silence.silent(after_s)
+        stale = self._staleness.stale(after_s)
         for id_ in stale:
             self._remove(id_)
         return stale
 
     def _put(self, state: ReplicaState) -> bool:
-        self._silence.heard(state.id, self._clock())
+        self._staleness.updated(state.id, self._clock())
         self.current = self.current or {}
         before, self.current[state.id] = self.current.get(state.id), _health(state)
         return self.current[state.id] != before
 
     def _remove(self, replica: str) -> bool:
-        self._silence.forget(replica)
+        self._staleness.forget(replica)
         return (self.current or {}).pop(replica, None) is not None
 
 

@@ -19,10 +19,10 @@ from extproc.ground.clock import monotonic
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
-from extproc.replica_state import SILENT_AFTER_S
+from extproc.replica_state import STALE_AFTER_S
+from extproc.share.assignment import living
 from extproc.share.connection import Keys, address, connect, in_time
 from extproc.share.envelope import sealed_list
-from extproc.share.owners import living
 from extproc.share.replicas import Snapshot, StateReader
 
 _UNREACHABLE = (
@@ -229,5 +229,5 @@ def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
             f"it answers here, but not to the pollers: {state.problem}. Let the pollers' machines "
             "reach it",
         )
-    elif (age_s := snapshot.ages[id_]) > SILENT_AFTER_S:
+    elif (age_s := snapshot.ages[id_]) > STALE_AFTER_S:
         yield Level.WARNING, f"its state is {age_s:.0f} s old. Is the poller that scrapes it alive?"

@@ -44,7 +44,7 @@ class _Replica:
     """When each adapter that is in use or loaded has a slot; −∞: it has one."""
 
 
-class Adapters:
+class AdapterSlots:
     """What each replica has loaded, by what was sent there and what polls said.
 
     After a request or a poll the replica's slots are forecast: the k-th adapter that waits gets one
@@ -108,14 +108,14 @@ class Adapters:
                 one.used_at[adapter] = now
             self._forecast(row, now)
 
-    def took(self, replica: str, seconds: float) -> None:
+    def load_measured(self, replica: str, seconds: float) -> None:
         """A request there, whose adapter was to be loaded, got its first token so much later."""
         if (row := self._members.get(replica)) is not None:
             loads = self._replicas[row].loads
             loads.append(max(seconds, 0.0))
             self._table.adapter_load_s[row] = median(loads)
 
-    def waited(self, overrun: float) -> None:
+    def wait_measured(self, overrun: float) -> None:
         """A request waited for a slot so many times as long as for what had come before it."""
         self._overruns.append(min(max(overrun, 1.0), _MOST_OVERRUN))
         self._overrun = median(self._overruns)

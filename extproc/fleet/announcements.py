@@ -9,7 +9,7 @@ import numpy as np
 
 from extproc.request.prefix import NO_PREFIX, Prefix
 
-MOST_KEPT = 4096
+MAX_PROMPT_BATCHES = 4096
 """Batches of prompts that Redis keeps for routers that start: 80 MB of them at 1,000 requests a
 second with 8,000 tokens each, where a batch of one router holds 20."""
 _MOST_UNTOLD, _MOST_BYTES = 10_000, 10_000_000
@@ -21,7 +21,7 @@ _HEADER = struct.Struct("<HIffQ")
 """Of a prompt: bytes of the replica's name, units, tokens in a unit, tokens, key of the whole."""
 
 
-class SentPrompts:
+class PromptLog:
     """What this router sent, until the others are told."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SentPrompts:
         if prefix.tokens:
             self._add(replica, prefix)
 
-    def emptied(self, replica: str) -> None:
+    def restarted(self, replica: str) -> None:
         """That replica started anew: what was sent before is not there."""
         self._add(replica, NO_PREFIX)
 
@@ -61,7 +61,7 @@ class SentPrompts:
 
 
 def read_prompts(data: bytes) -> list[tuple[str, Prefix]]:
-    """What :meth:`SentPrompts.take` made: replicas, and what of each prompt is told; of a replica
+    """What :meth:`PromptLog.take` made: replicas, and what of each prompt is told; of a replica
     that started anew, a prompt of no tokens.
 
     Raises:
@@ -83,28 +83,28 @@ def read_prompts(data: bytes) -> list[tuple[str, Prefix]]:
     return found
 
 
-MOST_HELD = 100_000  # things remembered, the newest: 20 MB
+MAX_OWNERS = 100_000  # things remembered, the newest: 20 MB
 _MOST_UNTOLD = 10_000
 
 
-class Holders:
-    """Holders of things of one kind, as far as this router saw it or was told by others."""
+class OwnerMap:
+    """OwnerMap of things of one kind, as far as this router saw it or was told by others."""
 
     def __init__(self) -> None:
         self._holders: dict[str, str] = {}
         self._untold: deque[tuple[str, str]] = deque(maxlen=_MOST_UNTOLD)
         self._some_untold = asyncio.Event()
 
-    def holder(self, thing: str) -> str | None:
+    def owner(self, thing: str) -> str | None:
         return self._holders.get(thing)
 
-    def keep(self, thing: str, replica: str) -> None:
+    def remember(self, thing: str, replica: str) -> None:
         self._holders.pop(thing, None)  # the newest stands last
-        if len(self._holders) >= MOST_HELD:
+        if len(self._holders) >= MAX_OWNERS:
             del self._holders[next(iter(self._holders))]
         self._holders[thing] = replica
 
-    def saw(self, thing: str, replica: str) -> None:
+    def record(self, thing: str, replica: str) -> None:
         """Records that the replica got the thing, and announces it if other routers may not know;
         an empty id is none."""
         if not thing:
@@ -112,9 +112,9 @@ class Holders:
         if self._holders.get(thing) != replica:
             self._untold.append((thing, replica))
             self._some_untold.set()
-        self.keep(thing, replica)
+        self.remember(thing, replica)
 
-    async def untold(self, most: int) -> list[tuple[str, str]]:
+    async def take_announcements(self, most: int) -> list[tuple[str, str]]:
         """Wait for what others were not told, things and replicas, and take the oldest of it."""
         await self._some_untold.wait()
         taken = [self._untold.popleft() for _ in range(min(most, len(self._untold)))]

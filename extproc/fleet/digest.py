@@ -34,7 +34,7 @@ known to be alive."""
 _FLOAT = np.dtype("<f4")
 
 
-class Kind(IntEnum):
+class DigestKind(IntEnum):
     """What a digest says of the replicas it does not name."""
 
     CHANGES = 0  # they are as they were
@@ -51,7 +51,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     router: str
     number: int  # grows from one digest of a router to its next
     sent_at: float  # seconds since the epoch, on the router's clock
-    kind: Kind
+    kind: DigestKind
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # a row for each of the FIGURES, a column a replica
 

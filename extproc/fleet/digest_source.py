@@ -11,7 +11,7 @@ from extproc.fleet.digest import (
     NOTHING,
     WHOLE_EVERY_S,
     Digest,
-    Kind,
+    DigestKind,
 )
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests
@@ -74,7 +74,7 @@ class DigestSource:
             silent = now - self._sent_at
             if not len(rows) and not (len(self._requests) and silent > ALIVE_S - _SOON):
                 return None
-        digest = self._digest(Kind.WHOLE if whole else Kind.CHANGES, rows, now)
+        digest = self._digest(DigestKind.WHOLE if whole else DigestKind.CHANGES, rows, now)
         self._told, self._sent_at = self._changing(), now
         if whole:
             self._whole_at = now
@@ -91,9 +91,9 @@ class DigestSource:
 
     def farewell(self) -> Digest:
         """The last one, of a router that stops."""
-        return self._digest(Kind.FAREWELL, np.zeros(0, dtype=np.intp), self._sent_at)
+        return self._digest(DigestKind.FAREWELL, np.zeros(0, dtype=np.intp), self._sent_at)
 
-    def _digest(self, kind: Kind, rows: Indices, now: float) -> Digest:
+    def _digest(self, kind: DigestKind, rows: Indices, now: float) -> Digest:
         self._number += 1
         figures = NOTHING
         if len(rows):

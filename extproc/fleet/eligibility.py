@@ -10,10 +10,10 @@ from math import inf
 
 import numpy as np
 
-from extproc.fleet.members import ModelNames, Silence
+from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
-from extproc.replica_state import SILENT_AFTER_S, ReplicaState
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _HELD_UP_S = 1.0  # seconds without an answer to anything after which requests go elsewhere
 _STUCK_S = 10.0  # seconds in which nothing moves in an engine with work: longer than any step
@@ -80,7 +80,7 @@ OTHER_MODEL = Reason(
 )
 STALLED = Reason(
     "stalled",
-    f"no answer to any scrape for {_HELD_UP_S:g} s; no news for {SILENT_AFTER_S:g} s while other "
+    f"no answer to any scrape for {_HELD_UP_S:g} s; no news for {STALE_AFTER_S:g} s while other "
     f"replicas are heard of; nothing moving for {_STUCK_S:g} s in an engine with work",
     "an answer; news; anything that moves, or no requests",
     "until then",
@@ -155,7 +155,7 @@ class Eligibility:
     """
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
-        self.silence = Silence(clock())
+        self.staleness = Staleness(clock())
         self.any_new = False
         self._clock = clock
         self._names = names
@@ -176,7 +176,7 @@ class Eligibility:
         ``idle``: no request is there that this router or another one sent.
         """
         now = self._clock()
-        self.silence.heard(state.id, now)
+        self.staleness.updated(state.id, now)
         one = self._replicas.get(state.id)
         if one is None:
             served = frozenset(state.models), frozenset(state.adapters)
@@ -199,7 +199,7 @@ class Eligibility:
             self._looked_at = now
             self._look_for_stalls()
 
-    def sent(self, replica: str, told: bool = True) -> None:
+    def sent(self, replica: str, response_visible: bool = True) -> None:
         """Note a request; ``told``: Envoy reports its outcome.
 
         After an ejection such a request is the only trial until its outcome is known, or until the
@@ -208,7 +208,7 @@ class Eligibility:
         one = self._replicas[replica]
         if one.stalled or not one.state.healthy:
             one.trial_at, self._changed = self._clock() + _TRIAL_S, True
-        if told and _was_ejected(one) and not self._is_ejected(one):
+        if response_visible and _was_ejected(one) and not self._is_ejected(one):
             one.tried = True
             self._eject(one)
 
@@ -237,15 +237,15 @@ class Eligibility:
         if one.failures >= _TOLERATED:
             self._eject(one)
 
-    def answered(self, replica: str) -> None:
-        self.answers(replica)
+    def succeeded(self, replica: str) -> None:
+        self.response_seen(replica)
         one = self._replicas.get(replica)
         if one is not None and one.failures:
             one.failures, one.tried = 0, False
             one.failed_at = one.ejected_until = -inf
             self._changed = True
 
-    def answers(self, replica: str) -> None:
+    def response_seen(self, replica: str) -> None:
         if (one := self._replicas.get(replica)) is not None:
             one.answered_at = self._clock()
             self._changed |= not one.state.healthy
@@ -257,14 +257,14 @@ class Eligibility:
 
     def forget(self, replica: str) -> None:
         self._replicas.pop(replica, None)
-        self.silence.forget(replica)
+        self.staleness.forget(replica)
         self._count_new()
         self._changed = True
 
     # -- what follows -----------------------------------------------------------------------
 
     def candidates(
-        self, model: str, among: frozenset[str] | None = None, told: bool = True
+        self, model: str, among: frozenset[str] | None = None, response_visible: bool = True
     ) -> Candidates:
         """The members that may serve a request for the model, and why each other one may not; of
         those ``among`` a few, if given. ``told``: whether Envoy tells of its response."""
@@ -274,12 +274,15 @@ class Eligibility:
             self._candidates.clear()
             ends = (end for one in self._replicas.values() for end in _ends(one))
             self._next_end = min((end for end in ends if end > now), default=inf)
-        found = self._candidates.get((model, among, told))
+        key = model, among, response_visible
+        found = self._candidates.get(key)
         if found is None:
             rows = len(self._candidates) * len(self._replicas)
             if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
                 self._candidates.clear()
-            found = self._candidates[model, among, told] = self._choose(model, among, told)
+            found = self._candidates[model, among, response_visible] = self._choose(
+                model, among, response_visible
+            )
         return found
 
     def without_full(self, candidates: Candidates, model: str, requests: Floats) -> Candidates:
@@ -292,7 +295,7 @@ class Eligibility:
         chosen = self._of(ids, left_out, model)
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
-    def everyone(self) -> Candidates:
+    def all_members(self) -> Candidates:
         """All members; ``excluded`` are those that something speaks against, whatever the model and
         how many requests are there."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
@@ -301,13 +304,13 @@ class Eligibility:
         usable = self._of(ids, [""] * len(ids))
         return replace(usable, excluded=self._of(ids, reasons).excluded)
 
-    def against(self) -> Iterator[tuple[str, str]]:
+    def exclusions(self) -> Iterator[tuple[str, str]]:
         """Members that something speaks against, whatever the model: what they are, in one word."""
         return ((name, word) for name, (word, _) in self._against().items())
 
     def _against(self) -> dict[str, tuple[str, str]]:
         """By member, the first thing that speaks against it: in one word, and for people."""
-        rules, found = self._rules("", False, told=True, trials=False), {}
+        rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, one in self._replicas.items():
             reasons = ((reason.name, rule(one)) for reason, rule in rules)
             if first := next((reason for reason in reasons if reason[1]), None):
@@ -368,7 +371,7 @@ class Eligibility:
         return one is not None and self._steps(one, within)
 
     @property
-    def doubtful(self) -> bool:
+    def has_suspects(self) -> bool:
         """Whether a request that is sent now may go to a replica that failed within the last
         minute, and was not well since."""
         now = self._clock()
@@ -379,12 +382,14 @@ class Eligibility:
 
     # -- the rules --------------------------------------------------------------------------
 
-    def _choose(self, model: str, among: frozenset[str] | None, told: bool) -> Candidates:
+    def _choose(
+        self, model: str, among: frozenset[str] | None, response_visible: bool
+    ) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
         usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
         serving = [self._serves(model, one) for one in self._replicas.values()]
         all_told = all(one.state.listed for one in self._replicas.values())
-        for reason, rule in self._rules(model, any(serving), told):
+        for reason, rule in self._rules(model, any(serving), response_visible):
             rejected = {one.state.id: why for one in usable if (why := rule(one))}
             if reason.covers_all or len(rejected) < len(usable):
                 left_out |= rejected
@@ -426,11 +431,11 @@ class Eligibility:
         )
 
     def _rules(
-        self, model: str, listed: bool, told: bool, trials: bool = True
+        self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[Reason, _Rule], ...]:
         """The reasons but for NEW, in their order; without a model: whatever it is."""
         other = replace(OTHER_MODEL, covers_all=listed)
-        out = self._is_ejected if told else _was_ejected
+        out = self._is_ejected if response_visible else _was_ejected
 
         def serves(one: _Replica) -> bool:
             return not model or self._serves(model, one)
@@ -449,7 +454,7 @@ class Eligibility:
     def _unhealthy(self, one: _Replica) -> str:
         """Why a replica is not healthy; empty, too, where this router saw it answer since."""
         answered = one.answered_at - one.unhealthy_at > _UNDER_WAY_S
-        if one.state.healthy or (answered and self._clock() - one.answered_at < SILENT_AFTER_S):
+        if one.state.healthy or (answered and self._clock() - one.answered_at < STALE_AFTER_S):
             return ""
         return one.state.problem or "not healthy"
 
@@ -488,11 +493,11 @@ class Eligibility:
 
     def _look_for_stalls(self) -> None:
         """As of the last news of any."""
-        silent = set(self.silence.silent(SILENT_AFTER_S))
+        silent = set(self.staleness.stale(STALE_AFTER_S))
         for name, one in self._replicas.items():
             why = ""
             if name in silent:
-                why = f"no news of it for {SILENT_AFTER_S:.0f} s, while others were heard of"
+                why = f"no news of it for {STALE_AFTER_S:.0f} s, while others were heard of"
             elif one.heard_at - one.moved_at > _STUCK_S and not one.frozen:
                 why = f"nothing moved in its engine for {_STUCK_S:.0f} s, though it has requests"
             self._changed |= why != one.stalled
@@ -521,7 +526,7 @@ def _was_ejected(one: _Replica) -> bool:
 
 def _ends(one: _Replica) -> tuple[float, ...]:
     """When what speaks against a replica ends, or a trial may begin."""
-    answered = one.answered_at + SILENT_AFTER_S if not one.state.healthy else -inf
+    answered = one.answered_at + STALE_AFTER_S if not one.state.healthy else -inf
     return one.ejected_until, one.full_until, one.trial_at, answered
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from extproc.fleet.adapters import Adapters
-from extproc.fleet.announcements import Holders, SentPrompts, read_prompts
+from extproc.fleet.adapters import AdapterSlots
+from extproc.fleet.announcements import OwnerMap, PromptLog, read_prompts
 from extproc.fleet.digest import DECODED, EXPECTED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
@@ -19,7 +19,7 @@ from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
-from extproc.fleet.prefixes import Held, Prefixes
+from extproc.fleet.prefix_index import PrefixHits, PrefixIndex
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.tables import SEEN, Replicas, Requests
@@ -74,7 +74,7 @@ class Fleet:
     ) -> None:
         """An empty one; ``names`` are those under which clients ask for what replicas serve."""
         self.router = uuid4().hex[:16]  # names this router among others, from its start to its end
-        self.known = asyncio.Event()  # set once the replicas of the start were put in
+        self.members_known = asyncio.Event()  # set once the replicas of the start were put in
         self.pollers: Sequence[str] | None = None  # names of those alive; None: not known
         self._clock = clock
         self._replicas = replicas = Replicas()
@@ -83,17 +83,17 @@ class Fleet:
         self.members = Members(names or ModelNames())
         self._rows = rows = self.members.rows
         self.eligibility = Eligibility(clock, self.members.names, rows)
-        self.responses = Holders()
-        self.sessions = Holders()
-        self.sent = SentPrompts()
+        self.responses = OwnerMap()
+        self.sessions = OwnerMap()
+        self.prompt_log = PromptLog()
         self.blocks = HeldBlocks(clock)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
-        self._prefixes = Prefixes()
+        self._prefixes = PrefixIndex()
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
-        self.adapters = Adapters(replicas, rows, self._ledger, lengths)
+        self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
         self._reconciliation = Reconciliation(replicas, requests, self.peers)
         self.digests = DigestSource(
             self.router,
@@ -125,7 +125,7 @@ class Fleet:
         row = self._join(state) if before is None else self._rows[state.id]
         self.members.by_row[row] = state
         if before is not None and before.models != state.models:
-            self.members.models_left(before.models, now, state.models)
+            self.members.models_removed(before.models, now, state.models)
         self._learn_lengths(state, before)
         of_now = before is None or state.scraped_at != before.scraped_at  # or told again
         started_at = before.started_at if before else 0.0  # of its process; 0: not known
@@ -142,7 +142,7 @@ class Fleet:
         if fell or started_at not in (0.0, state.started_at):
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
-            self.sent.emptied(state.id)
+            self.prompt_log.restarted(state.id)
             self.adapters.clear(row)
         self._prefixes.polled(row, state)
         self.adapters.polled(row, state, asked_at, now)
@@ -163,22 +163,22 @@ class Fleet:
 
     def remove(self, replica: str) -> None:
         """A replica left the pool; its requests in flight stay until they end."""
-        self.members.models_left(self.members.models_on(replica), self._clock())
+        self.members.models_removed(self.members.models_on(replica), self._clock())
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
-    def drop_silent(self, after: float) -> None:
+    def drop_stale(self, after: float) -> None:
         """Removes replicas not heard of for ``after`` seconds in which others were, routers that
         are gone, and blocks of replicas that are none of the members.
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
-        if self.peers.look(self._clock()):
+        if self.peers.refresh(self._clock()):
             self._progress.changed()
-        for name in self.eligibility.silence.silent(after):
+        for name in self.eligibility.staleness.stale(after):
             self.remove(name)
-        if self.known.is_set():
+        if self.members_known.is_set():
             self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
@@ -222,7 +222,11 @@ class Fleet:
         return 0 if row is None else int(self._replicas.requests[row])
 
     def dispatch(
-        self, replica: str, profile: RequestProfile, cached: float = 0.0, told: bool = True
+        self,
+        replica: str,
+        profile: RequestProfile,
+        cached: float = 0.0,
+        response_visible: bool = True,
     ) -> Ticket:
         """Takes a request into the ledger as sent to ``replica`` now.
 
@@ -236,13 +240,13 @@ class Fleet:
             KeyError: the replica is not a member.
         """
         row, now = self._rows[replica], self._clock()
-        self.eligibility.sent(replica, told)
+        self.eligibility.sent(replica, response_visible)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
         self._remember(row, profile.prefix)
         adapter = self.eligibility.adapter(replica, profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
-        self.sent.add(replica, profile.prefix)
+        self.prompt_log.add(replica, profile.prefix)
         self.adapters.sent(row, ticket, adapter, now)
         return ticket
 
@@ -254,11 +258,11 @@ class Fleet:
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
             self._progress.advance(now)
-            cached = self._prefixes.held(prefix, np.array([row])).cached.item()
+            cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
             self.adapters.moved(ticket, row, now)
             self._remember(row, prefix)
-            self.sent.add(replica, prefix)
+            self.prompt_log.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -304,21 +308,21 @@ class Fleet:
         if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, prompt, tokens)
 
-    def holder(self, response: str) -> str | None:
+    def response_owner(self, response: str) -> str | None:
         """The replica that holds a stored response; None where that is not known, or no request
         may be sent there now. One that drains still answers for what it holds."""
-        replica = self.responses.holder(response) or ""
+        replica = self.responses.owner(response) or ""
         return replica if self.eligibility.works(replica) else None
 
     # -- what other routers tell ------------------------------------------------------------
 
-    def hear(self, digest: Digest, age: float = 0.0) -> None:
+    def receive_digest(self, digest: Digest, age: float = 0.0) -> None:
         if digest.router != self.router:  # the router's own come back, and measure the delay
             self._progress.advance(self._clock())
-        if self.peers.hear(digest, age):
+        if self.peers.receive(digest, age):
             self._progress.changed()
 
-    def hear_prompts(self, router: str, prompts: bytes) -> None:
+    def receive_prompts(self, router: str, prompts: bytes) -> None:
         """A router sent these prompts, by its :attr:`sent`.
 
         Raises:
@@ -338,12 +342,12 @@ class Fleet:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
-    def tells_room(self, rows: Indices) -> NDArray[np.bool_]:
+    def reports_capacity(self, rows: Indices) -> NDArray[np.bool_]:
         """Which replicas have figures to go by: they tell how large their KV cache is, their speed
         was measured, and they were heard of lately."""
         return (self._replicas.tells[rows] > 0.0) & self._ledger.heard_lately(rows, self._clock())
 
-    def room(self, replica: str) -> float:
+    def free_kv_tokens(self, replica: str) -> float:
         """KV tokens that nothing takes there, nor waits for. Without end where nothing is in flight
         that could make room, or it is no member; less than none where one waits for a seat."""
         row, table = self._rows.get(replica), self._replicas
@@ -366,7 +370,7 @@ class Fleet:
         self,
         model: str,
         among: frozenset[str] | None = None,
-        told: bool = True,
+        response_visible: bool = True,
         priority: int = 0,
     ) -> FleetView:
         """The replicas that may serve a request, as of now.
@@ -378,7 +382,7 @@ class Fleet:
             priority: the request's; what lets it go before does not count as queued.
         """
         self._look()
-        candidates = self.eligibility.candidates(model, among, told)
+        candidates = self.eligibility.candidates(model, among, response_visible)
         if self.eligibility.any_new:
             table = self._replicas
             requests = table.requests + table.external
@@ -404,7 +408,7 @@ class Fleet:
         """All members, as of now; ``excluded`` are those that something speaks against, whatever
         the model that is asked for."""
         self._look()
-        return self._view(self.eligibility.everyone())
+        return self._view(self.eligibility.all_members())
 
     def warm_tokens(self, replica: str) -> float:
         """Tokens that a member has in its prefix cache: by its own word, or else as many as it
@@ -416,7 +420,7 @@ class Fleet:
 
     def _look(self) -> None:
         now = self._clock()
-        if self.peers.look(now):
+        if self.peers.refresh(now):
             self._progress.changed()
         self._progress.advance(now)
         self._progress.refresh()
@@ -440,15 +444,15 @@ class Fleet:
         view.backlog = view.enqueued - view.prefilled + view.external_backlog
         return view
 
-    def held(self, prefix: Prefix, view: FleetView) -> Held:
+    def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        held = self._prefixes.held(prefix, view.rows)
+        held = self._prefixes.hits(prefix, view.rows)
         told = self.blocks.held(prefix, view.adapters, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)
-        return Held(
+        return PrefixHits(
             np.where(estimated, held.expected, told),
             np.where(estimated, held.depths, -1),
             np.where(estimated, held.cached, told),

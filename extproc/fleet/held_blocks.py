@@ -9,7 +9,7 @@ from math import inf, nan
 import numpy as np
 from msgspec import Struct
 
-from extproc.fleet.prefixes import KeyHolders
+from extproc.fleet.prefix_index import ReplicaBitmaps
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
@@ -19,7 +19,7 @@ _KEY = np.dtype("<u8")
 NUMBERS = 2**32  # that a poller has for one replica, beginning with a multiple of it
 
 
-class BlockNews(Struct, frozen=True, eq=False, array_like=True):
+class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
     """Keys of blocks, as :func:`~extproc.request.prefix.token_keys` makes them."""
 
     number: int  # its own; no other poller gives the same ones
@@ -78,14 +78,14 @@ class HeldBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
-        self._holders = KeyHolders()
+        self._holders = ReplicaBitmaps()
 
-    def follows(self, replica: str, news: BlockNews) -> bool:
+    def follows(self, replica: str, news: BlockUpdate) -> bool:
         """Tells whether an update can be applied: it is whole, or continues the last one."""
         known = self._replicas.get(replica)
         return news.whole or (known is not None and news.previous == known.number)
 
-    def apply(self, replica: str, news: BlockNews) -> Iterator[None]:
+    def apply(self, replica: str, news: BlockUpdate) -> Iterator[None]:
         """Applies an update that follows, in steps between which other work may come."""
         one = self._replica(replica)
         for _ in self._steps(one, news):
@@ -94,7 +94,7 @@ class HeldBlocks:
                 return
         one.number, one.block_size = news.number, news.block_size
 
-    def _steps(self, one: _Replica, news: BlockNews) -> Iterator[None]:
+    def _steps(self, one: _Replica, news: BlockUpdate) -> Iterator[None]:
         kept: set[int] = set()
         removed = [*one.keys] if news.whole else news.removed.tolist()
         for keys in _parts(news.stored.tolist()):
@@ -168,7 +168,7 @@ class HeldBlocks:
                     tokens[place] = size * _held_of(one.bit, runs)
         return tokens
 
-    def look(self) -> int:
+    def count_known(self) -> int:
         """How many replicas' blocks are known; says which no longer are, or are now."""
         for name, one in self._replicas.items():
             known = self._is_known(one)

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
 
-from extproc.replica_state import SILENT_AFTER_S, ReplicaState
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 Targets = tuple[str, ...] | dict[str, float]
 """What a name stands for: names of one model on different replicas, or models to draw from by
@@ -26,7 +26,7 @@ class ModelNames:
         """The first of them that is among ``names``, those that a replica serves."""
         return next((name for name in self.served(model) if name in names), None)
 
-    def askable(self, served: Iterable[str]) -> list[str]:
+    def requestable(self, served: Iterable[str]) -> list[str]:
         """What clients may ask for where replicas serve these names: the configured first."""
         there = set(served)
         lists = {name for name in self._lists if self.known(name, there) is not None}
@@ -90,14 +90,14 @@ class Members:
     @property
     def models(self) -> list[str]:
         kinds = {state.models for state in self}
-        return self.names.askable(name for models in kinds for name in models)
+        return self.names.requestable(name for models in kinds for name in models)
 
     def models_on(self, replica: str) -> tuple[str, ...]:
         """Names of models that a replica serves; none where it does not tell, or is no member."""
         state = self.get(replica)
         return () if state is None else state.models
 
-    def models_left(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
+    def models_removed(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
         """Remember the models that a replica serves no more; of a thousand, those of late."""
         for model in before:
             if model not in after:
@@ -132,7 +132,7 @@ class Members:
         return all(state.takes_priority for state in self if state.listed or state.healthy)
 
 
-class Silence:
+class Staleness:
     """Notes when news of each replica came.
 
     When nothing at all is heard, pollers or Redis are gone: the replicas are still there. So one
@@ -143,15 +143,15 @@ class Silence:
         self.heard_at = self._since = now  # when the last news of any came; at first, the start
         self._heard: dict[str, float] = {}
 
-    def heard(self, replica: str, now: float) -> None:
-        if now - self.heard_at > SILENT_AFTER_S:
+    def updated(self, replica: str, now: float) -> None:
+        if now - self.heard_at > STALE_AFTER_S:
             self._since = now
         self.heard_at = self._heard[replica] = now
 
     def forget(self, replica: str) -> None:
         self._heard.pop(replica, None)
 
-    def silent(self, after: float) -> list[str]:
+    def stale(self, after: float) -> list[str]:
         """Replicas not heard of for more than ``after`` seconds, in which others were without a
         break."""
         if self.heard_at - self._since < after:

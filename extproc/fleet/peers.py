@@ -17,7 +17,7 @@ from extproc.fleet.digest import (
     REQUESTS,
     WHOLE_EVERY_S,
     Digest,
-    Kind,
+    DigestKind,
 )
 from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
@@ -65,7 +65,7 @@ class Peers:
         return len(self._numbers)
 
     @property
-    def news_age(self) -> float | None:
+    def digest_age(self) -> float | None:
         """Seconds since the newest digest of a peer was sent; None where there are no peers."""
         return self._clock() - self._heard_at.max().item() + self._echo_s if len(self) else None
 
@@ -76,7 +76,7 @@ class Peers:
 
     # -- what is heard ----------------------------------------------------------------------
 
-    def hear(self, digest: Digest, age: float = 0.0) -> bool:
+    def receive(self, digest: Digest, age: float = 0.0) -> bool:
         """Takes in a digest that Redis got ``age`` seconds ago, unless it is older than the last.
 
         Progress must be up to date. Returns True if the sums changed.
@@ -90,12 +90,12 @@ class Peers:
             self._numbers[name] = digest.number
             place = list(self._numbers).index(name)
             self._heard_at[place] = now - age
-            changed = bool(digest.replicas) or digest.kind is not Kind.CHANGES
+            changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
             if changed:
                 self._take(place, digest)
-            if digest.kind is Kind.FAREWELL:
+            if digest.kind is DigestKind.FAREWELL:
                 self._keep(np.arange(len(self)) != place)
-        return self.look(now) or changed
+        return self.refresh(now) or changed
 
     def cut_off(self) -> None:
         """Nothing can be heard until :meth:`connected`: nobody is taken for dead meanwhile."""
@@ -104,7 +104,7 @@ class Peers:
     def connected(self) -> None:
         self._connected_at = self._clock()
 
-    def look(self, now: float) -> bool:
+    def refresh(self, now: float) -> bool:
         """Counts the peers that are fresh, and forgets the dead; returns True if the sums
         changed."""
         if not len(self):
@@ -189,7 +189,7 @@ class Peers:
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]
         before = load[BACKLOG].copy()
-        if digest.kind is not Kind.CHANGES:
+        if digest.kind is not DigestKind.CHANGES:
             load[:] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
         self._patience[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S

@@ -8,7 +8,7 @@ from extproc.fleet.peers import Peers
 from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
-from extproc.replica_state import SILENT_AFTER_S, ReplicaState
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds: no engine steps faster, whatever was learned
 _LATE = 0.3  # seconds of a scrape after which others' load can no longer be told
@@ -227,8 +227,8 @@ class Reconciliation:
 def fade(replicas: Replicas, now: float) -> None:
     """Forgets external load on replicas whose polls are too old to tell."""
     sampled_at = replicas.sampled_at
-    if len(replicas) and now - sampled_at[sampled_at.argmin()] > SILENT_AFTER_S:
-        old = now - sampled_at > SILENT_AFTER_S
+    if len(replicas) and now - sampled_at[sampled_at.argmin()] > STALE_AFTER_S:
+        old = now - sampled_at > STALE_AFTER_S
         sampled_at[old] = inf  # forgotten, once and for all
         replicas.unattributed_figures[:, old] = 0.0
         replicas.external[old] = replicas.external_backlog[old] = 0.0

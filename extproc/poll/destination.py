@@ -6,8 +6,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.runtime import in_turns
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.replica_state import ReplicaState
+from extproc.share.assignment import Assignment
 from extproc.share.drains import Drains
-from extproc.share.owners import Part
 
 
 class Destination:
@@ -26,9 +26,9 @@ class Destination:
     def forget(self, replica: str) -> None:
         """Another poller has the replica now, or is to: nothing more is said of it."""
 
-    async def share(self, replicas: Collection[str]) -> Part:
+    async def share(self, replicas: Collection[str]) -> Assignment:
         """Returns the part of these replicas that is this poller's until the next call."""
-        return Part(frozenset(replicas))
+        return Assignment(frozenset(replicas))
 
     async def release(self) -> None:
         """Gives up all replicas."""
@@ -61,10 +61,10 @@ class IntoFleet(Destination):
     def remove(self, replica: str) -> None:
         self._fleet.remove(replica)
 
-    async def share(self, replicas: Collection[str]) -> Part:
+    async def share(self, replicas: Collection[str]) -> Assignment:
         """Returns all of them; the fleet is known once each was scraped, or could not be."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
-            self._fleet.known.set()
+            self._fleet.members_known.set()
         return await super().share(replicas)
 
     async def changed(self, replica: str, blocks: KvBlocks) -> None:

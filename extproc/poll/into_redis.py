@@ -23,11 +23,11 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import TTL_S, ReplicaState
+from extproc.share.assignment import Assigner, Assignment
 from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
 from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
-from extproc.share.owners import Owners, Part
 from extproc.share.replicas import StateReader, StateWriter
 
 log = logging.getLogger(__name__)
@@ -79,10 +79,10 @@ class Health:
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
-        self._pools: dict[str, tuple[Owners, OutageLog, Callable[[], Iterable[str]]]] = {}
+        self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def watch(
-        self, pool: str, owners: Owners, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
+        self, pool: str, owners: Assigner, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
     ) -> None:
         self._starting.discard(pool)
         self._pools[pool] = owners, outage, unlisted
@@ -134,7 +134,7 @@ class IntoRedis(Destination):
         super().__init__()
         pool = config.pool
         self.outage = outage(redis)
-        self.owners = Owners(redis, pool, name, self.outage, monotonic, skips)
+        self.owners = Assigner(redis, pool, name, self.outage, monotonic, skips)
         self._reader = StateReader(redis, pool, random, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
@@ -163,7 +163,7 @@ class IntoRedis(Destination):
             await some.wait()
             await asyncio.sleep(_GATHER_S)
             some.clear()
-            if self.owners.stood_still or await write():
+            if self.owners.paused or await write():
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next())
@@ -201,7 +201,7 @@ class IntoRedis(Destination):
         self.outage.recovered()
         return True
 
-    async def share(self, replicas: Collection[str]) -> Part:
+    async def share(self, replicas: Collection[str]) -> Assignment:
         return await self.owners.beat(replicas)
 
     async def release(self) -> None:

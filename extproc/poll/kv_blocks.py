@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from extproc.fleet.held_blocks import NUMBERS, BlockNews
+from extproc.fleet.held_blocks import NUMBERS, BlockUpdate
 from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.request.prefix import seed_of, token_keys
@@ -138,7 +138,7 @@ class KvBlocks:
                     for hash_ in map(_number_of, event.block_hashes):
                         self._remove(hash_)
 
-    def news(self) -> tuple[BlockNews, BlockNews | None] | None:
+    def news(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
         """Returns the update not told yet, and all blocks where that is due; None: neither."""
         since = self._clock() - self._whole_at
         if not self.complete:
@@ -163,9 +163,9 @@ class KvBlocks:
         self._missed, self._told, self._whole_at = False, 0, self._clock()
         return new, whole
 
-    def _news(self, previous: int, stored: list[int], removed: list[int]) -> BlockNews:
+    def _news(self, previous: int, stored: list[int], removed: list[int]) -> BlockUpdate:
         keys = (np.array(keys, np.uint64) for keys in (stored, removed))
-        return BlockNews(self.number, previous, self._block_size, *keys)
+        return BlockUpdate(self.number, previous, self._block_size, *keys)
 
     def _store(self, event: BlockStored) -> None:
         if not self._block_size:

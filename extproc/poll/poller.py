@@ -21,7 +21,7 @@ from extproc.poll.replica import PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
 from extproc.predict.estimator import FleetPrior
 from extproc.replica_state import ReplicaState
-from extproc.share.owners import BEAT_S
+from extproc.share.assignment import BEAT_S
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Poller:
     async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
         part = await self._into.share(targets)
-        lost = {*self._polled} if part.stood_still else self._polled.keys() - part.replicas
+        lost = {*self._polled} if part.paused else self._polled.keys() - part.replicas
         for replica in lost:
             self._stop(replica)
             self._into.forget(replica)
@@ -134,7 +134,7 @@ class Poller:
             self._leaving.remove(replica)
             self._into.remove(replica)
             log.info("replica left", extra={"replica": replica})
-        if part.redis_forgot:
+        if part.redis_was_emptied:
             for polled in self._polled.values():
                 polled.replica.tell_again()
         new = part.replicas - self._polled.keys()

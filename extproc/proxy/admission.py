@@ -144,7 +144,7 @@ async def _wait(
 def _is_unserved(services: Services, profile: RequestProfile) -> bool:
     """Return True if every replica tells which models it serves, and none serves this one."""
     fleet = services.fleet
-    listed = services.config.route.listed_models_only and fleet.known.is_set()
+    listed = services.config.route.listed_models_only and fleet.members_known.is_set()
     return (
         listed
         and profile.requested_model != ""
@@ -157,7 +157,7 @@ def _is_awaited(services: Services, profile: RequestProfile) -> bool:
     hold, fleet = services.config.hold, services.fleet
     if (
         min(hold.longest_s, hold.empty_s) <= 0.0
-        or not fleet.known.is_set()
+        or not fleet.members_known.is_set()
         or not profile.requested_model
     ):
         return False

@@ -150,7 +150,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
             for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=ages.get(state.id, 0.0))
                 await asyncio.sleep(0)
-            fleet.known.set()
+            fleet.members_known.set()
         case Put(state):
             # Pushed at once: it took less than the clocks of two machines differ by.
             fleet.put(state)
@@ -163,12 +163,12 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     metrics, clock, fleets = pools[0].metrics, pools[0].clock, [one.fleet for one in pools]
     while True:
         for one in pools:
-            one.fleet.drop_silent(TTL_S)
+            one.fleet.drop_stale(TTL_S)
             needed = one.demand.replicas(one.queue, 1 + len(one.fleet.peers))
             metrics.replicas_needed.labels(one.config.pool).set(needed)
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
-        metrics.set_excluded(one for fleet in fleets for one in fleet.eligibility.against())
+        metrics.set_excluded(one for fleet in fleets for one in fleet.eligibility.exclusions())
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
@@ -177,11 +177,11 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         metrics.set_waiting(held, got)
         metrics.set_unserved({one.config.pool: one.queue.unserved_by_model() for one in pools})
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
-        metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
+        metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
         # Of a pool that never had a replica there is no news.
         heard = [fleet for fleet in fleets if fleet.members] or fleets[:1]
-        oldest = min(fleet.eligibility.silence.heard_at for fleet in heard)
+        oldest = min(fleet.eligibility.staleness.heard_at for fleet in heard)
         metrics.state_age.set(clock() - oldest)
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 

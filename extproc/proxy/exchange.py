@@ -171,7 +171,7 @@ class Exchange:
         services, path = self.services, headers.get(":path", "")
         services.metrics.requests.add("passed")
         listed = headers.get(":method") == "GET" and lists_models(path)
-        holder = services.fleet.holder(stored_response_of(path))
+        holder = services.fleet.response_owner(stored_response_of(path))
         if listed and services.config.route.models and (members := services.fleet.members):
             listing = model_list(members.names, members, int(services.wall()))
             reply = messages.answer(200, listing)

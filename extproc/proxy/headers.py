@@ -81,7 +81,7 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
         created: seconds since the epoch; vLLM, too, gives the time of the answer.
     """
     kinds = {(state.models, state.max_model_len) for state in states}
-    listed = names.askable(name for models, _ in kinds for name in models)
+    listed = names.requestable(name for models, _ in kinds for name in models)
     return to_json(
         {
             "object": "list",

@@ -39,9 +39,9 @@ class InFlight:
         self.served_by = decision.replica
         """The replica that it is on, as far as is known: ``ip:port``."""
         self._ticket = services.fleet.dispatch(
-            decision.replica, decision.profile, decision.cached, told=not unseen
+            decision.replica, decision.profile, decision.cached, response_visible=not unseen
         )
-        services.fleet.sessions.saw(decision.profile.session, decision.replica)
+        services.fleet.sessions.record(decision.profile.session, decision.replica)
         decision.drop_large_parts()
         self._forecast = decision.forecast()
         self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
@@ -74,7 +74,7 @@ class InFlight:
 
     def chunk(self, message: HttpBody) -> None:
         self._ended = message.end_of_stream
-        self._services.fleet.eligibility.answers(self.served_by)
+        self._services.fleet.eligibility.response_seen(self.served_by)
         if self._usage is None or not message.body:
             return
         if self._chunks is not None:
@@ -85,7 +85,7 @@ class InFlight:
             self.outcome.ttft_s = self._services.clock() - self._sent_at
             self._services.fleet.first_token(self._ticket)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
-            self._services.fleet.responses.saw(found, self.served_by)
+            self._services.fleet.responses.record(found, self.served_by)
 
     def end(self, lost: bool = False) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up; ``lost``: or
@@ -133,7 +133,7 @@ class InFlight:
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
         if upstream != self.served_by and upstream in services.fleet.members:
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
-            services.fleet.sessions.saw(self._forecast.profile.session, upstream)
+            services.fleet.sessions.record(self._forecast.profile.session, upstream)
             self.served_by = upstream
         self.outcome.served_by = self.served_by
         status = self.outcome.status or 0
@@ -144,7 +144,7 @@ class InFlight:
         if failed:
             self._failed(self.served_by, unavailable=status == _UNAVAILABLE, counts=not moved)
         elif not self.outcome.overloaded:
-            services.fleet.eligibility.answered(self.served_by)
+            services.fleet.eligibility.succeeded(self.served_by)
 
     def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
         """``counts``: blame this replica. A request that fails on two may itself be the cause.

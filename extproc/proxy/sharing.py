@@ -11,19 +11,26 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.config import Config
-from extproc.fleet.announcements import MOST_HELD, MOST_KEPT, Holders
+from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
 from extproc.observe.metrics import RouterMetrics
+from extproc.share.assignment import living
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
 from extproc.share.departed import DepartedModels
-from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.share.digests import (
+    Connected,
+    CutOff,
+    DigestEvent,
+    DigestReader,
+    DigestReceived,
+    DigestWriter,
+)
 from extproc.share.envelope import Skips
-from extproc.share.owners import living
 from extproc.share.reader import Reader
 from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
 
@@ -44,7 +51,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         parts = [
             _tell(DigestWriter(redis, pool), fleet, metrics),
             _hear(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
-            _tell_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MOST_KEPT), fleet),
+            _tell_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
             _hear_prompts(prompts, fleet, skips),
             _hear_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
             _hear_pollers(redis, pool, fleet),
@@ -53,10 +60,10 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         owned = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
             owned.append((fleet.sessions, keys.sessions))
-        for holders, key in owned:
-            owners = StreamReader(redis, key, OWNER, random, skips)
-            parts.append(_tell_owners(StreamWriter(redis, key, OWNER, MOST_HELD), holders))
-            parts.append(_hear(owners, partial(_keep, holders)))
+        for owners, key in owned:
+            stream = StreamReader(redis, key, OWNER, random, skips)
+            parts.append(_tell_owners(StreamWriter(redis, key, OWNER, MAX_OWNERS), owners))
+            parts.append(_hear(stream, partial(_keep, owners)))
         for part in parts:
             tasks.create_task(part)
 
@@ -100,33 +107,33 @@ async def _tell(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> N
             await writer.send(fleet.digests.farewell())
 
 
-def _take(fleet: Fleet, metrics: RouterMetrics, news: News) -> None:
+def _take(fleet: Fleet, metrics: RouterMetrics, news: DigestEvent) -> None:
     match news:
-        case Heard(digest, age):
+        case DigestReceived(digest, age):
             if digest.router != fleet.router and not age:
                 metrics.digest_age.observe(max(wall() - digest.sent_at, 0.0))
-            fleet.hear(digest, age)
+            fleet.receive_digest(digest, age)
         case Connected():
             fleet.peers.connected()
         case CutOff():
             fleet.peers.cut_off()
 
 
-async def _tell_owners(writer: StreamWriter[Owner], holders: Holders) -> None:
+async def _tell_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:
     while True:
-        held = await holders.untold(_HELD_AT_ONCE)
+        held = await owners.take_announcements(_HELD_AT_ONCE)
         await _deliver(writer, [Owner(thing, replica) for thing, replica in held])
 
 
-def _keep(holders: Holders, owner: Owner) -> None:
-    holders.keep(owner.thing, owner.replica)
+def _keep(owners: OwnerMap, owner: Owner) -> None:
+    owners.remember(owner.thing, owner.replica)
 
 
 async def _tell_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
     while True:
-        if prompts := fleet.sent.take():
+        if prompts := fleet.prompt_log.take():
             await _deliver(writer, [Prompts(fleet.router, prompts)])
-        urgent = bool(fleet.peers) or len(fleet.sent) > 0
+        urgent = bool(fleet.peers) or len(fleet.prompt_log) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
 
@@ -135,11 +142,11 @@ async def _hear_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skip
 
     def take(sent: Prompts) -> None:
         try:
-            fleet.hear_prompts(sent.router, sent.prompts)
+            fleet.receive_prompts(sent.router, sent.prompts)
         except ValueError as error:
             skips.garbage(reader.key, error)
 
-    await fleet.known.wait()
+    await fleet.members_known.wait()
     await _hear(reader, take)
 
 
@@ -147,8 +154,8 @@ async def _hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
     """Brings what replicas hold, by their own word, into the fleet, for ever."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
-            if fleet.blocks.follows(change.replica, change.news):
-                await in_turns(fleet.blocks.apply(change.replica, change.news))
+            if fleet.blocks.follows(change.replica, change.update):
+                await in_turns(fleet.blocks.apply(change.replica, change.update))
             else:
                 reader.forget(change.replica)
 

@@ -166,7 +166,7 @@ async def _send_body(exchange: Exchange, asked: RequestHeaders, whole: bool) -> 
 def _wait_for_body(exchange: Exchange, asked: RequestHeaders) -> bytes:
     services = exchange.services
     sees = services.responses.takes(services.clock(), 1.0)
-    sees |= services.fleet.eligibility.doubtful  # a replica failed of late and may be well again
+    sees |= services.fleet.eligibility.has_suspects  # a replica may be well again
     sees |= asked.endpoint is Endpoint.RESPONSES  # their ids are read
     exchange.unseen = not sees
     if sees:

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from extproc.fleet.prefixes import Held
+from extproc.fleet.prefix_index import PrefixHits
 from extproc.predict.completion import AdapterTimes, Prediction, work
 from extproc.predict.inputs import NO_SEQUENCES, FleetView, Floats, Sequences, usual_step
 from extproc.request.prefix import NO_PREFIX
@@ -19,7 +19,7 @@ class Situation:
 
     profile: RequestProfile
     view: FleetView
-    held: Held
+    held: PrefixHits
     prediction: Prediction
     sequences: Sequences  # in flight on the candidates; valid until the fleet changes
     random: Random
@@ -69,7 +69,7 @@ class Forecast:
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float  # seconds, without ``stretch``
-    expected_hits: float  # as in Held, like ``hits_depth``
+    expected_hits: float  # as in PrefixHits, like ``hits_depth``
     hits_depth: int
     adapter_load: float  # seconds to load the LoRA adapter; 0 with an ``adapter_wait``
     adapter_wait: float  # seconds until the batch has a place for the LoRA adapter

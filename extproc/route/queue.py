@@ -153,7 +153,7 @@ class Queue:
         """Dispatch requests to a replica that may have more room than before."""
         decided, row = 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
-            now, room = self._clock(), self._fleet.room(replica)
+            now, room = self._clock(), self._fleet.free_kv_tokens(replica)
             for request in self._backlog.heads(row, _MODELS):
                 if room < request.tokens or request.declines(row, now):
                     continue

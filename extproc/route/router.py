@@ -70,7 +70,7 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view)
+        held = fleet.prefix_hits(profile.prefix, view)
         sequences = fleet.sequences(view)
         prediction = predict(profile, expected, view, sequences, held.cached)
         adapter = fleet.adapter_times(view)
@@ -91,7 +91,7 @@ class Router:
                 choice = _without_idle_wait(choice, prediction, place)
         name = fleet.members.name_on(view.ids[choice.first], profile.model)
         second = self._second(situation, choice, name)
-        age, fallback = fleet.peers.news_age, ""
+        age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:
             fallback = f"the newest digest of other routers is {seconds(age)} old, so none counts"
         return Decision(situation, choice, p90, second, name, age, fallback)
@@ -105,7 +105,9 @@ class Router:
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, response_visible, profile.priority)
-        owner = fleet.holder(profile.previous_response) if profile.previous_response else None
+        owner = (
+            fleet.response_owner(profile.previous_response) if profile.previous_response else None
+        )
         if owner is None or owner in view.ids:
             return view, owner
         state = fleet.members.get(owner)
@@ -141,10 +143,10 @@ class Router:
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
             return False
-        among_others = peers.news_age is not None
+        among_others = peers.digest_age is not None
         wait = room_wait_s(profile, prediction, p90, view, sequences, among_others)
         if wait is not None:
-            wait *= self.fleet.tells_room(view.rows)
+            wait *= self.fleet.reports_capacity(view.rows)
         if backlog:
             if place is None:
                 best = int(prediction.completion.argmin())
@@ -166,7 +168,7 @@ class Router:
         if situation.late is not None:
             choice = by_target(situation.late, situation, choice)
         session = situation.profile.session
-        home = self.fleet.sessions.holder(session) if session else None
+        home = self.fleet.sessions.owner(session) if session else None
         return choice if home is None else by_session(home, self._session_cost_s, situation, choice)
 
     def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
@@ -197,7 +199,7 @@ class Router:
         models = fleet.members.names.models(requested)
         if len(models) == 1:
             return models[0]
-        held = fleet.members.models_on(fleet.holder(previous_response) or "")
+        held = fleet.members.models_on(fleet.response_owner(previous_response) or "")
         served = [model for model in models if fleet.members.names.known(model, held)]
         served = served or [name for name in models if fleet.eligibility.can_serve(name, among)]
         served = served or [name for name in models if name in fleet.members.models]
@@ -256,9 +258,9 @@ class Router:
         load, wait = forecast.adapter_load, forecast.adapter_wait
         later = ttft - forecast.predicted_ttft
         if load:
-            self.fleet.adapters.took(replica, load + later)
+            self.fleet.adapters.load_measured(replica, load + later)
         if wait:
-            self.fleet.adapters.waited(forecast.adapter_overrun * (1.0 + later / wait))
+            self.fleet.adapters.wait_measured(forecast.adapter_overrun * (1.0 + later / wait))
         if (steps_s := forecast.first_step_s) is not None:
             prompt = forecast.profile.prompt_tokens
             self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)

@@ -12,10 +12,10 @@ from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from extproc.fleet.held_blocks import BlockNews, is_up_to, pack, unpack
+from extproc.fleet.held_blocks import BlockUpdate, is_up_to, pack, unpack
 from extproc.ground.clock import Clock
 from extproc.share.connection import Keys, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
 LIFE_S = 3600  # of a replica's blocks in Redis, from the last news on
@@ -38,17 +38,17 @@ redis.call('PUBLISH', ARGV[2], ARGV[3] ~= '' and ARGV[3] or ARGV[4])
 return (kept == 0 or (type(kept) == 'table' and kept.err)) and 0 or 1
 """
 
-Told = tuple[BlockNews, BlockNews | None]  # what is new, and all that is held where that is due
+Told = tuple[BlockUpdate, BlockUpdate | None]  # what is new, and all that is held where that is due
 
 
-class NewsOfReplica(Struct, array_like=True, frozen=True):
+class ReplicaBlockUpdate(Struct, array_like=True, frozen=True):
     """News of one replica."""
 
     replica: str  # ip:port
-    news: BlockNews
+    update: BlockUpdate
 
 
-BLOCKS = Kind("blocks", NewsOfReplica, pack, unpack)
+BLOCKS = EnvelopeKind("blocks", ReplicaBlockUpdate, pack, unpack)
 
 
 class BlockWriter:
@@ -72,8 +72,8 @@ class BlockWriter:
                     _TELL,
                     1,
                     *(self._keys.blocks + replica, LIFE_S, self._keys.blocks_channel),
-                    b"" if new is held else BLOCKS.seal(NewsOfReplica(replica, new)),
-                    BLOCKS.seal(NewsOfReplica(replica, held)) if held else b"",
+                    b"" if new is held else BLOCKS.seal(ReplicaBlockUpdate(replica, new)),
+                    BLOCKS.seal(ReplicaBlockUpdate(replica, held)) if held else b"",
                 )
             kept = await pipe.execute()
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
@@ -90,7 +90,7 @@ class BlockWriter:
         return data or b""
 
 
-class BlockReader(ChannelReader[NewsOfReplica]):
+class BlockReader(ChannelReader[ReplicaBlockUpdate]):
     """Hears of blocks; of each replica, each news follows the one before, or is whole."""
 
     def __init__(
@@ -106,14 +106,14 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         """Has the next news whole: the last ones were of no use."""
         self._numbers.pop(replica, None)
 
-    async def _found(self) -> AsyncIterator[NewsOfReplica]:
+    async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
         self._numbers.clear()
         beginning = self._keys.blocks
         for key in await keys_after(self._redis, beginning):
             for one in await self._read(key.removeprefix(beginning)):
                 yield one
 
-    async def _pushed(self, data: bytes) -> Iterable[NewsOfReplica]:
+    async def _pushed(self, data: bytes) -> Iterable[ReplicaBlockUpdate]:
         """Returns pushed news; all that Redis has where some before them were missed."""
         told = self._skips.open(self._channel, data, BLOCKS)
         if told is None or self._is_old(told):
@@ -123,7 +123,7 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         since = self._clock() - self._read_at.get(told.replica, -math.inf)
         return await self._read(told.replica) if since >= _READ_AGAIN_S else []
 
-    async def _read(self, replica: str) -> Iterable[NewsOfReplica]:
+    async def _read(self, replica: str) -> Iterable[ReplicaBlockUpdate]:
         """Returns what Redis has of a replica, but for what another poller added to the list."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
@@ -136,13 +136,13 @@ class BlockReader(ChannelReader[NewsOfReplica]):
         opened = (self._skips.open(key, data, BLOCKS) for data in found)
         return (one for one in opened if one and not self._is_old(one) and self._follows(one))
 
-    def _is_old(self, told: NewsOfReplica) -> bool:
+    def _is_old(self, told: ReplicaBlockUpdate) -> bool:
         known = self._numbers.get(told.replica)
-        return known is not None and is_up_to(known, told.news.number)
+        return known is not None and is_up_to(known, told.update.number)
 
-    def _follows(self, told: NewsOfReplica) -> bool:
+    def _follows(self, told: ReplicaBlockUpdate) -> bool:
         """Takes news as heard; returns False where some before them are missing."""
-        if not told.news.whole and told.news.previous != self._numbers.get(told.replica):
+        if not told.update.whole and told.update.previous != self._numbers.get(told.replica):
             return False
-        self._numbers[told.replica] = told.news.number
+        self._numbers[told.replica] = told.update.number
         return True

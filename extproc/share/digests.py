@@ -10,15 +10,15 @@ from redis.exceptions import RedisError
 from extproc.fleet import digest as fleet_digest
 from extproc.fleet.digest import Digest
 from extproc.share.connection import Keys, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
 _LIFE_MS = 2000  # of a digest in Redis; a whole one comes every half second
-DIGEST = Kind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
+DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class DigestReceived:
     """A digest, as it was pushed or as it was found."""
 
     digest: Digest
@@ -35,7 +35,7 @@ class CutOff:
     """Redis cannot be heard."""
 
 
-News = Heard | Connected | CutOff
+DigestEvent = DigestReceived | Connected | CutOff
 
 
 class DigestWriter:
@@ -52,9 +52,9 @@ class DigestWriter:
         """
         data, key = DIGEST.seal(digest), self._keys.router + digest.router
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            if digest.kind is fleet_digest.Kind.WHOLE:
+            if digest.kind is fleet_digest.DigestKind.WHOLE:
                 pipe.set(key, data, px=_LIFE_MS)
-            elif digest.kind is fleet_digest.Kind.FAREWELL:
+            elif digest.kind is fleet_digest.DigestKind.FAREWELL:
                 pipe.delete(key)
             pipe.publish(self._keys.digests, data)
             *_, pushed = await pipe.execute(raise_on_error=False)
@@ -62,21 +62,21 @@ class DigestWriter:
             raise pushed
 
 
-class DigestReader(ChannelReader[News]):
+class DigestReader(ChannelReader[DigestEvent]):
     """Hears of every router's digests; while Redis is away, each attempt yields ``CutOff``."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.digests
 
-    def _cut_off(self, error: Exception) -> Iterable[News]:
+    def _cut_off(self, error: Exception) -> Iterable[DigestEvent]:
         return [CutOff()]
 
-    async def _pushed(self, data: bytes) -> Iterable[News]:
+    async def _pushed(self, data: bytes) -> Iterable[DigestEvent]:
         digest = self._skips.open(self._channel, data, DIGEST)
-        return [Heard(digest)] if digest else ()
+        return [DigestReceived(digest)] if digest else ()
 
-    async def _found(self) -> AsyncIterator[News]:
+    async def _found(self) -> AsyncIterator[DigestEvent]:
         keys = await keys_after(self._redis, self._keys.router)
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -87,4 +87,4 @@ class DigestReader(ChannelReader[News]):
         for key, data, left in zip(keys, answers[::2], answers[1::2], strict=True):
             told = isinstance(data, bytes) and isinstance(left, int)
             if told and (digest := self._skips.open(key, data, DIGEST)):
-                yield Heard(digest, max(_LIFE_MS - left, 0) / 1000)
+                yield DigestReceived(digest, max(_LIFE_MS - left, 0) / 1000)

@@ -13,7 +13,7 @@ from redis.utils import str_if_bytes
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Drain(Struct, array_like=True, frozen=True):
     drains: bool  # False: it took the drain back
 
 
-DRAIN = Kind("drain", Drain)
+DRAIN = EnvelopeKind("drain", Drain)
 
 
 class DrainStore:

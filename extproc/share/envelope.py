@@ -25,7 +25,7 @@ class Envelope(Struct, array_like=True, frozen=True):
     body: Raw  # MessagePack
 
 
-class Kind(Generic[T]):
+class EnvelopeKind(Generic[T]):
     """The envelopes with one tag.
 
     Args:
@@ -61,7 +61,7 @@ class Skips:
         self._count = count
         self._warned: set[str] = set()
 
-    def open(self, source: str, data: Any, *kinds: Kind[Any]) -> Any:
+    def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
         """Returns the body of an envelope of one of these kinds; None where it cannot be read.
 
         ``source``: the key or channel, for the log.
@@ -82,7 +82,7 @@ class Skips:
             return None
         return body
 
-    def open_all(self, source: str, data: Any, *kinds: Kind[Any]) -> list[Any]:
+    def open_all(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> list[Any]:
         try:
             envelopes = _LIST_DECODER.decode(data)
         except (ValueError, TypeError, RecursionError) as error:

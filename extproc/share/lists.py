@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 
 
 class Put(Struct, array_like=True, frozen=True):
@@ -37,9 +37,9 @@ class Lists(Struct, array_like=True, frozen=True):
     adapters: tuple[str, ...]
 
 
-PUT = Kind("put", Put, pack=float)  # of numpy's numbers
-PUT_LISTED = Kind("put listed", PutListed, pack=float)
-LISTS = Kind("lists", Lists)
+PUT = EnvelopeKind("put", Put, pack=float)  # of numpy's numbers
+PUT_LISTED = EnvelopeKind("put listed", PutListed, pack=float)
+LISTS = EnvelopeKind("lists", Lists)
 
 
 def lists_of(state: ReplicaState) -> Lists:

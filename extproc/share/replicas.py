@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
-from extproc.share.envelope import Kind, Skips, sealed_list
+from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
 from extproc.share.lists import PUT, PUT_LISTED, KnownLists, Put, lists_of, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after
 
@@ -39,7 +39,7 @@ class Removed(Struct, array_like=True, frozen=True):
 
 Change = Snapshot | Put | Removed
 
-REMOVED = Kind("removed", Removed)
+REMOVED = EnvelopeKind("removed", Removed)
 
 # KEYS: of the states, then of their lists. ARGV: number of states, TTL in ms of these, and of
 # lists, channel, values of the states, values of the lists (none: Redis should have them). Returns

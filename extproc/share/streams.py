@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
 from extproc.share.connection import TIMEOUT_S, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
 _PAGE = 100  # entries read at a time: some 5 ms, in which a router does nothing else
@@ -33,17 +33,17 @@ class Prompts(Struct, array_like=True, frozen=True):
     """Prompts that a router sent to replicas."""
 
     router: str
-    prompts: bytes  # as :mod:`extproc.fleet.sent` packs them
+    prompts: bytes  # as :mod:`extproc.fleet.prompt_log` packs them
 
 
-OWNER = Kind("owner", Owner)
-PROMPTS = Kind("prompts", Prompts)
+OWNER = EnvelopeKind("owner", Owner)
+PROMPTS = EnvelopeKind("prompts", Prompts)
 
 
 class StreamWriter(Generic[B]):
     """Appends entries of one kind; Redis keeps about the last ``most``."""
 
-    def __init__(self, redis: Redis, key: str, kind: Kind[B], most: int) -> None:
+    def __init__(self, redis: Redis, key: str, kind: EnvelopeKind[B], most: int) -> None:
         self._redis = redis
         self.key = key
         self._kind = kind
@@ -74,7 +74,7 @@ class StreamReader(Reader[B]):
         self,
         redis: Redis,
         key: str,
-        kind: Kind[B],
+        kind: EnvelopeKind[B],
         random: Random,
         skips: Skips | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from extproc.config import Config
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
-from extproc.share import owners
+from extproc.share import assignment
 from extproc.share.connection import connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, Stack, patient
@@ -47,7 +47,7 @@ def alone(*replicas: object, **more: object) -> Config:
 @pytest.fixture(autouse=True)
 def heartbeats_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps pollers alive on a busy machine."""
-    monkeypatch.setattr(owners, "LIFE_S", 60.0)
+    monkeypatch.setattr(assignment, "LIFE_S", 60.0)
 
 
 @pytest.fixture

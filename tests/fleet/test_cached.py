@@ -77,7 +77,7 @@ def test_a_retried_request_has_to_be_prefilled_where_it_is_not_cached(fleet: Fle
     ticket = fleet.dispatch(replica(1), request(prefix), CACHED)
     fleet.move(ticket, replica(2), prefix)
     assert fleet.view(MODEL).backlog[1] == TOKENS
-    held = fleet.held(prefix, fleet.view(MODEL)).expected
+    held = fleet.prefix_hits(prefix, fleet.view(MODEL)).expected
     assert held[1] == pytest.approx(TOKENS, abs=64)
 
 
@@ -87,8 +87,8 @@ def test_others_hear_where_a_retried_request_was_served(fleet: Fleet, clock: Man
         other.put(state(number, "llama-8b-h100", clock))
     prefix = prompt("a")
     fleet.move(fleet.dispatch(replica(1), request(prefix)), replica(2), prefix)
-    other.hear_prompts(fleet.router, fleet.sent.take())
-    assert np.all(other.held(prefix, other.view(MODEL)).expected > 0)
+    other.receive_prompts(fleet.router, fleet.prompt_log.take())
+    assert np.all(other.prefix_hits(prefix, other.view(MODEL)).expected > 0)
 
 
 def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
@@ -97,15 +97,15 @@ def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
     prefix = prompt("a")
     fleet.put(state(1, "llama-8b-h100", clock, steps=100))
     fleet.dispatch(replica(1), request(prefix))
-    told = [fleet.sent.take()]
+    told = [fleet.prompt_log.take()]
     clock.advance(1)
     fleet.put(state(1, "llama-8b-h100", clock, steps=1))
-    told.append(fleet.sent.take())
+    told.append(fleet.prompt_log.take())
     other = Fleet(OutputLengths(), clock, clock)
     other.put(state(1, "llama-8b-h100", clock, steps=1))
     for batch in told:
-        other.hear_prompts(fleet.router, batch)
-    assert not other.held(prefix, other.view(MODEL)).expected.any()
+        other.receive_prompts(fleet.router, batch)
+    assert not other.prefix_hits(prefix, other.view(MODEL)).expected.any()
 
 
 @pytest.mark.parametrize(("started_at", "known"), [(0.0, False), (1e9, True)])
@@ -119,7 +119,7 @@ def test_older_state_of_the_same_process_empties_no_cache(
         fleet.put(state(1, "llama-8b-h100", clock, steps=steps, started_at=started_at))
         if steps == 100:
             fleet.dispatch(replica(1), request(prefix))
-    assert fleet.held(prefix, fleet.view(MODEL)).expected.any() == known
+    assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known
 
 
 def test_prompts_of_others_that_wait_are_taken_to_be_cached_as_much_as_all(

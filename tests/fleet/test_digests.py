@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from extproc.fleet.digest import EVERY_S, NOTHING, Digest, Kind, decode
+from extproc.fleet.digest import EVERY_S, NOTHING, Digest, DigestKind, decode
 from extproc.fleet.fleet import Fleet
 from extproc.predict.lengths import OutputLengths
 from tests.fakes import MODEL, ManualClock, chat, embedding, replica, state
@@ -25,7 +25,7 @@ def tell(teller: Fleet, *hearers: Fleet, clock: ManualClock) -> Digest | None:
     digest = teller.digests.due(clock())
     if digest is not None:
         for hearer in hearers:
-            hearer.hear(decode(digest.encode()))
+            hearer.receive_digest(decode(digest.encode()))
     return digest
 
 
@@ -49,7 +49,7 @@ def test_a_digest_is_decoded_as_it_was_encoded() -> None:
     data = sent.encode()
     got = decode(data)
     assert (got.router, got.number, got.sent_at) == (fleet.router, sent.number, clock())
-    assert got.kind is Kind.WHOLE
+    assert got.kind is DigestKind.WHOLE
     assert got.replicas == (replica(1), replica(2))
     np.testing.assert_allclose(got.figures, sent.figures, rtol=1e-6)
     assert len(data) < 44 + 2 * 56
@@ -128,8 +128,8 @@ def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
     tell(two, one, clock=clock)
     digest = one.digests.due(clock(), no_peers=not one.peers)
     assert digest is not None
-    assert (digest.kind, digest.replicas) == (Kind.CHANGES, (replica(1),)), "what two missed"
-    two.hear(digest)
+    assert (digest.kind, digest.replicas) == (DigestKind.CHANGES, (replica(1),)), "what two missed"
+    two.receive_digest(digest)
     assert two.view(MODEL).requests.tolist() == [1, 0]
 
 
@@ -158,7 +158,7 @@ def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
     fleet.digests.repeat()
     digest = fleet.digests.due(clock())
     assert digest is not None
-    assert (digest.kind, digest.replicas) == (Kind.WHOLE, (replica(1),))
+    assert (digest.kind, digest.replicas) == (DigestKind.WHOLE, (replica(1),))
 
 
 # -- what others make of it -----------------------------------------------------------------
@@ -192,12 +192,12 @@ def test_others_requests_move_forward_between_digests() -> None:
             fleet.view(MODEL)
         (ours,), (theirs,) = ([seen(fleet, "backlog")[0][0]] for fleet in (one, two))
         assert theirs == pytest.approx(ours, rel=0.02, abs=1)
-        two.hear(_still(one, clock))
+        two.receive_digest(_still(one, clock))
     for _ in range(25):
         clock.advance(0.02)
         for fleet in (one, two):
             fleet.view(MODEL)
-        two.hear(_still(one, clock))
+        two.receive_digest(_still(one, clock))
     assert seen(two, "batch")[0][0] == pytest.approx(3, abs=0.01)
     assert seen(two, "waiting")[0][0] == pytest.approx(0, abs=0.01)
     kv, expected = (seen(fleet, "kv_used")[0][0] for fleet in (two, one))
@@ -210,7 +210,7 @@ def test_others_requests_move_forward_between_digests() -> None:
 def _still(fleet: Fleet, clock: ManualClock) -> Digest:
     """A sign of life, and no more."""
     number = round(clock() * 1000)
-    return Digest(fleet.router, number, clock(), Kind.CHANGES, (), NOTHING)
+    return Digest(fleet.router, number, clock(), DigestKind.CHANGES, (), NOTHING)
 
 
 def test_a_prompt_takes_longer_beside_others() -> None:
@@ -220,10 +220,10 @@ def test_a_prompt_takes_longer_beside_others() -> None:
     two.dispatch(replica(1), chat(1000, 100))
     tell(one, two, clock=clock)
     clock.advance(0.5)
-    two.hear(_still(one, clock))
+    two.receive_digest(_still(one, clock))
     assert 0 < seen(two, "backlog")[0][0] < 4000
     clock.advance(1.0)
-    two.hear(_still(one, clock))
+    two.receive_digest(_still(one, clock))
     assert seen(two, "backlog", "batch") == [[0, 0], [2, 0]]
 
 
@@ -251,10 +251,10 @@ def test_a_router_without_requests_forgets_the_dead_too() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     tell(one, two, clock=clock)
-    two.drop_silent(10)
+    two.drop_stale(10)
     assert len(two.peers) == 1
     clock.advance(1.6)
-    two.drop_silent(10)
+    two.drop_stale(10)
     assert len(two.peers) == 0
 
 
@@ -355,7 +355,7 @@ def test_the_clocks_of_two_machines_may_differ() -> None:
     one.dispatch(replica(1), chat(100, 1000))
     digest = one.digests.due(clock())
     assert digest is not None
-    two.hear(replace(digest, sent_at=clock() - 3600))
+    two.receive_digest(replace(digest, sent_at=clock() - 3600))
     assert seen(two, "requests") == [[1, 0]]
 
 

@@ -17,20 +17,20 @@ def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None
     eligibility = Eligibility(clock, ModelNames(), {replica(1): 0, replica(2): 1})
     for number in (1, 2):
         eligibility.heard(state(number, A10, clock))
-    assert not eligibility.doubtful
+    assert not eligibility.has_suspects
     eligibility.failed(replica(1))
-    assert eligibility.doubtful
-    eligibility.answered(replica(1))
-    assert not eligibility.doubtful
+    assert eligibility.has_suspects
+    eligibility.succeeded(replica(1))
+    assert not eligibility.has_suspects
     eligibility.failed(replica(2))
     clock.advance(59)
-    assert eligibility.doubtful
+    assert eligibility.has_suspects
     clock.advance(2)
-    assert not eligibility.doubtful, "nobody has sent it anything"
+    assert not eligibility.has_suspects, "nobody has sent it anything"
     eligibility.failed(replica(2))
-    assert eligibility.doubtful
+    assert eligibility.has_suspects
     eligibility.forget(replica(2))
-    assert not eligibility.doubtful
+    assert not eligibility.has_suspects
 
 
 def test_one_that_gets_nothing_is_in_no_doubt() -> None:
@@ -38,11 +38,11 @@ def test_one_that_gets_nothing_is_in_no_doubt() -> None:
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
         fleet.eligibility.failed(replica(1))
-    assert not fleet.eligibility.doubtful, "it is left out"
+    assert not fleet.eligibility.has_suspects, "it is left out"
     clock.advance(1.1)
-    assert fleet.eligibility.doubtful, "the next request may try it"
+    assert fleet.eligibility.has_suspects, "the next request may try it"
     fleet.eligibility.sent(replica(1))
-    assert not fleet.eligibility.doubtful, "one is enough"
+    assert not fleet.eligibility.has_suspects, "one is enough"
 
 
 def test_only_a_request_whose_outcome_is_told_tries_one_that_failed() -> None:
@@ -52,14 +52,14 @@ def test_only_a_request_whose_outcome_is_told_tries_one_that_failed() -> None:
         fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     for _ in range(20):
-        assert fleet.view(MODEL, told=False).ids == [replica(2)]
-        fleet.dispatch(replica(2), chat(10), told=False)
+        assert fleet.view(MODEL, response_visible=False).ids == [replica(2)]
+        fleet.dispatch(replica(2), chat(10), response_visible=False)
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
     fleet.dispatch(replica(1), chat(10))
     assert fleet.view(MODEL).ids == [replica(2)], "one is enough"
-    fleet.eligibility.answered(replica(1))
+    fleet.eligibility.succeeded(replica(1))
     for told in (False, True):
-        assert fleet.view(MODEL, told=told).ids == [replica(1), replica(2)]
+        assert fleet.view(MODEL, response_visible=told).ids == [replica(1), replica(2)]
 
 
 def test_where_all_failed_what_is_not_told_goes_there_and_is_no_try() -> None:
@@ -68,8 +68,8 @@ def test_where_all_failed_what_is_not_told_goes_there_and_is_no_try() -> None:
     for _ in range(3):
         fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
-    assert fleet.view(MODEL, told=False).ids == [replica(1)]
-    fleet.dispatch(replica(1), chat(10), told=False)
+    assert fleet.view(MODEL, response_visible=False).ids == [replica(1)]
+    fleet.dispatch(replica(1), chat(10), response_visible=False)
     assert fleet.eligibility.works(replica(1)), "not ejected again"
 
 
@@ -160,20 +160,20 @@ def test_what_speaks_against_replicas_in_one_word() -> None:
         fleet.eligibility.failed(replica(4))
     fleet.dispatch(replica(3), chat(100, 100))
     words = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
-    assert dict(fleet.eligibility.against()) == words
+    assert dict(fleet.eligibility.exclusions()) == words
     for _ in range(12):
         clock.advance(1.0)
         for number in (1, 2, 3, 5):
             figures = {"healthy": number != 1, "draining": number == 2, "running": number == 3}
             fleet.put(state(number, A10, clock, **figures))
-    assert dict(fleet.eligibility.against()) == {
+    assert dict(fleet.eligibility.exclusions()) == {
         replica(1): "unhealthy",
         replica(2): "draining",
         replica(3): "stalled",
         replica(4): "stalled",
     }
     fleet.remove(replica(4))
-    assert replica(4) not in dict(fleet.eligibility.against())
+    assert replica(4) not in dict(fleet.eligibility.exclusions())
 
 
 def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
@@ -212,7 +212,7 @@ def test_one_hangs_that_answers_nobody_while_another_does() -> None:
     fleet.put(state(2, A10, clock, unanswered_s=0.2))
     assert not hung(20.0), "nobody answers: the poller may be cut off"
     fleet.put(state(2, A10, clock))
-    fleet.eligibility.answers(replica(1))
+    fleet.eligibility.response_seen(replica(1))
     assert not hung(20.0), "a request was answered meanwhile"
     clock.advance(22)
     fleet.put(state(1, A10, clock, unanswered_s=21.5, healthy=False))

@@ -43,7 +43,7 @@ EVENTS = st.lists(
 )
 
 
-class World:
+class RouterUnderEvents:
     """A router with its queue, and replicas that polls tell anything of."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class World:
             case "silent":
                 self.silent.add(number)
             case "answers":
-                self.fleet.eligibility.answered(replica(number))
+                self.fleet.eligibility.succeeded(replica(number))
             case "ends" if self.on:
                 where, ticket = self.on.pop(0)
                 self.fleet.release(ticket)
@@ -107,7 +107,7 @@ class World:
 
     @property
     def ejected(self) -> int:
-        return sum(word == "failing" for _, word in self.fleet.eligibility.against())
+        return sum(word == "failing" for _, word in self.fleet.eligibility.exclusions())
 
     @property
     def answering(self) -> bool:
@@ -123,7 +123,7 @@ class World:
 def test_some_request_is_dispatched_in_any_10_s_without_progress(
     events: "list[tuple[tuple[int, ...], str | dict[str, float], float]]",
 ) -> None:
-    world = World()
+    world = RouterUnderEvents()
     for numbers, event, seconds in events:
         world.come()
         for number in numbers:

@@ -11,7 +11,7 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
-from extproc.replica_state import SILENT_AFTER_S, ReplicaState
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -203,7 +203,7 @@ def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
     clock.advance(1.1)
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(1.1)
-    fleet.eligibility.answered(replica(1))
+    fleet.eligibility.succeeded(replica(1))
     fleet.eligibility.failed(replica(1))
     assert len(fleet.view(MODEL)) == 2
 
@@ -237,15 +237,15 @@ def test_replicas_go_when_they_fall_silent_but_not_when_everything_does() -> Non
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     clock.advance(60)
-    fleet.drop_silent(10)
+    fleet.drop_stale(10)
     assert len(fleet.members) == 2
     for _ in range(10):
         fleet.put(state(2, A10, clock))
-        fleet.drop_silent(10)
+        fleet.drop_stale(10)
         assert len(fleet.members) == 2, "the others may not have been heard of yet"
         clock.advance(1)
     fleet.put(state(2, A10, clock))
-    fleet.drop_silent(10)
+    fleet.drop_stale(10)
     assert [state.id for state in fleet.members] == [replica(2)]
 
 
@@ -370,7 +370,7 @@ def test_after_a_pause_one_request_tries_and_its_outcome_decides() -> None:
     assert len(fleet.view(MODEL)) == 2
     fleet.dispatch(replica(1), chat(100, 500))
     assert fleet.view(MODEL).ids == [replica(2)]
-    fleet.eligibility.answered(replica(1))
+    fleet.eligibility.succeeded(replica(1))
     assert len(fleet.view(MODEL)) == 2
 
     for _ in range(3):
@@ -630,9 +630,9 @@ def test_replica_is_used_that_answers_this_router_and_not_its_poller() -> None:
         fleet.put(state(number, A10, clock, healthy=False, problem="timed out"))
     assert not fleet.view(MODEL).ids
     clock.advance(2.0)
-    fleet.eligibility.answers(replica(2))
+    fleet.eligibility.response_seen(replica(2))
     assert fleet.view(MODEL).ids == [replica(2)]
-    clock.advance(SILENT_AFTER_S + 0.1)
+    clock.advance(STALE_AFTER_S + 0.1)
     assert fleet.view(MODEL).ids == [replica(1)], "a trial"
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.held_blocks import LATE_S, NUMBERS, BlockNews
+from extproc.fleet.held_blocks import LATE_S, NUMBERS, BlockUpdate
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.request.endpoint import Endpoint
@@ -27,7 +27,7 @@ def keys(blocks: int, salt: str = "") -> list[int]:
     return [int(key) for key in token_keys(IDS, 16, seed_of("", salt))[:blocks]]
 
 
-class Told:
+class BlockReports:
     """Three replicas, the first two of which tell."""
 
     def __init__(self, names: ModelNames | None = None) -> None:
@@ -55,7 +55,7 @@ class Told:
         previous = 0 if whole else self.numbers[number]
         self.numbers[number] += 1
         arrays = (np.array(some, np.uint64) for some in (stored, removed))
-        news = BlockNews(self.numbers[number], previous, 16, *arrays)
+        news = BlockUpdate(self.numbers[number], previous, 16, *arrays)
         follows = not lost and self.fleet.blocks.follows(replica(number), news)
         if follows:
             deque(self.fleet.blocks.apply(replica(number), news))
@@ -68,11 +68,11 @@ class Told:
     def held(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
         assert view.ids == [replica(number) for number in (1, 2, 3)]
-        return [float(tokens) for tokens in self.fleet.held(prefix, view).cached]
+        return [float(tokens) for tokens in self.fleet.prefix_hits(prefix, view).cached]
 
 
 def test_a_prompt_is_found_as_far_as_its_blocks_are_held() -> None:
-    told = Told()
+    told = BlockReports()
     assert told.held() == [0, 0, 0]
     told.tell(1, keys(20))
     told.tell(2, keys(5))
@@ -84,7 +84,7 @@ def test_a_prompt_is_found_as_far_as_its_blocks_are_held() -> None:
 
 
 def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None:
-    told = Told()
+    told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, keys(3, "pepper"))
     assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
@@ -92,7 +92,7 @@ def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None
 
 
 def test_adapters_have_blocks_of_their_own() -> None:
-    told = Told()
+    told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
     adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
@@ -100,12 +100,12 @@ def test_adapters_have_blocks_of_their_own() -> None:
         one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news)
         told.fleet.put(structs.replace(one, **adapters))
     view = told.fleet.view("sql")
-    assert told.fleet.held(PREFIX, view).cached.tolist() == [0, 48]
-    assert told.fleet.held(PREFIX, told.fleet.view(MODEL)).cached.tolist() == [320, 0, 0]
+    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
+    assert told.fleet.prefix_hits(PREFIX, told.fleet.view(MODEL)).cached.tolist() == [320, 0, 0]
 
 
 def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> None:
-    told = Told(ModelNames({"sql": ("sql-1", "sql-2")}))
+    told = BlockReports(ModelNames({"sql": ("sql-1", "sql-2")}))
     for number, news in list(told.numbers.items()):
         name = f"sql-{number}"
         told.tell(number, keys(20))
@@ -114,14 +114,14 @@ def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> N
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
         told.fleet.put(structs.replace(one, **adapters))
     view = told.fleet.view("sql")
-    assert told.fleet.held(PREFIX, view).cached.tolist() == [16, 32]
+    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
     profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
     told.fleet.dispatch(replica(2), profile)
-    assert told.fleet.held(PREFIX, view).cached.tolist() == [16, 320]
+    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
 
 
 def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:
-    told = Told()
+    told = BlockReports()
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
     told.fleet.dispatch(replica(1), profile)
     assert told.held() == [320, 0, 0]
@@ -133,11 +133,11 @@ def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() 
 
 @pytest.mark.parametrize("wrong", ["silent", "late", "lost"])
 def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -> None:
-    told = Told()
+    told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, keys(20))
     told.poll()
-    assert told.fleet.blocks.look() == 2
+    assert told.fleet.blocks.count_known() == 2
     if wrong == "silent":  # the poller hears nothing of the replica
         told.poll(heard=[2])
     elif wrong == "late":  # no polls arrive
@@ -150,16 +150,16 @@ def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -
     expected = [0, 0, 0] if wrong == "late" else [0, 320, 0]
     assert told.held() == expected
     known = sum(tokens > 0 for tokens in expected)
-    assert told.fleet.blocks.look() == told.fleet.blocks.look() == known
+    assert told.fleet.blocks.count_known() == told.fleet.blocks.count_known() == known
     assert len(logged.lines("replica's KV blocks are estimated")) == 2 - known
     told.tell(1, stored=keys(2), whole=True)
     told.poll()
     assert told.held()[0] == 32
-    assert told.fleet.blocks.look() == 2
+    assert told.fleet.blocks.count_known() == 2
 
 
 def test_reports_of_what_was_known_teach_no_estimate() -> None:
-    told = Told()
+    told = BlockReports()
     units = np.arange(1, 6, dtype=np.uint64)
     of_text = Prefix(units, 64.0, 64.0 * len(units))
     profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
@@ -168,7 +168,7 @@ def test_reports_of_what_was_known_teach_no_estimate() -> None:
     assert before[0] > 0
     told.tell(1, keys(20))
     for _ in range(20):
-        held = told.fleet.held(
+        held = told.fleet.prefix_hits(
             Prefix(units, 64.0, 64.0 * len(units), ids=IDS), told.fleet.view(MODEL)
         )
         told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
@@ -176,7 +176,7 @@ def test_reports_of_what_was_known_teach_no_estimate() -> None:
 
 
 def test_who_leaves_is_forgotten() -> None:
-    told = Told()
+    told = BlockReports()
     told.tell(1, keys(20))
     told.fleet.remove(replica(1))
     told.tell(2, keys(1))
@@ -185,22 +185,22 @@ def test_who_leaves_is_forgotten() -> None:
 
 
 def test_blocks_of_no_member_are_forgotten_once_members_are_known() -> None:
-    told = Told()
+    told = BlockReports()
     for number in (5, 6):
         told.numbers[number] = (20 + number) * NUMBERS
         told.tell(number, keys(3), whole=True)
-    told.fleet.drop_silent(10)  # nobody said yet who the members are
+    told.fleet.drop_stale(10)  # nobody said yet who the members are
     told.join(5)
     assert told.fleet.blocks.count(replica(5)) == 3
-    told.fleet.known.set()
-    told.fleet.drop_silent(10)
+    told.fleet.members_known.set()
+    told.fleet.drop_stale(10)
     told.join(6)
     assert told.fleet.blocks.count(replica(5)) == 3
     assert told.fleet.blocks.count(replica(6)) is None
 
 
 def test_news_that_are_of_no_use_are_told_as_such() -> None:
-    told = Told()
+    told = BlockReports()
     told.numbers[5] = 20 * NUMBERS
     assert not told.tell(5, keys(3))
     assert told.tell(5, keys(3), whole=True)
@@ -210,7 +210,7 @@ def test_news_that_are_of_no_use_are_told_as_such() -> None:
 
 
 def test_a_block_that_is_removed_ends_what_was_sent_behind_it() -> None:
-    told = Told()
+    told = BlockReports()
     told.tell(1, keys(10))
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
     told.fleet.dispatch(replica(1), profile)
@@ -219,12 +219,12 @@ def test_a_block_that_is_removed_ends_what_was_sent_behind_it() -> None:
     assert told.held() == [80, 0, 0]
 
 
-def whole(number: int, stored: range) -> BlockNews:
-    return BlockNews(number, 0, 16, np.array(stored, np.uint64), np.zeros(0, np.uint64))
+def whole(number: int, stored: range) -> BlockUpdate:
+    return BlockUpdate(number, 0, 16, np.array(stored, np.uint64), np.zeros(0, np.uint64))
 
 
 def test_whole_update_is_applied_in_small_steps() -> None:
-    told = Told()
+    told = BlockReports()
     blocks, held = told.fleet.blocks, [0]
     for number, stored in ((1, range(65_536)), (2, range(30_000, 90_000))):
         for _ in blocks.apply(replica(1), whole(number, stored)):
@@ -234,7 +234,7 @@ def test_whole_update_is_applied_in_small_steps() -> None:
 
 
 def test_replica_forgotten_within_an_update_leaves_no_blocks() -> None:
-    told = Told()
+    told = BlockReports()
     steps = told.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
     next(steps)
     told.fleet.blocks.forget(replica(1))

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from extproc.fleet.digest import EVERY_S, REQUESTS, WHOLE_EVERY_S, Digest, Kind, decode
+from extproc.fleet.digest import EVERY_S, REQUESTS, WHOLE_EVERY_S, Digest, DigestKind, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.peers import DEAD_S, STALE_S
@@ -33,7 +33,7 @@ class Sent(NamedTuple):
 
 
 @dataclass
-class Heard:
+class LastDigest:
     """Last digest of a router."""
 
     number: int
@@ -45,7 +45,7 @@ class Heard:
         return STALE_S if any(self.requests.values()) else STALE_S + WHOLE_EVERY_S
 
 
-class Load(RuleBasedStateMachine):
+class SharedLoad(RuleBasedStateMachine):
     """Routers, replicas, the requests in flight on them, and senders that are no routers."""
 
     @initialize()
@@ -57,7 +57,7 @@ class Load(RuleBasedStateMachine):
         self.steps = 0
         self.late: list[Digest] = []
         self.polls: list[tuple[float, ReplicaState]] = []
-        self.heard: dict[str, Heard] = {}
+        self.heard: dict[str, LastDigest] = {}
         self.echo_s = dict.fromkeys((fleet.router for fleet in self.fleets), 0.0)
         for number in range(REPLICAS):
             self.poll(number, 0.0, 0.0)
@@ -145,15 +145,15 @@ class Load(RuleBasedStateMachine):
 
     def hear(self, digest: Digest) -> None:
         for fleet in self.fleets:
-            fleet.hear(digest)
+            fleet.receive_digest(digest)
         name, now = digest.router, self.clock()
         self.echo_s[name] = now - digest.sent_at
         told = dict(zip(digest.replicas, digest.figures[REQUESTS].tolist(), strict=True))
-        before = self.heard.get(name) or Heard(0, now, {})
+        before = self.heard.get(name) or LastDigest(0, now, {})
         if digest.number > before.number:
-            kept = before.requests if digest.kind is Kind.CHANGES else {}
-            self.heard[name] = Heard(digest.number, now, kept | told)
-            if digest.kind is Kind.FAREWELL:
+            kept = before.requests if digest.kind is DigestKind.CHANGES else {}
+            self.heard[name] = LastDigest(digest.number, now, kept | told)
+            if digest.kind is DigestKind.FAREWELL:
                 del self.heard[name]
         self.forget_the_dead()
 
@@ -190,7 +190,7 @@ class Load(RuleBasedStateMachine):
             fresh = [one for one in peers if age_s - one.at <= one.patience]
             view = fleet.overview()
             assert fleet.peers.stale == (bool(peers) and not fresh)
-            assert (fleet.peers.news_age is None) == (not peers)
+            assert (fleet.peers.digest_age is None) == (not peers)
             for number, found in enumerate((view.requests - view.external).tolist()):
                 own = sum(one.router == router for one in self.on(number))
                 told = sum(one.requests.get(replica(number + 1), 0.0) for one in fresh)
@@ -236,5 +236,5 @@ class Load(RuleBasedStateMachine):
                 assert getattr(view, name) == pytest.approx(np.zeros(REPLICAS), abs=1e-6), name
 
 
-TestLoad = Load.TestCase
+TestLoad = SharedLoad.TestCase
 TestLoad.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

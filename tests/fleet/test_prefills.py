@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from extproc.fleet.digest import Digest, Kind
+from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.simulator.engine import Engine
@@ -82,7 +82,7 @@ def test_beside_other_routers_what_is_not_queued_any_more_is_prefilled_but_for_a
     for _ in range(20):
         fleet.dispatch(replica(1), chat(1000, 100))
     clock.advance(1.5)
-    fleet.hear(_other_router(requests=5))
+    fleet.receive_digest(_other_router(requests=5))
     fleet.put(state(1, A10, clock, running=20, waiting=5, first_tokens=300))
     assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
 
@@ -253,7 +253,7 @@ def test_beside_other_routers_what_is_queued_is_not_prefilled() -> None:
         fleet.dispatch(replica(1), chat(8000, 400))
     for number in range(1, 61):
         clock.advance(0.2)
-        fleet.hear(_other_router(requests=1, number=number))
+        fleet.receive_digest(_other_router(requests=1, number=number))
         begun = 1 + int(number * 0.2 / 2.08)
         figures = {"running": 1 + begun, "waiting": 30 - begun, "first_tokens": 7 + begun}
         fleet.put(state(1, H100, clock, kv_usage=0.1, generated_tokens=50 * number, **figures))
@@ -310,4 +310,4 @@ def test_a_late_page_makes_no_load_of_others_of_what_has_ended_since() -> None:
 def _other_router(requests: int, number: int = 1) -> Digest:
     load = [requests, 0, 0, 0, requests, requests * 500, requests * 50, 0, 0, requests]
     figures = np.array([load], dtype=float).T
-    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures)
+    return Digest("other", number, 0.0, DigestKind.WHOLE, (replica(1),), figures)

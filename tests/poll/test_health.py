@@ -3,8 +3,8 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.poll.into_redis import Health
+from extproc.share.assignment import Assigner
 from extproc.share.connection import outage as outage_of
-from extproc.share.owners import Owners
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling
@@ -44,7 +44,7 @@ async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redi
     health = Health(["one"], clock)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
     outage = outage_of(redis_client)
-    owners = Owners(redis_client, "one", "poller", outage, clock)
+    owners = Assigner(redis_client, "one", "poller", outage, clock)
     health.watch("one", owners, outage, list)
     clock.advance(60)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")

@@ -20,7 +20,7 @@ C0, PREFILL, BATCH, KV = 0.029, 260e-6, 50e-6, 0.26e-6
 
 def predicted(fleet: Fleet, profile: RequestProfile, output: int) -> Prediction:
     view = fleet.view(MODEL)
-    held = fleet.held(profile.prefix, view)
+    held = fleet.prefix_hits(profile.prefix, view)
     return predict(profile, output, view, fleet.sequences(view), held.cached)
 
 

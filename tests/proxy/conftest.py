@@ -57,7 +57,7 @@ def config() -> Config:
 @pytest.fixture
 def services(config: Config) -> Services:
     services = router_of(config)
-    services.fleet.known.set()
+    services.fleet.members_known.set()
     return services
 
 

@@ -63,7 +63,7 @@ async def test_duplex_headers_wait_for_unchanged_body(stream: Stream, services: 
 
 @pytest.mark.parametrize("config", [config_of(route={"seed": 1})])
 async def test_duplex_names_one_replica(envoy: EnvoySide, services: Services) -> None:
-    services.fleet.responses.keep("resp_1", replica(2))
+    services.fleet.responses.remember("resp_1", replica(2))
     for body, path in ((CHAT, "/v1/chat/completions"), (None, "/v1/responses/resp_1")):
         async with envoy.stream() as stream:
             method = "GET" if body is None else "POST"
@@ -169,7 +169,7 @@ async def test_duplex_other_endpoints_get_replica(stream: Stream, method: str, p
 
 
 async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:
-    services.fleet.responses.keep("resp_1", replica(2))
+    services.fleet.responses.remember("resp_1", replica(2))
     for subset, found in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
         async with envoy.stream() as stream:
             path = "/v1/responses/resp_1"

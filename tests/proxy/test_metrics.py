@@ -37,7 +37,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-h100")
-    fleet.known.set()
+    fleet.members_known.set()
     router = Router(fleet, "completion", services.random)
     metrics = RouterMetrics(registry)
     return replace(services, router=router, clock=clock, metrics=metrics)

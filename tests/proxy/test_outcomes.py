@@ -24,7 +24,7 @@ def config() -> Config:
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
-    fleet.known.set()
+    fleet.members_known.set()
     return on_fleet(services, fleet, clock=clock)
 
 
@@ -47,7 +47,7 @@ async def test_tunnel_means_chosen_replica_served(envoy: EnvoySide, services: Se
             await stream.end()
         (record,) = services.log.of_request(str(number))
         assert record.outcome.served_by == first
-    assert not services.fleet.eligibility.doubtful
+    assert not services.fleet.eligibility.has_suspects
     assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
 
 
@@ -274,6 +274,6 @@ async def test_session_follows_serving_replica_without_its_id() -> None:
             assert first == (home or first)
             home = second  # Envoy tried the first in vain
             await stream.answer(ANSWER, upstream=second)
-    told = await services.fleet.sessions.untold(100)
+    told = await services.fleet.sessions.take_announcements(100)
     assert [replica for _, replica in told][-1] == home
     assert "secret" not in str(told)

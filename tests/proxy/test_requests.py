@@ -393,7 +393,7 @@ async def test_model_that_a_replica_may_serve_is_routed(
     """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
     put_replicas(services, 2, **figures)
     if not known:
-        services.fleet.known.clear()
+        services.fleet.members_known.clear()
     reply = await envoy.ask(CHAT | {"model": "none"})
     assert reply.immediate_response is None
     assert set(destination(reply)) <= MEMBERS

@@ -73,11 +73,11 @@ async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
     for number in range(5):
         asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
         assert asked is BodyMode.STREAMED
-    held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
+    held = [services.fleet.response_owner(f"resp_{number}") for number in range(5)]
     assert held == [replica(1)] * 5
     not_kept = {"stream": True, "store": False}
     assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
-    assert services.fleet.holder("resp_200") is None
+    assert services.fleet.response_owner("resp_200") is None
 
 
 async def test_background_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:
@@ -85,4 +85,4 @@ async def test_background_response_has_no_completion(envoy: EnvoySide, services:
     (record,) = services.log.last(9)
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
-    assert services.fleet.holder("resp_1") == replica(1)
+    assert services.fleet.response_owner("resp_1") == replica(1)

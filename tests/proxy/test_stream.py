@@ -159,7 +159,7 @@ def crowded() -> tuple[Services, ManualClock]:
     config = config_of(hold={"longest_s": 30.0, "most": 3}, route={"seed": 1})
     services = router_of(config)
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2)
-    fleet.known.set()
+    fleet.members_known.set()
     parts: dict[str, Any] = {"queue": Queue(fleet, config.hold, clock), "clock": clock}
     services = on_fleet(services, fleet, **parts)
     poll(services, clock)

@@ -60,7 +60,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
-    fleet.known.set()
+    fleet.members_known.set()
     queue = Queue(fleet, services.config.hold, clock)
     return on_fleet(services, fleet, queue=queue, clock=clock, wall=clock)
 

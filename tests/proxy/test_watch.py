@@ -130,7 +130,7 @@ class TestSkippedResponses:
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
         fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
-        fleet.known.set()
+        fleet.members_known.set()
         return on_fleet(services, fleet)
 
     async def test_skipped_response_avoids_doubtful_replica(

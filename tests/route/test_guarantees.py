@@ -154,7 +154,7 @@ class World:
             digest = node.fleet.digests.due(self.clock())
             if digest is not None:
                 for other in self.nodes:
-                    other.fleet.hear(decode(digest.encode()))
+                    other.fleet.receive_digest(decode(digest.encode()))
 
     def poll(self) -> None:
         if self.clock() < self.polled_at + POLL_S - 1e-9:

@@ -59,7 +59,7 @@ def test_a_draw_has_its_shares_among_what_is_served() -> None:
 
 def test_a_draw_does_not_lead_away_from_a_stored_response() -> None:
     chosen = router(one=("a",), two=("q",))
-    chosen.fleet.responses.keep("resp_1", replica(2))
+    chosen.fleet.responses.remember("resp_1", replica(2))
     assert {chosen.model("split", "resp_1", None) for _ in range(20)} == {"q"}
     subset = frozenset({replica(1)})
     assert {chosen.model("split", "", subset) for _ in range(20)} == {"llama"}

@@ -121,13 +121,13 @@ class TestAStoredResponse:
     def test_is_gone_on_from_where_it_is_held(self) -> None:
         fleet = fleet_of(ManualClock(), H100, A10)
         for holder, other in ((2, 1), (1, 2)):
-            fleet.responses.keep("resp_1", replica(holder))
+            fleet.responses.remember("resp_1", replica(holder))
             decision = decide(fleet, "completion", self.PROFILE)
             assert (decision.replica, decision.second) == (replica(holder), None)
             assert decision.policy == "holder"
             assert "resp_1" in decision.why
             assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
-            assert fleet.holder("resp_1") != replica(other)
+            assert fleet.response_owner("resp_1") != replica(other)
 
     def test_that_nobody_knows_is_routed_as_any_other(self) -> None:
         fleet = fleet_of(ManualClock(), H100, A10)
@@ -137,7 +137,7 @@ class TestAStoredResponse:
         """No other knows it."""
         clock = ManualClock()
         fleet = fleet_of(clock, H100, A10)
-        fleet.responses.keep("resp_1", replica(2))
+        fleet.responses.remember("resp_1", replica(2))
         fleet.put(state(2, A10, clock, unanswered_s=0.3))
         assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
         decision = decide(fleet, "completion", self.PROFILE)
@@ -148,23 +148,23 @@ class TestAStoredResponse:
     def test_is_not_looked_for_on_a_replica_that_may_not_be_used(self) -> None:
         clock = ManualClock()
         fleet = fleet_of(clock, H100, A10)
-        fleet.responses.keep("resp_1", replica(2))
+        fleet.responses.remember("resp_1", replica(2))
         fleet.put(state(2, A10, clock, draining=True))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.holder("resp_1") == replica(2)  # to ask for it is no work
+        assert fleet.response_owner("resp_1") == replica(2)  # to ask for it is no work
         fleet.put(state(2, A10, clock, healthy=False))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.holder("resp_1") is None
+        assert fleet.response_owner("resp_1") is None
         fleet.put(state(2, A10, clock))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(2)
         for _ in range(3):
             fleet.eligibility.failed(replica(2))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.holder("resp_1") is None
-        fleet.eligibility.answered(replica(2))
+        assert fleet.response_owner("resp_1") is None
+        fleet.eligibility.succeeded(replica(2))
         fleet.remove(replica(2))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.holder("resp_1") is None
+        assert fleet.response_owner("resp_1") is None
 
 
 def test_without_a_healthy_replica_there_is_no_decision() -> None:
@@ -462,7 +462,7 @@ def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
     other.dispatch(replica(1), chat(1000, 100))
     digest = other.digests.due(clock())
     assert digest is not None
-    fleet.hear(digest)
+    fleet.receive_digest(digest)
     clock.advance(0.05)
     fresh = decide(fleet, "completion", chat(100, 50))
     assert (fresh.replica, fresh.fallback) == (replica(2), "")

@@ -63,7 +63,7 @@ class System:
         profile.objective = Objective(objective, priority, ttft_s=ttft_s, completion_s=completion_s)
         if holder:
             profile.previous_response = f"resp-{holder}"
-            self.fleet.responses.saw(profile.previous_response, replica(holder))
+            self.fleet.responses.record(profile.previous_response, replica(holder))
         decision = self.router.decide(profile)
         assert decision is not None
         if self.queue.admit(decision):

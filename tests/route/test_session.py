@@ -30,7 +30,7 @@ def later(decision: Decision) -> float:
 @pytest.mark.parametrize("policy", ["completion", "least_request", "round_robin"])
 def test_it_stays_whatever_the_policy(policy: str) -> None:
     fleet = fleet_of(ManualClock(), A10, A10, A10)
-    fleet.sessions.saw("s", replica(2))
+    fleet.sessions.record("s", replica(2))
     for _ in range(6):
         decision = decide(fleet, policy=policy)
         assert decision.replica == replica(2)
@@ -42,7 +42,7 @@ def test_it_stays_whatever_the_policy(policy: str) -> None:
 
 def test_it_costs_at_most_so_many_seconds() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
-    fleet.sessions.saw("s", replica(2))
+    fleet.sessions.record("s", replica(2))
     while decide(fleet, 0.5).replica == replica(2):
         assert later(decide(fleet, 0.5)) <= 0.5
         fleet.dispatch(replica(2), chat(1_000, 100))
@@ -57,10 +57,10 @@ def test_it_costs_at_most_so_many_seconds() -> None:
 
 def test_a_session_that_moved_stays_where_it_went() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
-    fleet.sessions.saw("s", replica(2))
+    fleet.sessions.record("s", replica(2))
     for _ in range(20):
         fleet.dispatch(replica(2), chat(1_000, 100))
-    fleet.sessions.saw("s", decide(fleet, 0.1).replica)
+    fleet.sessions.record("s", decide(fleet, 0.1).replica)
     decision = decide(fleet, 0.1)
     assert (decision.replica, "is there" in decision.why) == (replica(1), True)
 
@@ -69,7 +69,7 @@ def test_a_session_that_moved_stays_where_it_went() -> None:
 def test_it_is_never_held_to_one_that_is_dead_or_drains(figures: dict[str, bool]) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, H100)
-    fleet.sessions.saw("s", replica(2))
+    fleet.sessions.record("s", replica(2))
     fleet.put(state(2, H100, clock, **figures))
     decision = decide(fleet, 1_000.0)
     assert decision.replica == replica(1)
@@ -82,14 +82,14 @@ def test_a_prompt_that_does_not_fit_there_goes_elsewhere() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(2, A10, clock, max_model_len=500))
-    fleet.sessions.saw("s", replica(2))
+    fleet.sessions.record("s", replica(2))
     assert decide(fleet, 1_000.0).replica == replica(1)
 
 
 def test_a_stored_response_comes_first() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
-    fleet.sessions.saw("s", replica(2))
-    fleet.responses.keep("resp_1", replica(1))
+    fleet.sessions.record("s", replica(2))
+    fleet.responses.remember("resp_1", replica(1))
     router = Router(fleet, "completion", random.Random(1), 1.0)
     decision = router.decide(replace(PROFILE, previous_response="resp_1"))
     assert decision is not None

@@ -146,6 +146,6 @@ def test_a_policy_that_looks_at_two_alone_is_led_to_the_one_that_meets_it() -> N
 
 def test_its_session_comes_first() -> None:
     fleet = fleet_of(ManualClock(), A10, H100)
-    fleet.sessions.saw("s", FAST)
+    fleet.sessions.record("s", FAST)
     decision = decide(router_of(fleet), replace(of(completion_s=60.0), session="s"))
     assert (decision.replica, decision.policy) == (FAST, "session")

@@ -31,7 +31,7 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
     )
 
 
-class Watched:
+class SentinelPair:
     """A primary and a replica of it, watched by a Sentinel that asks for a password.
 
     Its user ``USER`` has the rights that docs/operations.md tells.
@@ -85,14 +85,14 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(directory: Path) -> AsyncIterator[Watched]:
+async def watched(directory: Path) -> AsyncIterator[SentinelPair]:
     async with AsyncExitStack() as stack:
-        servers = Watched(directory)
+        servers = SentinelPair(directory)
         await servers.start(stack)
         yield servers
 
 
-class Cluster:
+class RedisCluster:
     """Three primaries; the first holds all slots but two, and has a replica, the fourth.
 
     Each has a second port, 10,000 higher: ``free_port`` leaves room for it.
@@ -150,9 +150,9 @@ async def _cluster_is(client: Redis, field: str, value: str) -> bool:
 
 
 @asynccontextmanager
-async def cluster(directory: Path) -> AsyncIterator[Cluster]:
+async def cluster(directory: Path) -> AsyncIterator[RedisCluster]:
     async with AsyncExitStack() as stack:
-        servers = Cluster(directory)
+        servers = RedisCluster(directory)
         await servers.start(stack)
         yield servers
 

@@ -11,11 +11,11 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from extproc.fleet.held_blocks import NUMBERS, BlockNews
+from extproc.fleet.held_blocks import NUMBERS, BlockUpdate
 from extproc.ground.clock import monotonic, wall
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.share import blocks as shared
-from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, NewsOfReplica
+from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, ReplicaBlockUpdate
 from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.process
 Held = Mapping[str, set[int]]
 
 
-def news(number: int, stored: set[int], removed: set[int] | None = None) -> BlockNews:
+def news(number: int, stored: set[int], removed: set[int] | None = None) -> BlockUpdate:
     arrays = (np.array([*keys], np.uint64) for keys in (stored, removed or ()))
-    return BlockNews(NUMBERS + number, NUMBERS + number - 1, 16, *arrays)
+    return BlockUpdate(NUMBERS + number, NUMBERS + number - 1, 16, *arrays)
 
 
-def whole(number: int, stored: set[int]) -> BlockNews:
-    return BlockNews(
+def whole(number: int, stored: set[int]) -> BlockUpdate:
+    return BlockUpdate(
         NUMBERS + number, 0, 16, np.array([*stored], np.uint64), np.zeros(0, np.uint64)
     )
 
@@ -52,7 +52,7 @@ class Router:
     async def follow(self, reader: BlockReader) -> None:
         async with aclosing(reader.changes()) as heard:
             async for told in heard:
-                name, one = told.replica, told.news
+                name, one = told.replica, told.update
                 self.wholes += one.whole
                 held = set() if one.whole else self.held[name]
                 self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
@@ -79,7 +79,9 @@ async def poller(url: str) -> AsyncIterator[Tell]:
     async with connect(url, "test") as redis:
         writer = BlockWriter(redis, "test")
 
-        async def tell(new: BlockNews, held: BlockNews | None = None, number: int = 1) -> set[str]:
+        async def tell(
+            new: BlockUpdate, held: BlockUpdate | None = None, number: int = 1
+        ) -> set[str]:
             return await writer.tell({replica(number): (new, held)})
 
         yield tell
@@ -222,7 +224,7 @@ async def test_missed_blocks_are_read_from_redis(
     tell: Tell, heard: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    missed = BLOCKS.seal(NewsOfReplica(replica(1), news(2, {2})))
+    missed = BLOCKS.seal(ReplicaBlockUpdate(replica(1), news(2, {2})))
     await redis_client.rpush(Keys("test").blocks + replica(1), missed)
     await tell(news(3, {3}))
     await heard.holds({1, 2, 3})

@@ -7,13 +7,20 @@ from msgspec import msgpack
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from extproc.fleet.digest import Digest, Kind
+from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
 from extproc.predict.lengths import OutputLengths
 from extproc.share import digests
 from extproc.share.connection import Keys
-from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.share.digests import (
+    Connected,
+    CutOff,
+    DigestEvent,
+    DigestReader,
+    DigestReceived,
+    DigestWriter,
+)
 from extproc.share.envelope import VERSION
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
@@ -24,7 +31,7 @@ from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
-Next = Callable[[], Awaitable[News]]
+Next = Callable[[], Awaitable[DigestEvent]]
 A10 = "llama-8b-a10"
 LIFE_MS = 60_000
 reading = partial(hearing, DigestReader)
@@ -69,7 +76,7 @@ def peer(redis_client: Redis) -> Peer:
 
 async def heard(following: Next) -> Digest:
     news = await following()
-    assert isinstance(news, Heard)
+    assert isinstance(news, DigestReceived)
     return news.digest
 
 
@@ -83,7 +90,7 @@ async def test_digest_reader_gets_present_and_later_digests(
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         found = await following()
-        assert isinstance(found, Heard)
+        assert isinstance(found, DigestReceived)
         assert found.digest.encode() == first
         assert 0 <= found.age <= monotonic() - began + 0.01
         second = await peer.send()
@@ -177,10 +184,10 @@ async def test_farewell_is_sent_at_stop(redis_server: RedisServer, redis_client:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            assert (await heard(following)).kind is Kind.WHOLE
+            assert (await heard(following)).kind is DigestKind.WHOLE
             await redis_client.client_pause(300, all=False)  # all else ends long before
             process.terminate()
-            while (await heard(following)).kind is not Kind.FAREWELL:
+            while (await heard(following)).kind is not DigestKind.FAREWELL:
                 pass
             assert await process.wait() == 0
         finally:

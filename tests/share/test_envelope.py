@@ -9,28 +9,27 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
-from extproc.fleet.digest import NOTHING, Digest
-from extproc.fleet.digest import Kind as Says
-from extproc.fleet.held_blocks import BlockNews
+from extproc.fleet.digest import NOTHING, Digest, DigestKind
+from extproc.fleet.held_blocks import BlockUpdate
 from extproc.replica_state import ReplicaState
-from extproc.share.blocks import BLOCKS, NewsOfReplica
+from extproc.share.assignment import HEARTBEAT, Heartbeat
+from extproc.share.blocks import BLOCKS, ReplicaBlockUpdate
 from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
-from extproc.share.envelope import VERSION, Kind, Skips, sealed_list
+from extproc.share.envelope import VERSION, EnvelopeKind, Skips, sealed_list
 from extproc.share.lists import LISTS, PUT, PUT_LISTED, Lists, Put, PutListed
-from extproc.share.owners import HEARTBEAT, Heartbeat
 from extproc.share.replicas import REMOVED, Removed
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
 KEYS = np.arange(3, dtype=np.uint64)
-MESSAGES: list[tuple[Kind[Any], Any]] = [
+MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
     (PUT, Put(STATE)),
     (REMOVED, Removed("10.0.0.1:8000")),
-    (DIGEST, Digest("router", 7, 1.5, Says.WHOLE, (), NOTHING)),
+    (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (), NOTHING)),
     (PROMPTS, Prompts("router", b"packed")),
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
-    (BLOCKS, NewsOfReplica("10.0.0.1:8000", BlockNews(2, 1, 16, KEYS, KEYS[:1]))),
+    (BLOCKS, ReplicaBlockUpdate("10.0.0.1:8000", BlockUpdate(2, 1, 16, KEYS, KEYS[:1]))),
     (DRAIN, Drain(True)),
     (HEARTBEAT, Heartbeat(("10.0.0.1:8000",))),
     (PUT_LISTED, PutListed(STATE, "hash")),
@@ -46,7 +45,7 @@ class Opened:
         self.counts: Counter[str] = Counter()
         self.skips = Skips(lambda reason, number: self.counts.update({reason: number}))
 
-    def open(self, data: bytes, *kinds: Kind[Any]) -> Any:
+    def open(self, data: bytes, *kinds: EnvelopeKind[Any]) -> Any:
         return self.skips.open("key", data, *kinds or KINDS)
 
 
@@ -90,7 +89,7 @@ def short_keys() -> bytes:
     ],
 )
 def test_message_is_opened_or_counted(
-    kind: Kind[Any],
+    kind: EnvelopeKind[Any],
     body: Any,
     change: Callable[[bytes], bytes],
     opens: bool,
@@ -157,7 +156,7 @@ def test_message_fields_match_version() -> None:
     """A field more: raise ``VERSION`` and name it here. A field less or another meaning: a tag."""
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)
-    found["news"] = " ".join(BlockNews.__struct_fields__)
+    found["update"] = " ".join(BlockUpdate.__struct_fields__)
     assert VERSION == 4
     assert found == {
         "put": "state",
@@ -167,8 +166,8 @@ def test_message_fields_match_version() -> None:
         "load": "router number sent_at kind replicas figures",
         "prompts": "router prompts",
         "owner": "thing replica",
-        "blocks": "replica news",
-        "news": "number previous block_size stored removed",
+        "blocks": "replica update",
+        "update": "number previous block_size stored removed",
         "drain": "drains",
         "heartbeat": "replicas",
         "state": (

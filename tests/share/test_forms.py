@@ -21,7 +21,7 @@ from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import A, B, Next, lost, reading
 from tests.share.servers import (
     HOST,
-    Watched,
+    SentinelPair,
     cluster,
     command,
     proxied,
@@ -92,20 +92,22 @@ async def test_state_passes_mutual_tls(redis_server: RedisServer, certificate: P
                 await redis.ping()
 
 
-async def test_hung_sentinels_are_passed(servers: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hung_sentinels_are_passed(
+    servers: SentinelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait_for_redis(monkeypatch, 1.0)
     with socket.create_server((HOST, 0)) as hung:  # connections are accepted, and no more
         port = hung.getsockname()[1]
         await share_through(sentinels(servers, f"{HOST}:{port}", f"{HOST}:{free_port()}"))
 
 
-async def test_unknown_sentinel_service_is_named(servers: Watched, logged: Logged) -> None:
+async def test_unknown_sentinel_service_is_named(servers: SentinelPair, logged: Logged) -> None:
     line = await lost(sentinels(servers, service="other"), logged)
     assert "knows no service 'other'" in str(line["error"])
     assert line["redis"] == f"other of sentinels {HOST}:{servers.sentinel_port}"
 
 
-async def test_sentinel_failover_is_followed(servers: Watched) -> None:
+async def test_sentinel_failover_is_followed(servers: SentinelPair) -> None:
     url = sentinels(servers)
     async with publishing(url) as publisher, reading(url, POOL) as following:
         assert await following() == Snapshot(())
@@ -118,7 +120,7 @@ async def test_sentinel_failover_is_followed(servers: Watched) -> None:
             assert (await promoted.info("replication"))["role"] == "master"
 
 
-async def test_demoted_primary_is_left(servers: Watched) -> None:
+async def test_demoted_primary_is_left(servers: SentinelPair) -> None:
     url = sentinels(servers)
     async with connect(url, POOL) as redis, reading(url, POOL) as following:
         assert await following() == Snapshot(())
@@ -186,7 +188,9 @@ async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
             await eventually(partial(written, redis, "{test}:a"))
 
 
-def sentinels(servers: Watched, *before: str, service: str = Watched.SERVICE) -> RedisSettings:
+def sentinels(
+    servers: SentinelPair, *before: str, service: str = SentinelPair.SERVICE
+) -> RedisSettings:
     return RedisSettings(
         sentinels=(*before, f"{HOST}:{servers.sentinel_port}"),
         service=service,
@@ -205,7 +209,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def servers(tmp_path: Path) -> AsyncIterator[Watched]:
+async def servers(tmp_path: Path) -> AsyncIterator[SentinelPair]:
     async with watched(tmp_path) as running:
         yield running
 

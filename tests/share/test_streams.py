@@ -32,7 +32,7 @@ def protocol_url(limited_url: str, request: pytest.FixtureRequest) -> str:
 
 
 async def knows(fleet: Fleet, *names: str) -> None:
-    await until(lambda: all(fleet.holder(name) == replica(2) for name in names))
+    await until(lambda: all(fleet.response_owner(name) == replica(2) for name in names))
 
 
 async def test_owners_reach_present_and_new_routers(protocol_url: str, redis_client: Redis) -> None:
@@ -40,10 +40,10 @@ async def test_owners_reach_present_and_new_routers(protocol_url: str, redis_cli
     async with router(protocol_url) as first:
         async with router(protocol_url) as second:
             for name in names[:200]:
-                first.responses.saw(name, replica(2))
+                first.responses.record(name, replica(2))
             await knows(second, *names[:200])
             for name in names[200:]:
-                second.responses.saw(name, replica(2))
+                second.responses.record(name, replica(2))
             await knows(first, *names[200:])
         async with router(protocol_url) as third:
             await knows(third, *names)
@@ -53,10 +53,10 @@ async def test_owners_reach_present_and_new_routers(protocol_url: str, redis_cli
 async def test_redis_bounds_response_owners(
     redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "MOST_HELD", 200)
+    monkeypatch.setattr(shared, "MAX_OWNERS", 200)
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         for number in range(1_000):
-            first.responses.saw(f"resp_{number}", replica(2))
+            first.responses.record(f"resp_{number}", replica(2))
         await knows(second, "resp_999")
     kept = await redis_client.xlen(Keys("test").responses)
     assert 200 <= kept <= 400  # whole nodes of a hundred go
@@ -64,12 +64,12 @@ async def test_redis_bounds_response_owners(
 
 async def test_owners_are_told_after_outage(redis_server: RedisServer, routers: Pair) -> None:
     first, second = routers
-    first.responses.saw("resp_before", replica(2))
+    first.responses.record("resp_before", replica(2))
     await knows(second, "resp_before")
     await redis_server.kill()
     for name in ("resp_1", "resp_2"):
-        first.responses.saw(name, replica(2))
-        assert first.holder(name) == replica(2)
+        first.responses.record(name, replica(2))
+        assert first.response_owner(name) == replica(2)
         await asyncio.sleep(0)
     await redis_server.start()  # empty
     await knows(second, "resp_before", "resp_1", "resp_2")
@@ -130,14 +130,14 @@ async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_clien
     key = Keys("test").responses
     await redis_client.set(key, "no stream")
     async with router(redis_server.url) as first, router(redis_server.url) as second:
-        first.responses.saw("resp_1", replica(2))
+        first.responses.record("resp_1", replica(2))
         await redis_client.delete(key)
         for garbage in (b"", b"\xff", b"nowhere"):
             await redis_client.xadd(key, {"": garbage})
         await redis_client.xadd(key, {b"\xff\xfe": b"\xff", "resp_x": "nowhere"})
-        first.responses.saw("resp_2", replica(2))
+        first.responses.record("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
-        assert second.holder("resp_x") is None
+        assert second.response_owner("resp_x") is None
 
 
 def prompt(letter: str, units: int) -> Prefix:
@@ -152,7 +152,7 @@ def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
 
 async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
     def it_does() -> bool:
-        held = fleet.held(prefix, fleet.view(MODEL)).expected
+        held = fleet.prefix_hits(prefix, fleet.view(MODEL)).expected
         whole = len(prefix.keys) * prefix.unit
         return list(held) == [whole * (number == 1), whole * (number == 2)]
 
@@ -181,7 +181,7 @@ async def test_prompts_are_told_after_outage(redis_server: RedisServer, routers:
     send(first, 2, prompt("b", 3))
     await redis_server.start()
     await holds(second, 2, prompt("b", 3))
-    assert np.any(second.held(prompt("a", 3), second.view(MODEL)).expected)
+    assert np.any(second.prefix_hits(prompt("a", 3), second.view(MODEL)).expected)
 
 
 async def test_garbage_prompts_are_skipped(

@@ -144,7 +144,7 @@ class RouterNode:
         decision, profile = served.decision, served.profile
         ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
         self._tickets[served.number] = ticket
-        self.fleet.sessions.saw(profile.session, decision.replica)
+        self.fleet.sessions.record(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
             served.watched = self._chunks.takes(self._clock(), chunks, RESERVED)
@@ -155,7 +155,7 @@ class RouterNode:
         self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 
     def answered(self, served: Served) -> None:
-        self.fleet.eligibility.answered(served.replica)
+        self.fleet.eligibility.succeeded(served.replica)
 
     def failed(self, served: Served) -> None:
         self.fleet.eligibility.failed(served.replica)
@@ -242,12 +242,12 @@ class Routers:
                 _, digest, router, prompts = self._under_way.popleft()
                 for node in self.nodes:
                     if digest is not None:
-                        node.fleet.hear(digest)
-                    node.fleet.hear_prompts(router, prompts)
+                        node.fleet.receive_digest(digest)
+                    node.fleet.receive_prompts(router, prompts)
             else:
                 self._due_at += EVERY_S / len(self.nodes)
                 fleet = next(self._next).fleet
-                due, prompts = fleet.digests.due(at), fleet.sent.take()
+                due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
                 digest = None if due is None else decode(due.encode())
                 if digest or prompts:
                     told = at + self._share_lag, digest, fleet.router, prompts

@@ -227,8 +227,8 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
         routers = "this router alone"
         if others := len(fleet.peers):
             routers = f"this router and {others} more"
-            if fleet.peers.news_age is not None:
-                routers += f", newest digest {fleet.peers.news_age:.2f} s old"
+            if fleet.peers.digest_age is not None:
+                routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
         yield f"Routers{of}", routers
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"

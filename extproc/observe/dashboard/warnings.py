@@ -10,7 +10,7 @@ import numpy as np
 
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
-from extproc.replica_state import SILENT_AFTER_S
+from extproc.replica_state import STALE_AFTER_S
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
@@ -55,8 +55,8 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         yield "No poller is alive: start extproc poll."
     if not fleet.members:
         yield "No replica is known yet: Envoy's fallback policy chooses."
-    elif pool.clock() - fleet.eligibility.silence.heard_at > SILENT_AFTER_S:
-        yield f"Stale state: no replica was updated for more than {SILENT_AFTER_S:.0f} s."
+    elif pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S:
+        yield f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s."
     if fleet.peers.stale:
         yield "Stale state of other routers: their requests in flight are known from polls only."
 

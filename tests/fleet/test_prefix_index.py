@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from extproc.fleet.announcements import SentPrompts, read_prompts
-from extproc.fleet.prefixes import Prefixes
+from extproc.fleet.announcements import PromptLog, read_prompts
+from extproc.fleet.prefix_index import PrefixIndex
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
 
@@ -23,18 +23,18 @@ def prompt(text: str, whole: int = 0, asked: int = 0, answered: float = 0.0) -> 
 
 
 @pytest.fixture
-def prefixes() -> Prefixes:
-    index = Prefixes()
+def prefixes() -> PrefixIndex:
+    index = PrefixIndex()
     for row in ROWS:
         index.clear(int(row))
     return index
 
 
-def units(prefixes: Prefixes, text: str) -> list[float]:
-    return list(prefixes.held(prompt(text), ROWS).expected / UNIT)
+def units(prefixes: PrefixIndex, text: str) -> list[float]:
+    return list(prefixes.hits(prompt(text), ROWS).expected / UNIT)
 
 
-def test_of_each_replica_the_beginning_it_was_sent(prefixes: Prefixes) -> None:
+def test_of_each_replica_the_beginning_it_was_sent(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
     prefixes.enter(2, prompt("abx"), ROOM)
     assert units(prefixes, "abcde") == [4, 0, 2]
@@ -43,13 +43,13 @@ def test_of_each_replica_the_beginning_it_was_sent(prefixes: Prefixes) -> None:
     assert units(prefixes, "") == [0, 0, 0]
 
 
-def test_of_some_replicas_in_their_order(prefixes: Prefixes) -> None:
+def test_of_some_replicas_in_their_order(prefixes: PrefixIndex) -> None:
     prefixes.enter(2, prompt("ab"), ROOM)
-    assert list(prefixes.held(prompt("ab"), np.array([0, 2])).expected) == [0, 2 * UNIT]
-    assert list(prefixes.held(prompt("ab"), np.array([0, 1])).expected) == [0, 0]
+    assert list(prefixes.hits(prompt("ab"), np.array([0, 2])).expected) == [0, 2 * UNIT]
+    assert list(prefixes.hits(prompt("ab"), np.array([0, 1])).expected) == [0, 0]
 
 
-def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: Prefixes) -> None:
+def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), 6 * UNIT)
     prefixes.enter(0, prompt("xyz"), 6 * UNIT)
     assert units(prefixes, "abcd")[0] == 3
@@ -58,28 +58,28 @@ def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: Prefixes)
     assert [units(prefixes, text)[0] for text in ("abcd", "xyz", "uvw")] == [2, 1, 3]
 
 
-def test_one_that_starts_anew_holds_nothing(prefixes: Prefixes) -> None:
+def test_one_that_starts_anew_holds_nothing(prefixes: PrefixIndex) -> None:
     for row in (0, 1):
         prefixes.enter(row, prompt("ab"), ROOM)
     prefixes.clear(0)
     assert units(prefixes, "ab") == [0, 2, 0]
 
 
-def test_who_gave_the_last_answer_holds_it(prefixes: Prefixes) -> None:
+def test_who_gave_the_last_answer_holds_it(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("ab", whole=77), ROOM)
     prefixes.enter(1, prompt("ab", whole=78), ROOM)
     following = prompt("abcd", asked=77, answered=230.0)
-    assert list(prefixes.held(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
+    assert list(prefixes.hits(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
 
 
-def test_who_was_sent_a_turn_already_holds_all_of_it(prefixes: Prefixes) -> None:
+def test_who_was_sent_a_turn_already_holds_all_of_it(prefixes: PrefixIndex) -> None:
     for text, whole in (("ab", 77), ("abcd", 0)):
         prefixes.enter(0, prompt(text, whole), ROOM)
     again = prompt("abcd", asked=77, answered=3 * UNIT)
-    assert prefixes.held(again, ROWS).expected[0] == 4 * UNIT
+    assert prefixes.hits(again, ROWS).expected[0] == 4 * UNIT
 
 
-def test_it_holds_no_more_than_there_is_room_for(prefixes: Prefixes) -> None:
+def test_it_holds_no_more_than_there_is_room_for(prefixes: PrefixIndex) -> None:
     """And forgets as it goes, whatever is sent."""
     random = Random(1)
     for _ in range(500):
@@ -92,18 +92,20 @@ def test_it_holds_no_more_than_there_is_room_for(prefixes: Prefixes) -> None:
     assert not any(sum(units(prefixes, letter)) for letter in "abcd")
 
 
-def test_a_replica_finds_whole_blocks(prefixes: Prefixes) -> None:
+def test_a_replica_finds_whole_blocks(prefixes: PrefixIndex) -> None:
     prefixes.polled(0, ReplicaState(id="r", block_size=100))
     prefixes.enter(0, prompt("abcd"), ROOM)
-    assert list(prefixes.held(prompt("abcd"), ROWS).expected) == [200, 0, 0]
+    assert list(prefixes.hits(prompt("abcd"), ROWS).expected) == [200, 0, 0]
 
 
-def believed(prefixes: Prefixes, text: str) -> float:
-    held = prefixes.held(prompt(text), ROWS)
+def believed(prefixes: PrefixIndex, text: str) -> float:
+    held = prefixes.hits(prompt(text), ROWS)
     return float(held.cached[0] / held.expected[0])
 
 
-def test_prompts_that_share_a_later_key_by_chance_or_will_are_harmless(prefixes: Prefixes) -> None:
+def test_prompts_may_share_a_later_key_only(
+    prefixes: PrefixIndex,
+) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
     prefixes.reported(0, 4 * UNIT, 0, 4 * UNIT, 0.0)  # depth matters now
     one, another = prompt("abcd"), prompt("vwxyz")
@@ -111,13 +113,13 @@ def test_prompts_that_share_a_later_key_by_chance_or_will_are_harmless(prefixes:
     prefixes.enter(0, another, ROOM)
     another.keys[0] = one.keys[0]
     another.keys[3] = 1
-    assert prefixes.held(another, ROWS).expected[0] >= UNIT
+    assert prefixes.hits(another, ROWS).expected[0] >= UNIT
 
 
-def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> None:
+def test_who_reports_less_than_expected_is_believed_less(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
     assert believed(prefixes, "abcd" * 10) == 1
-    held = prefixes.held(prompt("abcd" * 10), ROWS)
+    held = prefixes.hits(prompt("abcd" * 10), ROWS)
     for _ in range(20):
         prefixes.reported(0, held.expected[0], int(held.depths[0]), 2560, 0.0)
     assert believed(prefixes, "abcd" * 10) < 0.1
@@ -129,7 +131,7 @@ def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> 
     assert believed(prefixes, "abcd" * 10) == 1
 
 
-def test_what_was_used_long_ago_is_believed_by_itself(prefixes: Prefixes) -> None:
+def test_what_was_used_long_ago_is_believed_by_itself(prefixes: PrefixIndex) -> None:
     """Somebody else's prompts evict it, of which no router tells."""
     room = 40 * UNIT
     prefixes.enter(0, prompt("abcdefgh"), room)
@@ -137,18 +139,18 @@ def test_what_was_used_long_ago_is_believed_by_itself(prefixes: Prefixes) -> Non
         prefixes.enter(0, prompt(letter * 2), room)
     for _ in range(50):
         for text, found in (("abcdefgh", 0.0), ("tt", 1.0)):
-            held = prefixes.held(prompt(text), ROWS)
+            held = prefixes.hits(prompt(text), ROWS)
             expected = float(held.expected[0])
             prefixes.reported(0, expected, int(held.depths[0]), expected, found * expected)
     assert believed(prefixes, "abcdefgh") < 0.2
     assert believed(prefixes, "tt") > 0.9
 
 
-def polled(prefixes: Prefixes, prompts: float, cached: float) -> None:
+def polled(prefixes: PrefixIndex, prompts: float, cached: float) -> None:
     prefixes.polled(0, ReplicaState(id="r", prompt_tokens=prompts, cached_tokens=cached))
 
 
-def test_where_answers_tell_nothing_the_counters_do(prefixes: Prefixes) -> None:
+def test_where_answers_tell_nothing_the_counters_do(prefixes: PrefixIndex) -> None:
     """One that turns out to cache nothing, by what it counts, is found out within ten prompts."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
@@ -162,7 +164,7 @@ def test_where_answers_tell_nothing_the_counters_do(prefixes: Prefixes) -> None:
     assert believed(prefixes, text) > 0.9
 
 
-def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: Prefixes) -> None:
+def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: PrefixIndex) -> None:
     """Responses tell always, chats only where the server was started for it."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
@@ -173,7 +175,7 @@ def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: Prefixes)
     assert believed(prefixes, text) < 0.2
 
 
-def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: Prefixes) -> None:
+def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: PrefixIndex) -> None:
     text, tokens = "abcd" * 8, 32 * UNIT
     unknown = replace(NO_PREFIX, tokens=tokens)
     polled(prefixes, 0, 0)
@@ -184,7 +186,7 @@ def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: Pref
     assert believed(prefixes, text) > 0.9
 
 
-def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: Prefixes) -> None:
+def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
     for _ in range(10):
         prefixes.reported(0, 64, 0, 100_000, 100_000)
@@ -193,7 +195,7 @@ def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: Prefixes
     assert believed(prefixes, "abcd" * 10) < 0.5
 
 
-def test_one_odd_prompt_does_not_empty_a_cache(prefixes: Prefixes) -> None:
+def test_one_odd_prompt_does_not_empty_a_cache(prefixes: PrefixIndex) -> None:
     """Of a prompt of empty messages a unit is 1,300 tokens."""
     for number in range(20):
         prefixes.enter(0, prompt(f"{number:04d}" * 5), 2000 * UNIT)
@@ -201,20 +203,20 @@ def test_one_odd_prompt_does_not_empty_a_cache(prefixes: Prefixes) -> None:
     assert units(prefixes, "0003" * 5)[0] == 20
 
 
-def test_a_prompt_of_no_tokens_is_harmless(prefixes: Prefixes) -> None:
+def test_a_prompt_of_no_tokens_is_harmless(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, replace(prompt("ab"), unit=0.0, tokens=0.0), ROOM)
     assert units(prefixes, "ab") == [0, 0, 0]
 
 
 def test_another_router_hears_of_one_that_started_anew() -> None:
-    told = SentPrompts()
-    told.emptied("10.0.0.1:8000")
+    told = PromptLog()
+    told.restarted("10.0.0.1:8000")
     [(replica, prefix)] = read_prompts(told.take())
     assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
 
 
 def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
-    told = SentPrompts()
+    told = PromptLog()
     for _ in range(250):
         told.add("10.0.0.1:8000", prompt("ab"))
     sizes = []
@@ -224,7 +226,7 @@ def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
 
 
 def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
-    told, size = SentPrompts(), 12_500
+    told, size = PromptLog(), 12_500
     for number in range(1_000):
         long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
         told.add("10.0.0.1:8000", long)
@@ -237,7 +239,7 @@ def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
 
 
 def test_another_router_hears_what_was_sent() -> None:
-    told = SentPrompts()
+    told = PromptLog()
     told.add("10.0.0.1:8000", prompt("abc", whole=5))
     told.add("10.0.0.2:8000", prompt(""))
     told.add("[::1]:8000", prompt("x"))
@@ -250,7 +252,7 @@ def test_another_router_hears_what_was_sent() -> None:
 
 @pytest.mark.parametrize("cut", [1, 20, 40])
 def test_what_is_cut_short_is_refused(cut: int) -> None:
-    told = SentPrompts()
+    told = PromptLog()
     told.add("10.0.0.1:8000", prompt("abc"))
     with pytest.raises(ValueError, match=r"cut short|smaller"):
         read_prompts(told.take()[:-cut])

@@ -5,9 +5,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.share import owners
+from extproc.share import assignment
+from extproc.share.assignment import Assigner, Assignment, living
 from extproc.share.connection import Keys, connect, outage
-from extproc.share.owners import Owners, Part, living
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S, until
@@ -22,7 +22,7 @@ LIFE_S = 60.0
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat ends because this machine is busy."""
-    monkeypatch.setattr(owners, "LIFE_S", LIFE_S)
+    monkeypatch.setattr(assignment, "LIFE_S", LIFE_S)
 
 
 class Poller:
@@ -37,14 +37,14 @@ class Poller:
     ) -> None:
         self.name = name
         self.listed = listed
-        self.part = Part(frozenset())
-        self.owners = Owners(redis, POOL, name, outage(redis), clock or ManualClock())
+        self.part = Assignment(frozenset())
+        self.owners = Assigner(redis, POOL, name, outage(redis), clock or ManualClock())
 
     @property
     def replicas(self) -> frozenset[str]:
         return self.part.replicas
 
-    async def beat(self) -> Part:
+    async def beat(self) -> Assignment:
         self.part = await self.owners.beat(self.listed)
         return self.part
 
@@ -59,7 +59,7 @@ async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
 
 
 async def test_single_poller_has_all_replicas(redis_client: Redis) -> None:
-    assert await Poller(redis_client, "a").beat() == Part(TEN)
+    assert await Poller(redis_client, "a").beat() == Assignment(TEN)
     for key in (Keys(POOL).poller + "a", Keys(POOL).pollers):
         assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
 
@@ -115,7 +115,7 @@ async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.Mon
     await beats(a, b)
     assert b.replicas < TEN
     with monkeypatch.context() as soon:
-        soon.setattr(owners, "LIFE_S", 0.1)
+        soon.setattr(assignment, "LIFE_S", 0.1)
         await a.beat()
     async with asyncio.timeout(PATIENCE_S):
         while b.replicas != TEN:  # a never comes again
@@ -128,7 +128,7 @@ async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.Mon
 async def test_poller_that_stood_still_is_a_newcomer(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    monkeypatch.setattr(owners, "BEAT_S", 0.0)
+    monkeypatch.setattr(assignment, "BEAT_S", 0.0)
     clock = ManualClock()
     async with connect(redis_server.url, POOL) as redis:
         a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
@@ -137,19 +137,19 @@ async def test_poller_that_stood_still_is_a_newcomer(
         for _ in range(3):
             await asyncio.sleep(0)
             clock.advance(LIFE_S - 1)
-        assert not a.owners.stood_still
+        assert not a.owners.paused
         clock.advance(LIFE_S + 1)
-        await until(lambda: a.owners.stood_still)
+        await until(lambda: a.owners.paused)
         watching.cancel()
         if not there:
             await redis_server.kill()
-            assert (await a.beat()).stood_still
+            assert (await a.beat()).paused
             await redis_server.start()
             await b.beat()
-        assert await a.beat() == Part(frozenset(), listed_by_others=TEN, stood_still=there)
-        assert not a.owners.stood_still
+        assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, paused=there)
+        assert not a.owners.paused
         assert await beats(b, a, rounds=1) == before
-        assert not a.part.stood_still
+        assert not a.part.paused
 
 
 async def test_poller_that_wakes_writes_nothing_before_it_beats(redis_client: Redis) -> None:
@@ -157,12 +157,12 @@ async def test_poller_that_wakes_writes_nothing_before_it_beats(redis_client: Re
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
-    clock.advance(owners.BEAT_S)
-    assert not a.owners.stood_still
-    clock.advance(LIFE_S - 2 * owners.BEAT_S)
-    assert a.owners.stood_still  # at once, before any other task runs
+    clock.advance(assignment.BEAT_S)
+    assert not a.owners.paused
+    clock.advance(LIFE_S - 2 * assignment.BEAT_S)
+    assert a.owners.paused  # at once, before any other task runs
     await a.beat()
-    assert not a.owners.stood_still
+    assert not a.owners.paused
 
 
 async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis) -> None:
@@ -170,8 +170,8 @@ async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis)
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
     clock.advance(LIFE_S)
-    assert a.owners.stood_still
-    assert await a.beat() == Part(TEN)
+    assert a.owners.paused
+    assert await a.beat() == Assignment(TEN)
 
 
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
@@ -196,10 +196,10 @@ async def test_pollers_keep_parts_when_redis_is_empty(
         assert await beats(a, b) == before
         await redis_server.start()
         part = await a.beat()
-        assert part.redis_forgot
+        assert part.redis_was_emptied
         assert part.replicas == {one for one, each in before.items() if each is a}
         assert await beats(a, b) == before
-        assert not a.part.redis_forgot
+        assert not a.part.redis_was_emptied
         await b.owners.release()
         clock.advance(LIFE_S)
         assert (await a.beat()).replicas == TEN
@@ -207,7 +207,7 @@ async def test_pollers_keep_parts_when_redis_is_empty(
 
 async def test_poller_that_starts_without_redis_has_nothing(stopped_redis: RedisServer) -> None:
     async with connect(stopped_redis.url, POOL) as redis:
-        assert await Poller(redis, "a").beat() == Part(frozenset())
+        assert await Poller(redis, "a").beat() == Assignment(frozenset())
 
 
 async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redis) -> None:

@@ -14,7 +14,7 @@ from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix
 
 
-class KeyHolders:
+class ReplicaBitmaps:
     """For each key a number in which every replica has a bit: of a thousand replicas, whoever holds
     a key is found in one look."""
 
@@ -54,7 +54,7 @@ _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e
 
 
 @dataclass(slots=True)
-class Held:
+class PrefixHits:
     """What the candidates hold of a prompt, an entry each."""
 
     expected: Floats  # tokens, by what was sent there
@@ -88,10 +88,10 @@ class _Cache:
 
 
 @lru_cache
-def _nothing(candidates: int) -> Held:
+def _nothing(candidates: int) -> PrefixHits:
     none, depths = np.zeros(candidates), np.zeros(candidates, np.intp)
     none.flags.writeable = depths.flags.writeable = False
-    return Held(none, depths, none)
+    return PrefixHits(none, depths, none)
 
 
 class _Belief:
@@ -131,7 +131,7 @@ class _Belief:
         self.doubted[row] = bool((reported < expected * _SURE).any())
 
 
-class Prefixes:
+class PrefixIndex:
     """What replicas hold, unit by unit: entered when a prompt is sent, evicted as vLLM evicts.
 
     vLLM frees the blocks of a request from its last to its first, and evicts what was freed the
@@ -140,7 +140,7 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._holders = KeyHolders()  # a bit a row
+        self._holders = ReplicaBitmaps()  # a bit a row
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; a replica finds whole ones
         self._belief = _Belief()
@@ -179,7 +179,7 @@ class Prefixes:
         evicted = range(len(recent) - cache.room)
         self._holders.drop([recent.popitem(last=False)[0] for _ in evicted], row)
 
-    def held(self, prefix: Prefix, rows: Indices) -> Held:
+    def hits(self, prefix: Prefix, rows: Indices) -> PrefixHits:
         """What the replicas in these rows should hold of a prompt."""
         keys, holders = prefix.keys, self._holders
         mask = holders.mask(keys.item(0)) if len(keys) else 0
@@ -200,7 +200,7 @@ class Prefixes:
             self._sound(depths, there, rows, prefix.previous_key)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
-        return Held(expected, depths, expected * self._belief.share[rows, depths])
+        return PrefixHits(expected, depths, expected * self._belief.share[rows, depths])
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]

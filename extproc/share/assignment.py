@@ -19,7 +19,7 @@ from redis.utils import str_if_bytes
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
-from extproc.share.envelope import Kind, Skips
+from extproc.share.envelope import EnvelopeKind, Skips
 
 LIFE_S = 1.2
 """Seconds that a heartbeat counts. With ``BEAT_S`` and a scrape on top of it, the replicas of a
@@ -33,17 +33,17 @@ class Heartbeat(Struct, array_like=True, frozen=True):
     replicas: tuple[str, ...]  # ip:port of all that it lists
 
 
-HEARTBEAT = Kind("heartbeat", Heartbeat)
+HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Assignment:
     """The replicas that a poller is to scrape until its next heartbeat."""
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
-    stood_still: bool = False  # the poller did, and others may have scraped its replicas meanwhile
-    redis_forgot: bool = False  # Redis came back empty
+    paused: bool = False  # the poller did, and others may have scraped its replicas meanwhile
+    redis_was_emptied: bool = False  # Redis came back empty
 
 
 async def living(redis: Redis, pool: str) -> list[str]:
@@ -59,7 +59,7 @@ async def living(redis: Redis, pool: str) -> list[str]:
     return [name for name, is_alive in zip(names, alive, strict=True) if is_alive]
 
 
-class Owners:
+class Assigner:
     """The part of one poller, whose name is unlike any other's.
 
     - A newcomer leaves what others have for one heartbeat, in which they see it.
@@ -93,7 +93,7 @@ class Owners:
         """When the last heartbeat ended, well or not, by the clock; None: none has yet."""
 
     @property
-    def stood_still(self) -> bool:
+    def paused(self) -> bool:
         """True if others may have the part, since the process stood still after its last heartbeat,
         which was up to ``BEAT_S`` old by then; Redis may have been late, too."""
         return self._stood_still or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
@@ -101,25 +101,25 @@ class Owners:
     async def watch(self) -> NoReturn:
         """Notices that the process stands still, until cancelled."""
         while True:
-            self._stood_still = self.stood_still
+            self._stood_still = self.paused
             self._awake_at = self._clock()
             await asyncio.sleep(BEAT_S)
 
-    async def beat(self, replicas: Collection[str]) -> Part:
+    async def beat(self, replicas: Collection[str]) -> Assignment:
         """Tells the others of this poller and its list, and returns its part."""
-        redis_forgot = False
+        redis_was_emptied = False
         try:
             was_known, names = await self._tell(replicas)
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
-            self._is_new |= self.stood_still
+            self._is_new |= self.paused
             self._part &= {*replicas}
         else:
             now = self._clock()
-            self._is_new |= self.stood_still
-            redis_forgot = not (was_known or self._is_new)
-            if redis_forgot:
+            self._is_new |= self.paused
+            redis_was_emptied = not (was_known or self._is_new)
+            if redis_was_emptied:
                 self._others_until = now + LIFE_S
             self._others = self._others | others if now < self._others_until else others
             self._part = frozenset(filter(self._owns, replicas))
@@ -127,10 +127,10 @@ class Owners:
             if not self._part:  # else what is written soon says so
                 self._outage.recovered()
         self.beat_at = self._clock()
-        others_may_have_it = self.stood_still and bool(self._others)
+        others_may_have_it = self.paused and bool(self._others)
         self._stood_still, self._awake_at = False, self.beat_at
         listed_by_others = frozenset().union(*self._others.values())
-        return Part(self._part, listed_by_others, others_may_have_it, redis_forgot)
+        return Assignment(self._part, listed_by_others, others_may_have_it, redis_was_emptied)
 
     async def release(self) -> None:
         try:
