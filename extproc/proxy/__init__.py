@@ -1,1 +1,1 @@
-"""The gRPC stream: messages in, mutations out, lifetime of a request."""
+"""The gRPC stream to Envoy, and the life of a request in the router."""

@@ -1,4 +1,4 @@
-"""What a router's admin address shows of its decisions and its fleet."""
+"""Decisions and fleet of a router, as its admin address shows them."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +10,13 @@ from extproc.observe.admin import Check, decision_number
 from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
-_PAGE = 50  # decisions in one reply
-_BEST = 20  # candidates shown of each of several decisions: those of a thousand take 20 MB a page
+_PAGE = 50  # decisions in a reply
+_BEST = 20  # candidates of each decision in a list: a thousand would make it 20 MB
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:
-    """What the admin address serves beside metrics and health."""
-    log = pools[0].log  # decisions of all pools are in one log
+    """Routes of the admin address beside metrics and health."""
+    log = pools[0].log  # all pools share it
 
     async def decisions(request: web.Request) -> web.StreamResponse:
         most: int | None = _BEST
@@ -39,31 +39,30 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
 
 
 def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
-    """Whether a router can choose replicas: it knows some, and is not about to end.
+    """Check of the router's readiness: it knows a replica of any pool and is not stopping.
 
-    One that has lost Redis still can. So can one that knows only those of one pool: an empty pool
-    is to take no router from the others.
+    A router without Redis stays ready.
     """
 
     def why_not() -> str:
         if stopping.is_set():
             return "stopping"
-        return "" if any(one.fleet.members for one in pools) else "no replica is known yet"
+        return "" if any(pool.fleet.members for pool in pools) else "no replica is known yet"
 
     return why_not
 
 
 def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
-    yield b'{"in_flight":%d,"replicas":' % sum(one.fleet.in_flight for one in pools)
+    yield b'{"in_flight":%d,"replicas":' % sum(pool.fleet.in_flight for pool in pools)
     yield from _array(
         structs.asdict(state)
         | {
-            "in_flight": one.fleet.in_flight_on(state.id),
-            "pool": one.config.pool,
-            "known_blocks": one.fleet.blocks.count(state.id),
+            "in_flight": pool.fleet.in_flight_on(state.id),
+            "pool": pool.config.pool,
+            "known_blocks": pool.fleet.blocks.count(state.id),
         }
-        for one in pools
-        for state in [*one.fleet.members]  # some may leave meanwhile
+        for pool in pools
+        for state in [*pool.fleet.members]  # a copy: replicas may leave meanwhile
     )
     yield b"}"
 
@@ -76,7 +75,7 @@ def _array(items: Iterable[object]) -> Iterator[bytes]:
 
 
 async def _answer(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
-    """JSON, sent as it is made: a large fleet's takes long, and requests come first."""
+    """Sends JSON piece by piece: a large fleet takes long, and requests go between two pieces."""
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     await response.prepare(request)
     for piece in pieces:

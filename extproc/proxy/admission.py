@@ -1,4 +1,4 @@
-"""Admission: a request goes now, waits, is left to Envoy or is refused."""
+"""Admission: the router dispatches a request, queues it, leaves it to Envoy, or refuses it."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,158 +19,159 @@ from extproc.route.waiting import Place, Waiting
 NONE_READY = "no replica is ready to serve this request"
 
 
-async def choose(
+async def admit(
     exchange: Exchange,
     phase: str,
-    asked: RequestHeaders,
+    headers: RequestHeaders,
     partial: bool = False,
-    large_for: str = "",
+    unread_model: str = "",
 ) -> bytes:
-    """Sends the request to the replica that is best now, or after it waited, or leaves it to Envoy;
-    returns the reply to the phase.
+    """Sends the request to the best replica, now or after a wait in the queue.
+
+    Returns the reply to the phase. Where Envoy has a fallback and the router no usable replica, the
+    reply leaves the choice to Envoy.
 
     Args:
-        exchange: the request; the body that it holds becomes what the replica gets.
-        phase: which the reply is to.
-        asked: the headers.
-        partial: the body is longer than what is held.
-        large_for: a model, where the body's length is to do, and Envoy keeps the body.
+        exchange: the request; its body becomes the body for the chosen replica.
+        phase: the phase to reply to.
+        headers: the request's headers.
+        partial: the exchange holds only the beginning of the body.
+        unread_model: the model of a large body that Envoy keeps: the router profiles the request by
+            its length.
 
     Raises:
-        Refusal: it is not to be served.
-        Left: the client left while the request waited.
+        Refusal: the request is not to be served.
+        Left: the client left while the request was queued.
     """
     services, started = exchange.services, exchange.services.clock()
-    profile = _profile(exchange, asked, partial, large_for)
+    profile = _profile(exchange, headers, partial, unread_model)
 
     def decide(place: Place | None = None) -> Decision | None:
         if _is_unserved(services, profile):
             return None
-        visible = not exchange.unseen
-        decision = services.router.decide(profile, asked.policy, exchange.subset, visible, place)
+        decision = services.router.decide(
+            profile, headers.policy, exchange.subset, exchange.response_visible, place
+        )
         if decision is not None:
             if place is None:
                 services.demand.arrived(decision)
-                _refuse_busy(services, decision)
+                _refuse_slow_first_token(services, decision)
             _refuse_late(services, decision)
         return decision
 
     decision = decide()
     if decision is not None:
-        waits = not services.queue.admit(decision)
+        queues = not services.queue.admit(decision)
     else:
-        waits = exchange.subset is None and _is_awaited(services, profile)
-    if waits and services.body_memory.free >= 0:  # else the body is not kept for long
-        decision = await _wait(exchange, asked, profile, decision, decide)
+        queues = exchange.subset is None and _may_be_served_soon(services, profile)
+    if queues and services.body_memory.free >= 0:  # a queued request holds its body for long
+        decision = await _queue(exchange, headers, profile, decision, decide)
     else:
         if decision is None:
             _refuse_unserved(services, profile, exchange.has_fallback)
-        exchange.book(asked, decision)
+        exchange.dispatch(headers, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
-    return exchange.reply(phase, decision, partial, leave_body=large_for != "")
+    return exchange.reply(phase, decision, partial, leave_body=unread_model != "")
 
 
 def _profile(
-    exchange: Exchange, asked: RequestHeaders, partial: bool, large_for: str
+    exchange: Exchange, headers: RequestHeaders, partial: bool, unread_model: str
 ) -> RequestProfile:
     services = exchange.services
-    if large_for:
-        profile = of_length(asked.endpoint, asked.length or 0, large_for, services.tokens)
+    if unread_model:
+        profile = of_length(headers.endpoint, headers.length or 0, unread_model, services.tokens)
     else:
         profile = inspect(
-            asked.endpoint,
+            headers.endpoint,
             exchange.body.data,
             services.tokens,
             partial=partial,
-            content_length=asked.length,
+            content_length=headers.length,
             model_of=lambda name, previous: services.router.model(
-                name, previous, exchange.subset, asked.session
+                name, previous, exchange.subset, headers.session
             ),
         )
-    objective = _objective(services, asked, profile)
-    if asked.tenant or asked.session or objective is not NO_OBJECTIVE:
-        session = session_key(asked.session, profile.model) if asked.session else ""
-        return replace(profile, tenant=asked.tenant, session=session, objective=objective)
+    objective = _objective(services, headers, profile)
+    if headers.tenant or headers.session or objective is not NO_OBJECTIVE:
+        session = session_key(headers.session, profile.model) if headers.session else ""
+        return replace(profile, tenant=headers.tenant, session=session, objective=objective)
     return profile
 
 
-def _objective(services: Services, asked: RequestHeaders, profile: RequestProfile) -> Objective:
-    hold = services.config.hold
-    found = hold.objective(asked.objective, asked.tenant, profile.requested_model, profile.model)
-    if not (told := asked.targets):
-        return found
-    ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
-    return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
+def _objective(services: Services, headers: RequestHeaders, profile: RequestProfile) -> Objective:
+    named = services.config.hold.objective(
+        headers.objective, headers.tenant, profile.requested_model, profile.model
+    )
+    if not (targets := headers.targets):
+        return named
+    return named._replace(
+        ttft_s=targets.get("ttft_s", named.ttft_s), tpot_s=targets.get("tpot_s", named.tpot_s)
+    )
 
 
-async def _wait(
+async def _queue(
     exchange: Exchange,
-    asked: RequestHeaders,
+    headers: RequestHeaders,
     profile: RequestProfile,
     decision: Decision | None,
     decide: Callable[[Place], Decision | None],
 ) -> Decision:
-    """Has it wait for a replica; the queue books it there in the moment in which it may go."""
+    """Queues the request until the queue dispatches or refuses it."""
     services, since = exchange.services, exchange.services.clock()
     outcome: asyncio.Future[Decision | Exception] = asyncio.get_running_loop().create_future()
-    at_once = True
+    entering = True  # a request that the queue dispatches at once has not waited
 
-    def go(found: Decision | Exception | None) -> None:
-        waited = 0.0 if at_once else services.clock() - since
-        found = found or NoReplica(NONE_READY)
-        if not isinstance(found, Exception):
+    def finish(result: Decision | Exception | None) -> None:
+        waited = 0.0 if entering else services.clock() - since
+        result = result or NoReplica(NONE_READY)
+        if not isinstance(result, Exception):
             try:
-                exchange.book(asked, found, waited, one.why)
-            except Exception as error:  # this request's alone
-                found = error
-        outcome.set_result(found)
+                exchange.dispatch(headers, result, waited, waiting.why)
+            except Exception as error:  # fails this request, not the queue
+                result = error
+        outcome.set_result(result)
 
-    one = Waiting(profile, decision, since, decide, go)
-    services.queue.enter(one)
-    at_once = False
+    waiting = Waiting(profile, decision, since, decide, finish)
+    services.queue.enter(waiting)
+    entering = False
     try:
         if not outcome.done():
-            await exchange.waits(outcome, one.why)
+            await exchange.wait_in_queue(outcome, waiting.why)
     finally:
         if not outcome.done():
-            services.queue.abandon(one)
-            exchange.ends_here("gave_up")
-    found = outcome.result()
-    if isinstance(found, Exception):
-        raise found
-    return found
+            services.queue.abandon(waiting)
+            exchange.ended_unsent("gave_up")
+    result = outcome.result()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _is_unserved(services: Services, profile: RequestProfile) -> bool:
-    """Return True if every replica tells which models it serves, and none serves this one."""
-    fleet = services.fleet
+    """Every replica lists its models, and no list has this one."""
+    fleet, names_one = services.fleet, profile.requested_model != ""
     listed = services.config.route.listed_models_only and fleet.members_known.is_set()
-    return (
-        listed
-        and profile.requested_model != ""
-        and fleet.eligibility.candidates(profile.model).unknown
-    )
+    return listed and names_one and fleet.eligibility.candidates(profile.model).unknown
 
 
-def _is_awaited(services: Services, profile: RequestProfile) -> bool:
-    """Return True if a request waits for a replica to come back: one served its model lately."""
+def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
+    """A replica served the model lately, so that the request may wait for one to come back."""
     hold, fleet = services.config.hold, services.fleet
-    if (
-        min(hold.longest_s, hold.empty_s) <= 0.0
-        or not fleet.members_known.is_set()
-        or not profile.requested_model
-    ):
+    waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
+    if not waits or not profile.requested_model:
         return False
     return fleet.members.served_lately(profile.model, services.clock())
 
 
 def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: bool) -> None:
-    """Refuse a request that no replica can take now, unless any may know its model and Envoy may
-    choose one.
+    """Refuses a request that no replica can serve, unless Envoy's fallback may serve it.
+
+    The fallback may choose any replica: it serves a request only where all replicas know the model
+    under the requested name.
 
     Raises:
-        NoModel: no replica knows it.
-        NoReplica: none is ready.
+        NoModel: no replica lists the model.
+        NoReplica: no replica is ready.
     """
     fleet = services.fleet
     if _is_unserved(services, profile):
@@ -181,24 +182,16 @@ def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: 
         raise NoReplica(NONE_READY)
 
 
-def _refuse_busy(services: Services, decision: Decision) -> None:
-    """Refuse a request whose first token would come later than ``route.max_ttft_s``.
-
-    Raises:
-        Saturated: it would.
-    """
-    most = services.config.route.max_ttft_s
-    if most is not None and (soonest := least(decision.prediction.ttft)) > most:
+def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
+    """Raises Saturated if the first token would come later than ``route.max_ttft_s``."""
+    limit = services.config.route.max_ttft_s
+    if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
         late = f"the first token would come in {soonest:.0f} s"
-        raise Saturated(f"every replica is busy: {late}", "saturated", soonest - most)
+        raise Saturated(f"every replica is busy: {late}", "saturated", soonest - limit)
 
 
 def _refuse_late(services: Services, decision: Decision) -> None:
-    """Refuse a sheddable request that would miss its target.
-
-    Raises:
-        Saturated: it would.
-    """
+    """Raises Saturated if a sheddable request would miss its target."""
     lateness = decision.situation.late
     if lateness is None or not decision.profile.objective.sheddable:
         return

@@ -1,4 +1,4 @@
-"""``extproc serve``: the router's parts, put together and run."""
+"""``extproc serve``: builds the router's parts and runs them."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_EVERY = 1.0  # seconds
+_HOUSEKEEPING_EVERY_S = 1.0
 
 
 async def run_router(config: Config) -> None:
@@ -47,20 +47,19 @@ async def run_router(config: Config) -> None:
 
     Raises:
         OSError: an address cannot be listened on.
-        ValueError: the configuration names a tokenizer that does not exist, or no
-            replicas where it is the router that polls them; or traces, where OpenTelemetry is
-            not installed.
+        ValueError: a tokenizer does not exist; the router is to poll replicas and the configuration
+            names none; or traces are configured and OpenTelemetry is not installed.
     """
     if config.state == "memory" and not names_replicas(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
     registry = CollectorRegistry()
     services = build(config, registry)
-    others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
-    pools = (services, *others.values())
+    further = {pool.pool: services.of_pool(pool) for pool in config.each_pool[1:]}
+    pools = (services, *further.values())
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = GrpcServer(services, others)
+    server = GrpcServer(services, further)
     async with (
         serve_admin(
             config.serve.admin,
@@ -72,21 +71,22 @@ async def run_router(config: Config) -> None:
         ) as admin,
         _background(
             (
-                server.look_after(),
+                server.watch_replicas(),
                 dispatch_queued(pools),
-                _states(pools, registry),
+                _follow_fleets(pools, registry),
                 _housekeeping(pools),
             ),
             stopping,
         ) as tasks,
     ):
         port = await server.start(config.serve.listen)
-        names = ", ".join(one.config.pool for one in pools)
+        names = ", ".join(pool.config.pool for pool in pools)
         logger.info("router ready", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
-        gc.freeze()  # what is loaded by now is never garbage: to go through it takes 15 ms
+        gc.freeze()  # modules are never garbage: a collection would scan them for 15 ms
         await stopping.wait()
-        logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
+        in_flight = sum(pool.fleet.in_flight for pool in pools)
+        logger.info("router stopping", extra={"in_flight": in_flight})
         await server.stop(config.serve.drain_s)
         if services.traces is not None:
             await asyncio.to_thread(services.traces.close)
@@ -99,7 +99,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     """Builds the parts of a router from its configuration.
 
     Raises:
-        ValueError: as :func:`run_router`.
+        OSError, ValueError: as :func:`run_router`.
     """
     random, names = Random(config.route.seed), ModelNames(config.route.models)
     return Services(
@@ -115,23 +115,27 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     )
 
 
-async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """What tells the fleets of replicas and other routers: Redis, or pollers in this process. And
-    what writes down what comes of it."""
+async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry) -> None:
+    """Brings the states of replicas into the fleets, from Redis or from pollers in this process;
+    writes the records."""
     if pools[0].config.state == "redis":
-        parts = [follow_state(one.config, one.fleet, Skips(one.metrics.skipped)) for one in pools]
-        parts += [share(one.config, one.fleet, one.metrics) for one in pools]
+        parts = [
+            follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
+        ]
+        parts += [share(pool.config, pool.fleet, pool.metrics) for pool in pools]
     else:
         metrics = PollMetrics(registry)
-        parts = [Poller(one.config, IntoFleet(one.fleet), metrics, Random()).run() for one in pools]
-    parts += [one.recorder.run() for one in pools if one.recorder]
-    async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
+        parts = [
+            Poller(pool.config, IntoFleet(pool.fleet), metrics, Random()).run() for pool in pools
+        ]
+    parts += [pool.recorder.run() for pool in pools if pool.recorder]
+    async with asyncio.TaskGroup() as tasks:  # when cancelled, it waits for farewells
         for part in parts:
             tasks.create_task(part)
 
 
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
-    """Brings every change that pollers write into the fleet, for ever."""
+    """Brings every change that pollers write to Redis into the fleet, until it is cancelled."""
     async with connect(config.redis, config.pool) as redis:
         reader = StateReader(redis, config.pool, Random(), skips)
         async with aclosing(reader.changes()) as changes:
@@ -140,19 +144,18 @@ async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:
-    """One change of the shared state, brought into the fleet, replica by replica: a message or a
-    snapshot tells of many, and requests come first."""
+    """Brings a change of the shared state into the fleet; requests may go between two replicas."""
     match change:
         case Snapshot(states, ages):
-            # A Redis that was just started holds few of them yet: what is missing is dropped
-            # only when it stays silent. Those not measured first: at a router's start they are no
-            # newcomers among the others.
+            # A Redis that was just started holds few replicas yet: a missing replica is dropped
+            # only once it is silent. Replicas that are not measured come first: after measured
+            # ones they would count as newcomers.
             for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=ages.get(state.id, 0.0))
                 await asyncio.sleep(0)
             fleet.members_known.set()
         case Put(state):
-            # Pushed at once: it took less than the clocks of two machines differ by.
+            # The push took less time than two machines' clocks differ by: its age counts as 0.
             fleet.put(state)
         case Removed(replica):
             fleet.remove(replica)
@@ -160,45 +163,47 @@ async def apply(change: Change, fleet: Fleet) -> None:
 
 
 async def _housekeeping(pools: Sequence[Services]) -> None:
-    metrics, clock, fleets = pools[0].metrics, pools[0].clock, [one.fleet for one in pools]
+    """Drops silent replicas and updates the gauges, every second."""
+    metrics, clock, fleets = pools[0].metrics, pools[0].clock, [pool.fleet for pool in pools]
     while True:
-        for one in pools:
-            one.fleet.drop_stale(TTL_S)
-            needed = one.demand.replicas(one.queue, 1 + len(one.fleet.peers))
-            metrics.replicas_needed.labels(one.config.pool).set(needed)
+        for pool in pools:
+            pool.fleet.drop_stale(TTL_S)
+            needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers))
+            metrics.replicas_needed.labels(pool.config.pool).set(needed)
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
-        metrics.set_excluded(one for fleet in fleets for one in fleet.eligibility.exclusions())
+        metrics.set_excluded(pair for fleet in fleets for pair in fleet.eligibility.exclusions())
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        held = [(*kind, count) for one in pools for kind, count in one.queue.sizes().items()]
-        got = [pair for one in pools for pair in one.queue.shares().items()]
-        metrics.set_waiting(held, got)
-        metrics.set_unserved({one.config.pool: one.queue.unserved_by_model() for one in pools})
+        waiting = [(*kind, count) for pool in pools for kind, count in pool.queue.sizes().items()]
+        shares = [pair for pool in pools for pair in pool.queue.shares().items()]
+        metrics.set_waiting(waiting, shares)
+        unserved = {pool.config.pool: pool.queue.unserved_by_model() for pool in pools}
+        metrics.set_unserved(unserved)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
-        # Of a pool that never had a replica there is no news.
-        heard = [fleet for fleet in fleets if fleet.members] or fleets[:1]
-        oldest = min(fleet.eligibility.staleness.heard_at for fleet in heard)
+        # A pool that never had a replica has no updates.
+        updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
+        oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
         metrics.state_age.set(clock() - oldest)
-        await asyncio.sleep(_HOUSEKEEPING_EVERY)
+        await asyncio.sleep(_HOUSEKEEPING_EVERY_S)
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:
-    """Lets queued requests go when a poll or another router told of room; for ever.
+    """Dispatches queued requests for which a poll or another router reported room.
 
-    An unforeseen error is logged; other pools, and requests in flight, go on.
+    Runs until it is cancelled. An unforeseen error is logged; the other pools go on.
     """
-    begins, over = "queued requests cannot be looked at, retrying", "queued requests are looked at"
-    outages = [OutageLog(logger, begins, over, pool=one.config.pool) for one in pools]
+    begins, over = "queue not swept: retrying", "queue is swept again"
+    outages = [OutageLog(logger, begins, over, pool=pool.config.pool) for pool in pools]
     while True:
-        for one, outage in zip(pools, outages, strict=True):
+        for pool, outage in zip(pools, outages, strict=True):
             try:
-                one.queue.sweep()
+                pool.queue.sweep()
                 outage.recovered()
-            except Exception as error:  # unforeseen: it must not end the router
+            except Exception as error:  # a defect must not end the router
                 outage.failed(error, traceback=error)
         await asyncio.sleep(SWEEP_EVERY_S)
 
@@ -207,7 +212,7 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
 async def _background(
     parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs parts of the router beside the rest; should one end, the router stops."""
+    """Runs parts of the router as tasks; if a task ends, the router stops."""
     tasks = [asyncio.create_task(part) for part in parts]
     for task in tasks:
         task.add_done_callback(lambda _: stopping.set())

@@ -1,15 +1,15 @@
-"""Memory for request bodies that wait in the router."""
+"""Memory for the request bodies that a router holds."""
 
 import asyncio
 
 from extproc.request.errors import Refusal
 
-MOST_HELD = 256 * 2**20  # bytes: 32 of the largest bodies, or some 70,000 usual prompts
-MOST_EACH = MOST_HELD // 4  # bytes of one body
+BODY_MEMORY_BYTES = 256 * 2**20  # some 70,000 usual prompts
+BODY_LIMIT_BYTES = BODY_MEMORY_BYTES // 4
 
 
 class NoMemory(Refusal):
-    """A body is not whole, and others need the memory that it takes."""
+    """A body came too slowly, and other bodies needed its memory."""
 
     status = 503
     kind = "service_unavailable_error"
@@ -22,46 +22,47 @@ class NoMemory(Refusal):
 
 
 class TooLarge(Refusal):
-    """A body names no model in as much of it as one request may have in the router."""
+    """A body does not name its model in the first ``BODY_LIMIT_BYTES`` bytes."""
 
     status = 413
     kind = "invalid_request_error"
 
     def __init__(self) -> None:
-        message = f"the model is not named in the first {MOST_EACH} bytes of the body: put it first"
+        place = f"the first {BODY_LIMIT_BYTES} bytes of the body"
+        message = f"the model is not named in {place}: put it first"
         super().__init__(message, "model", "body_too_large")
 
 
 class BodyMemory:
     """Bytes of request bodies that all streams of a process hold.
 
-    Where a body finds none left, those that wait for their next chunk are dropped, the one that
-    waits longest first: clients that stall take memory from nobody. If that is not enough, no
-    request waits for a replica, nor for more of its body.
+    A body that finds no memory left evicts bodies that wait for their next chunk, the longest
+    waiting first, so that stalled clients take memory from nobody. While memory is still short,
+    the router queues no request and waits for no further chunk.
     """
 
-    def __init__(self, size: int = MOST_HELD) -> None:
-        self.free = size  # bytes
-        self._unfinished: dict[BufferedBody, None] = {}
+    def __init__(self, size: int = BODY_MEMORY_BYTES) -> None:
+        self.free = size  # bytes; negative while memory is short
+        self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
     def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
-        """Counts that a body grew, and drops others if it must."""
+        """Counts ``by`` further bytes of a body, and evicts others if memory is short."""
         self.free -= by
-        self._unfinished.pop(body, None)
-        for stalled in [*self._unfinished] if self.free < 0 else ():
-            stalled.drop()
+        self._incomplete.pop(body, None)
+        for stalled in [*self._incomplete] if self.free < 0 else ():
+            stalled.evict()
             if self.free >= 0:
                 break
         if more_comes:
-            self._unfinished[body] = None
+            self._incomplete[body] = None
 
 
 class BufferedBody:
-    """A request's body: the router holds one copy of it, which counts until it is released."""
+    """The router's only copy of a request's body, counted in ``BodyMemory`` until its release."""
 
     def __init__(self, memory: BodyMemory) -> None:
-        self.changed = False  # the replica gets another than the client sent
-        self.dropped: asyncio.Future[Refusal] | None = None  # done when it gives way to others
+        self.changed = False  # the replica gets another body than the client sent
+        self.evicted: asyncio.Future[Refusal] | None = None  # None: no further chunk is awaited
         self._memory = memory
         self._chunks: list[bytes] = []
         self._size = 0
@@ -70,10 +71,10 @@ class BufferedBody:
         return self._size
 
     def add(self, chunk: bytes, more_comes: bool = False) -> None:
-        """Holds what came; ``more_comes``: it waits for its next chunk."""
+        """Appends a chunk; a body with ``more_comes`` may be evicted before its next chunk."""
         self._chunks.append(chunk)
-        if more_comes and self.dropped is None:
-            self.dropped = asyncio.get_running_loop().create_future()
+        if more_comes and self.evicted is None:
+            self.evicted = asyncio.get_running_loop().create_future()
         self._resize(self._size + len(chunk), more_comes)
 
     @property
@@ -82,24 +83,24 @@ class BufferedBody:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
-    def change(self, data: bytes) -> None:
+    def replace(self, data: bytes) -> None:
         self.changed = data is not self.data
         self._chunks = [data]
         self._resize(len(data))
 
     def take(self) -> bytes:
-        """Hands the bytes over to whoever writes them; they still count."""
+        """Hands the bytes over to the caller; they count until :meth:`release`."""
         data, self._chunks = self.data, []
         return data
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         self._chunks = []
         self._resize(0)
-        if self.dropped is not None:
-            self.dropped.set_result(NoMemory())
+        if self.evicted is not None:
+            self.evicted.set_result(NoMemory())
 
     def release(self) -> None:
-        self.dropped = None
+        self.evicted = None
         self._chunks = []
         self._resize(0)
 

@@ -1,4 +1,4 @@
-"""A gRPC stream of Envoy: its messages, and the end that it may come to at any time."""
+"""One gRPC stream of Envoy: reads messages, writes replies, notices the end of the stream."""
 
 import asyncio
 from typing import Any
@@ -14,35 +14,34 @@ class Left(Exception):  # noqa: N818 - no fault of anybody
 
 
 class Call:
-    """Reads messages one by one: gRPC's iterator of them keeps the last one, and that may be a body
-    of many MB for as long as the answer takes.
+    """Reads messages one by one: gRPC's iterator would keep the last message, which may be a body
+    of many MB, until the request ends.
 
-    Nothing that waits for gRPC is cancelled (https://github.com/grpc/grpc/issues/43360): gRPC never
-    frees what a cancelled handler was waiting for.
+    Invariant: nothing that waits for gRPC is cancelled, because gRPC never frees what a cancelled
+    handler waited for (https://github.com/grpc/grpc/issues/43360).
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, reset: asyncio.Future[None]) -> None:
         """``reset`` is done when Envoy has reset the stream."""
         self._context = context
         self._reset = reset
-        self._reading: asyncio.Future[Any] | None = None  # a message ahead
+        self._read_ahead: asyncio.Future[Any] | None = None
         self._writing = asyncio.Lock()  # gRPC takes one reply at a time
 
     async def read(self, unless: asyncio.Future[Refusal] | None = None) -> ProcessingRequest:
-        """The next message.
+        """Returns the next message.
 
         Raises:
-            Left: the stream ends before it.
-            Refusal: the result of ``unless``, if that comes first.
-            DecodeError: it is none.
+            Left: the stream ends first.
+            Refusal: the result of ``unless``, if that future is done first.
+            DecodeError: the bytes are not a ProcessingRequest.
             grpc.aio.BaseError: Envoy reset the stream, or the server stopped.
         """
         if unless is not None:
-            self._reading = self._reading or asyncio.ensure_future(self._context.read())
-            await _first_of(self._reading, unless)
+            await _first_of(self._reading_ahead(), unless)
             if unless.done():
                 raise unless.result()
-        reading, self._reading = self._reading, None
+        reading, self._read_ahead = self._read_ahead, None
         raw = await (reading or self._context.read())
         if raw is grpc.aio.EOF:
             raise Left
@@ -52,18 +51,23 @@ class Call:
         async with self._writing:
             await self._context.write(reply)
 
-    async def unless_left(self, event: asyncio.Future[Any]) -> None:
-        """Waits for the event.
+    async def wait_for(self, event: asyncio.Future[Any]) -> None:
+        """Waits for the event, with at most one message read ahead.
 
         Raises:
-            Left: the stream ends before it.
+            Left: the stream ends first.
         """
-        reading = self._reading = self._reading or asyncio.ensure_future(self._context.read())
+        reading = self._reading_ahead()
         await _first_of(event, reading)
         if reading.done() and reading.result() is not grpc.aio.EOF:
-            await _first_of(event, self._reset)  # the message has its turn then
+            await _first_of(event, self._reset)  # the next call of ``read`` returns the message
         if not event.done():
             raise Left
+
+    def _reading_ahead(self) -> asyncio.Future[Any]:
+        if self._read_ahead is None:
+            self._read_ahead = asyncio.ensure_future(self._context.read())
+        return self._read_ahead
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:

@@ -1,48 +1,38 @@
 """Headers of a request, and the answer to ``GET /v1/models``."""
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import NamedTuple
 
 from pydantic_core import to_json
 
 from extproc.config import Config
 from extproc.fleet.members import ModelNames
-from extproc.proxy import messages
+from extproc.proxy.messages import RESPONSE_SKIPPED
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint, endpoint_of
 from extproc.request.objective import first_of, session_of, targets_of
 
-_LONGEST_ID = 128  # characters of a request id, which is kept with every decision
+_LONGEST_ID = 128  # characters of a request id or tenant: each decision record keeps both
 _DIGITS = 15  # of a content-length: a petabyte
-_ALWAYS = frozenset(
-    {
-        ":path",
-        ":method",
-        "x-request-id",
-        "content-length",
-        "content-encoding",
-        messages.RESPONSE_SKIPPED,
-    }
-)
+_STANDARD = frozenset({":path", ":method", "x-request-id", "content-length", "content-encoding"})
 
 
 class RequestHeaders(NamedTuple):
-    """The headers of an inference request, as far as they matter."""
+    """The headers of an inference request that routing depends on."""
 
     endpoint: Endpoint
     request_id: str
-    policy: str  # chosen by the client; empty: none
+    policy: str  # named by the client; empty: the configured policy
     tenant: str
-    session: str  # as the client names it
-    objective: str  # as a header names it
-    targets: dict[str, float]  # seconds; named by headers beside those of its objective
-    length: int | None  # bytes of the body
+    session: str  # id that the client sent
+    objective: str  # name in a header; empty: the tenant or model selects the objective
+    targets: dict[str, float]  # seconds; they override those of the objective
+    length: int | None  # bytes of the body; None: unknown
     readable: bool  # the body is not compressed
 
 
-def asked_by(headers: Mapping[str, str], config: Config) -> RequestHeaders | None:
-    """Returns None for a request that makes no replica compute."""
+def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHeaders | None:
+    """Reads the headers of an inference request; returns None for any other request."""
     endpoint = endpoint_of(headers.get(":path", ""))
     if endpoint is None or headers.get(":method") != "POST":
         return None
@@ -61,23 +51,20 @@ def asked_by(headers: Mapping[str, str], config: Config) -> RequestHeaders | Non
     )
 
 
-def headers_read(config: Config) -> frozenset[str]:
-    """Names of the request headers that matter: to read all takes twice as long."""
-    return _with(config.headers)
-
-
-@cache
-def _with(named: frozenset[str]) -> frozenset[str]:
-    return _ALWAYS | named
+def header_names(config: Config) -> frozenset[str]:
+    """Names of the request headers to read: reading all headers takes twice as long."""
+    return _STANDARD | config.headers | {RESPONSE_SKIPPED}
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:
-    """Answers ``GET /v1/models`` where names are configured that no replica knows of.
+    """Answer to ``GET /v1/models`` where ``route.models`` configures names that no replica knows.
 
-    The form is OpenAI's, with vLLM's ``max_model_len``: tokens that prompt and answer may have, on
-    the replica with the fewest.
+    The form is OpenAI's, with vLLM's ``max_model_len``: the context length in tokens, the smallest
+    of all replicas that serve the model.
 
     Args:
+        names: the configured names.
+        states: the replicas.
         created: seconds since the epoch; vLLM, too, gives the time of the answer.
     """
     kinds = {(state.models, state.max_model_len) for state in states}
@@ -100,10 +87,10 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
 
 
 def _contexts(
-    names: ModelNames, asked: str, kinds: Iterable[tuple[tuple[str, ...], int | None]]
+    names: ModelNames, requested: str, kinds: Iterable[tuple[tuple[str, ...], int | None]]
 ) -> list[int]:
     return [
         context
         for models, context in kinds
-        if context and any(names.known(model, models) for model in names.models(asked))
+        if context and any(names.known(model, models) for model in names.models(requested))
     ]

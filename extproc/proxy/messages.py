@@ -1,7 +1,7 @@
 """Envoy's external processing messages: read from bytes, built as bytes.
 
-The upb classes of ``proto/ext_proc.proto`` parse and build a message in a few microseconds, a
-hundredth of what typed Python classes take.
+The upb classes of ``proto/ext_proc.proto`` parse or build a message in a few microseconds, a
+hundred times faster than typed Python classes.
 """
 
 from collections.abc import Container, Mapping
@@ -20,15 +20,16 @@ DESTINATION = "x-gateway-destination-endpoint"
 """Header, and metadata key, of the chosen endpoint: ``ip:port[,ip:port]``
 (Gateway API Inference Extension, endpoint picker protocol)."""
 SERVED = "x-gateway-destination-endpoint-served"
-"""Metadata key of the endpoint that served, as gateways tell it with the response's headers."""
+"""Metadata key of the endpoint that served, which gateways send with the response's headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
 RESPONSE_SKIPPED = "x-extproc-unseen"
-"""Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
-PRIORITY = "x-vllm-priority"  # header that vLLM takes before a body's `priority`
-RANK = "x-data-parallel-rank"  # header by which vLLM takes the engine that a client names
+"""Header that Envoy adds to requests whose responses it does not forward to the router
+(``envoy/envoy.yaml``)."""
+PRIORITY = "x-vllm-priority"  # header that vLLM prefers to the body's ``priority``
+RANK = "x-data-parallel-rank"  # header that selects vLLM's data-parallel engine
 METADATA_NAMESPACE = "envoy.lb"
-DECISION_NAMESPACE = "extproc"  # of what is told of a decision
+DECISION_NAMESPACE = "extproc"  # metadata with the decision, for access logs
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
@@ -41,15 +42,16 @@ _OWN_ATTRIBUTES = {
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
 """``ProcessingMode.BodySendMode``."""
 _SEND, _SKIP = 1, 2
-"""Of headers and trailers. Envoy closes the stream when it has nothing more to send: a request in
-flight would be taken for one that has ended, were it not for trailers that may come."""
+"""``ProcessingMode.HeaderSendMode``, of headers and trailers. The router asks for response trailers
+because Envoy closes the stream once it has nothing more to send, and the end of the stream is the
+end of the request."""
 _OVERWRITE_OR_ADD = 2
 _CONTINUE_AND_REPLACE = 1  # ``CommonResponse.ResponseStatus``
 
 
 @cache
 def proceed(phase: str) -> bytes:
-    """Reply to a phase: nothing to change. A phase unknown here gets an empty message."""
+    """Reply that changes nothing; an empty message for a phase that the router does not know."""
     reply = ProcessingResponse()
     if phase in ProcessingResponse.DESCRIPTOR.fields_by_name:
         getattr(reply, phase).SetInParent()
@@ -58,9 +60,9 @@ def proceed(phase: str) -> bytes:
 
 @cache
 def leave_alone() -> bytes:
-    """Reply to request headers: send neither this request's body nor anything of its response.
+    """Reply to request headers: send neither the body nor the response to the router.
 
-    What a client says of its destination is taken out; so it is where a destination is set.
+    The reply removes headers by which a client could name a destination.
     """
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.request_headers.response.header_mutation.remove_headers.extend(_CONTROL_HEADERS)
@@ -70,7 +72,7 @@ def leave_alone() -> bytes:
 
 @cache
 def body_only(mode: int) -> bytes:
-    """Reply to request headers: send this request's body in that mode, nothing of its response."""
+    """Reply to request headers: send the body in this mode, and not the response."""
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.mode_override.request_body_mode = mode
     reply.mode_override.response_header_mode = _SKIP
@@ -80,7 +82,7 @@ def body_only(mode: int) -> bytes:
 
 @cache
 def wait(seconds: float) -> bytes:
-    """Tells Envoy to wait that long for the reply, as it does up to its ``max_message_timeout``."""
+    """Asks Envoy to wait so long for the reply; Envoy does, up to its ``max_message_timeout``."""
     reply = ProcessingResponse()
     reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
     return reply.SerializeToString()
@@ -88,24 +90,27 @@ def wait(seconds: float) -> bytes:
 
 @cache
 def watch_response() -> bytes:
-    """Reply to response headers: send this response's body too, as it passes."""
+    """Reply to response headers: send the body, too, as it passes."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
 
 
-@lru_cache(maxsize=4096)  # to build one takes five microseconds; pairs of replicas may be many
+@lru_cache(maxsize=4096)  # a reply takes 5 µs to build; there may be many pairs of replicas
 def send_to(
     phase: str,
     destination: str,
     leave_body: bool = False,
     priority: int | None = None,
 ) -> bytes:
-    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
+    """Reply to request headers or body: forward the request.
 
-    With ``leave_body``, to request headers alone, Envoy sends the body to the replica only; with
-    ``priority`` its header that names one says so, whatever the client's said.
+    Args:
+        phase: ``request_headers`` or ``request_body``.
+        destination: ``ip:port[,ip:port]``.
+        leave_body: in a reply to headers, Envoy sends the body to the replica only.
+        priority: replaces the client's priority header; None: that header stays.
     """
     reply = ProcessingResponse()
     if leave_body:
@@ -127,16 +132,21 @@ def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
     option.append_action = _OVERWRITE_OR_ADD
 
 
-def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
-    """The reply with more metadata, in a namespace that no cluster of Envoy goes by."""
+def with_metadata(reply: bytes, metadata: Mapping[str, str | float]) -> bytes:
+    """The reply with further metadata, in a namespace that Envoy's clusters do not read."""
     changed = ProcessingResponse.FromString(reply)
-    changed.dynamic_metadata.fields[DECISION_NAMESPACE].struct_value.update(told)
+    changed.dynamic_metadata.fields[DECISION_NAMESPACE].struct_value.update(metadata)
     return changed.SerializeToString()
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """A reply to a request's body that replaces it. ``length``: bytes of all that the replica will
-    get; None: not known."""
+    """The reply to a request's body, which replaces the body.
+
+    Args:
+        reply: built by :func:`send_to`.
+        body: in place of the client's.
+        length: bytes of the whole body that the replica gets; None: unknown.
+    """
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
     common.body_mutation.body = body
@@ -146,8 +156,8 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
 
 
 def with_whole_request(reply: bytes, body: bytes) -> bytes:
-    """A reply to a request's headers that brings its body, too; Envoy asks for nothing more of it,
-    and lets the trailers follow that came."""
+    """The reply to a request's headers, which also returns all of its body: Envoy sends no more of
+    the request to the router, and forwards the trailers."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_headers.response
     common.status = _CONTINUE_AND_REPLACE
@@ -156,7 +166,7 @@ def with_whole_request(reply: bytes, body: bytes) -> bytes:
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
-    """Reply to a body chunk in full duplex, where what is not sent back is lost."""
+    """Reply to a body chunk in full duplex, where Envoy forwards only the bytes that return."""
     reply = ProcessingResponse()
     chunk = getattr(reply, phase).response.body_mutation.streamed_response
     chunk.body = body
@@ -165,7 +175,7 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
 
 
 def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
-    """Answers the request in Envoy with a JSON body. ``retry_after``: seconds; 0: not said."""
+    """Answer to the client, with a JSON body; ``retry_after``: seconds, or 0 for no header."""
     reply = ProcessingResponse()
     reply.immediate_response.status.code = status
     reply.immediate_response.body = body
@@ -176,7 +186,7 @@ def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
 
 
 def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
-    """The last values of those headers that are there; Envoy sends names in lower case."""
+    """Values of the named headers; of a repeated header, the last value. Names are lower-case."""
     return {
         name: header.raw_value.decode("utf-8", "replace") or header.value
         for header in message.headers.headers
@@ -185,12 +195,12 @@ def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
 
 
 def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
-    """Those headers that Envoy tells in ``request_attributes``, where the body comes first."""
+    """Values of the named headers that Envoy sends as ``request_attributes`` with the body."""
     if _ATTRIBUTES not in message.attributes:
         return {}
     fields = message.attributes[_ATTRIBUTES].fields
-    told = [(name, key) for name, key in _expressions(names) if key in fields]
-    return {name: fields[key].string_value.decode("utf-8", "replace") for name, key in told}
+    present = [(name, key) for name, key in _expressions(names) if key in fields]
+    return {name: fields[key].string_value.decode("utf-8", "replace") for name, key in present}
 
 
 @cache
@@ -199,12 +209,12 @@ def _expressions(names: frozenset[str]) -> list[tuple[str, str]]:
 
 
 def expression_of(header: str) -> str:
-    """The attribute by which Envoy tells a header of the request."""
+    """Envoy's attribute for a request header."""
     return _OWN_ATTRIBUTES.get(header, f"request.headers['{header}']")
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The only endpoints that may be chosen, ``ip:port``; None where the gateway names none."""
+    """The only endpoints that the gateway allows, ``ip:port``; None: all endpoints."""
     namespaces = message.metadata_context.filter_metadata
     if _SUBSET_NAMESPACE not in namespaces or SUBSET not in namespaces[_SUBSET_NAMESPACE].fields:
         return None
@@ -214,7 +224,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_by(message: ProcessingRequest) -> str:
-    """The endpoint whose response this is, ``ip:port``; empty where Envoy does not tell."""
+    """The endpoint that sent the response, ``ip:port``; empty where Envoy does not name it."""
     if _ATTRIBUTES in message.attributes:
         address = message.attributes[_ATTRIBUTES].fields["upstream.address"].string_value
         if address:

@@ -14,18 +14,18 @@ from extproc.proxy.call import Call
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.services import Services
 from extproc.proxy.stream import stream
-from extproc.proxy.transport import open_port, patient
+from extproc.proxy.transport import batch_scheduled_threads, open_port
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 POOL = "x-extproc-pool"  # metadata of the gRPC stream: the pool that a request is for
-_UNKNOWN_REMEMBERED = 100
-_NO_OTHERS: Mapping[str, Services] = MappingProxyType({})
+_UNKNOWN_POOLS_LOGGED = 100
+_NO_FURTHER_POOLS: Mapping[str, Services] = MappingProxyType({})
 
-_HEALTH_NAMES = ("", SERVICE, "readiness")
-"""Envoy asks for the first or second, gateways for the last."""
-_LIVENESS = "liveness"  # of the endpoint picker's protocol: one that stops still lives
+_READINESS = "", SERVICE, "readiness"
+"""Health services: Envoy asks for one of the first two, gateways for the last."""
+_LIVENESS = "liveness"  # of the endpoint picker's protocol; good while the router stops, too
 _LARGEST_MESSAGE = 128 * 2**20
 """Bytes: a buffered body comes in one message, and requests carry images."""
 
@@ -34,48 +34,51 @@ _OPTIONS = [
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
     # A body of tens of MB arrives several times sooner than with gRPC's small windows.
     ("grpc.http2.lookahead_bytes", 16 * 2**20),
-    # Two servers on one port would silently share it; an error is better.
+    # Two servers on one port would share it silently; an error is better.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-    # An Envoy that vanished is found out, however long its streams are silent.
+    # gRPC pings an Envoy as long as its streams are silent, and so detects one that vanished.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 _KEEPALIVE_S = 20.0
-_READY_EVERY_S = 0.05  # seconds between two looks for a first replica
-_LOOK_EVERY_S = 1.0  # seconds between two looks for replicas that hang
+_CHECK_READINESS_EVERY_S = 0.05
+_CHECK_HUNG_EVERY_S = 1.0
 LAME_DUCK_S = 1.5
-"""Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
-asks for its health every 0.5 s, and leaves it out after two bad answers."""
+"""Seconds for which a stopping router still accepts new streams. Envoy checks the router's health
+every 0.5 s (``envoy/*.yaml``) and excludes the router after two failed checks."""
 
 
 class GrpcServer:
-    """The gRPC server, with its health service: a stream of messages is one HTTP request.
+    """The gRPC server, with its health service: one stream is one HTTP request.
 
-    Handlers take and give raw bytes, so that no message is parsed twice.
+    Handlers receive and return raw bytes, so that no message is parsed twice.
     """
 
     def __init__(
         self,
         services: Services,
-        pools: Mapping[str, Services] = _NO_OTHERS,
+        pools: Mapping[str, Services] = _NO_FURTHER_POOLS,
         keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """A server that does not listen yet; ``pools``: services of further pools, by name.
+        """Creates a server that does not listen yet.
 
-        A peer that is silent for ``keepalive_s`` seconds is asked whether it is there. It has as
-        long again to answer; then its requests are over.
+        Args:
+            services: parts of the router for its first pool.
+            pools: parts for further pools, by name.
+            keepalive_s: seconds of silence after which the server pings an Envoy. An Envoy that
+                does not answer within as many seconds again is gone, and its requests end.
         """
         self._services = services
         self._settings = serve = services.config.serve
         self._pools = {services.config.pool: services, **pools}
-        self._of_none = services.of_pool(services.config)
-        """For pools that do not exist: without replicas, so that Envoy's fallback policy serves."""
-        self._unknown: set[str] = set()
+        self._unknown_pool = services.of_pool(services.config)
+        """Parts without replicas, for pools that do not exist: Envoy's fallback serves."""
+        self._unknown_names: set[str] = set()
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._opened_at = -inf  # when the last stream began
-        self._full = False  # streams were turned away of late
+        self._full = False  # streams were refused, and half of the limit is not free again
         self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
         keepalive_ms = round(keepalive_s * 1000)
@@ -86,7 +89,7 @@ class GrpcServer:
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
         ]
-        with patient():
+        with batch_scheduled_threads():
             self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -97,31 +100,32 @@ class GrpcServer:
     # -- the server -------------------------------------------------------------------------
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
+        """Listens on ``host:port``; returns the port, which the system chooses for port 0."""
         port = open_port(self._server, address, self._settings, "serve")
-        with patient():
+        with batch_scheduled_threads():
             await self._server.start()
         await self._health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._report_readiness()
         return port
 
-    async def look_after(self) -> None:
-        """Reports its health once the first replica is known, for until then another router serves
-        better; then ends, for ever, the requests on replicas that hang."""
+    async def watch_replicas(self) -> None:
+        """Reports the router ready once a replica is known; then ends requests on hung replicas.
+
+        Before that, other routers serve better. Runs until it is cancelled.
+        """
         ready = False
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S if ready else _READY_EVERY_S)
+            await asyncio.sleep(_CHECK_HUNG_EVERY_S if ready else _CHECK_READINESS_EVERY_S)
             if ready:
-                await self.end_lost()
+                await self.end_hung()
             elif ready := self._is_ready:
                 await self._report_readiness()
 
     async def stop(self, drain_s: float) -> None:
-        """Ends within ``drain_s`` seconds.
+        """Stops within ``drain_s`` seconds; open streams have this long to end.
 
-        Its health is bad at once. It takes new streams until Envoy must have noticed, unless it is
-        idle; a stream that is refused would be a request without the router, though others might be
-        there. Open ones have the rest of the time to end.
+        The health is bad at once. New streams are accepted until Envoy must have noticed, because
+        Envoy would serve a refused stream without the router; an idle router refuses them at once.
         """
         self._stopping = True
         await self._report_readiness()
@@ -137,24 +141,22 @@ class GrpcServer:
     async def _report_readiness(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         is_ready = self._is_ready and not self._stopping
-        for service in _HEALTH_NAMES:
+        for service in _READINESS:
             await self._health.set(service, statuses.SERVING if is_ready else statuses.NOT_SERVING)
 
     # -- its streams ------------------------------------------------------------------------
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        """One request, from its headers to the end of its response.
+        """Serves one stream; after an error, Envoy goes on without the router.
 
-        An error here ends the stream, and Envoy goes on without the router.
-
-        Envoy resets each stream that it has closed, and gRPC cancels its handler then. It never
-        frees what a cancelled handler was waiting for
-        (https://github.com/grpc/grpc/issues/43360): so what serves the stream is not cancelled,
-        and reads that the stream has ended.
+        gRPC cancels this handler when Envoy resets the stream, as Envoy does with every stream that
+        it has closed. The task that serves the stream is shielded from that and reads the end of
+        the stream: gRPC never frees what a cancelled task was waiting for
+        (https://github.com/grpc/grpc/issues/43360).
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(self._serve(context, ended))
-        # Its error was logged, or is of a stream that is over: asyncio need not log it, too.
+        # ``_serve`` has logged its errors: retrieve them, or asyncio logs them again.
         serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.shield(serving)
@@ -163,10 +165,10 @@ class GrpcServer:
 
     async def _serve(self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]) -> None:
         if len(self._exchanges) >= self._settings.max_streams:
-            await self._turn_away(context)
+            await self._refuse_stream(context)
         if self._full and len(self._exchanges) < self._settings.max_streams // 2:
             self._full = False
-            logger.info("again fewer requests are in flight than serve.max_streams allows")
+            logger.info("streams accepted again: fewer than half of serve.max_streams are open")
         metadata, traces = context.invocation_metadata() or (), self._services.traces
         pool = next((value for key, value in reversed(metadata) if key == POOL), None)
         trace = None if traces is None else traces.begin(metadata)
@@ -176,64 +178,62 @@ class GrpcServer:
         try:
             await stream(exchange)
         except DecodeError:
-            logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
+            text = "stream ended: a message was no ProcessingRequest"
+            logger.warning(text, extra={"peer": context.peer()})
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
         except grpc.aio.BaseError:
-            raise  # Envoy gave the stream up, or the server stopped: that is passed over
+            raise  # Envoy gave the stream up, or the server stopped
         except Exception:
-            logger.exception("a request could not be routed; Envoy goes on without the router")
+            logger.exception("stream ended by an error: Envoy goes on without the router")
             raise
         finally:
             del self._exchanges[exchange]
 
-    async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse_stream(self, context: grpc.aio.ServicerContext) -> None:
         self._services.metrics.requests.add("overload")
         if not self._full:
             self._full = True
             logger.error(
-                "as many requests are in flight as serve.max_streams allows: Envoy goes on with "
-                "further ones without the router",
+                "streams refused: serve.max_streams are open, and Envoy serves further requests "
+                "without the router",
                 extra={"streams": len(self._exchanges)},
             )
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
 
     def _services_of(self, pool: str | None, context: grpc.aio.ServicerContext) -> Services:
-        """``pool``: as Envoy's route names it in the stream's metadata, which no client can set."""
+        """``pool``: named by Envoy's route in the stream's metadata, which no client can set."""
         if pool is None:
             return self._services
         if pool in self._pools:
             return self._pools[pool]
-        if pool not in self._unknown and len(self._unknown) < _UNKNOWN_REMEMBERED:
-            self._unknown.add(pool)
-            known = ", ".join(self._pools)
+        if pool not in self._unknown_names and len(self._unknown_names) < _UNKNOWN_POOLS_LOGGED:
+            self._unknown_names.add(pool)
+            configured = ", ".join(self._pools)
             logger.error(
-                "an Envoy route names a pool that is not configured, so Envoy's fallback serves",
-                extra={"pool": pool, "configured": known} | _peer(context),
+                "an Envoy route names a pool that is not configured: Envoy's fallback serves, "
+                "until 'pools' has it or the route names another",
+                extra={"pool": pool, "configured": configured, "peer": context.peer()},
             )
-        return self._of_none
+        return self._unknown_pool
 
-    async def end_lost(self) -> None:
-        """Ends the requests on replicas that hang: they would last as long as clients wait."""
+    async def end_hung(self) -> None:
+        """Ends the requests on hung replicas, which would last as long as their clients wait."""
         if not (after := self._settings.hung_s):
             return
         fleets = (pool.fleet for pool in self._pools.values())
-        hung = {one for fleet in fleets for one in fleet.eligibility.hung(after)}
+        hung = {replica for fleet in fleets for replica in fleet.eligibility.hung(after)}
         if not hung:
             return
-        told = []
-        for one in self._exchanges:
+        writes = []
+        for exchange in self._exchanges:
             try:
-                answer = one.lose(hung)
-            except Exception:  # this request's alone
-                logger.exception("a request on a replica that hangs could not be ended")
+                answer = exchange.end_if_on(hung)
+            except Exception:  # the other requests must end all the same
+                logger.exception("a request on a hung replica did not end")
                 continue
             if answer is not None:
-                told.append(one.write(answer))
-        if told:
-            extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
-            logger.error("replicas hang, and what they had in flight is ended", extra=extra)
-            await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
-
-
-def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    return {"peer": context.peer()}
+                writes.append(exchange.write(answer))
+        if writes:
+            replicas = ", ".join(sorted(hung))
+            logger.error("ended %d requests on hung replicas %s", len(writes), replicas)
+            await asyncio.gather(*writes, return_exceptions=True)  # streams may end meanwhile

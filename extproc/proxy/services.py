@@ -1,4 +1,4 @@
-"""The parts of a router that its exchanges share, and the budgets of what they read and hold."""
+"""The parts of a router that its streams share, and the budgets of the messages that they read."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -18,26 +18,32 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 
-RESERVED = 0.5  # fraction of the chunks that is kept for streams that load an adapter
-_CHUNKS_KEPT_S = 60.0
-"""Seconds of chunks that were not read and may be later: in a quiet hour whole answers are read."""
-_RESPONSES_PER_S = 100.0  # a replica with a hundredth of the requests is looked at once a second
+RESERVED_FOR_ADAPTERS = 0.5  # fraction of the chunk budget for streams that load an adapter
+_CHUNKS_SAVED_S = 60.0
+"""Seconds for which unread chunks stay in the budget: in a quiet hour whole responses are read."""
+_RESPONSES_PER_S = 100.0  # a replica with 1% of the requests is checked once a second
 
 
 class Budget:
-    """A rate per second; what is not spent is kept, up to a limit."""
+    """A token bucket: a rate per second, of which the unspent part is saved up to a limit."""
 
-    def __init__(self, per_s: float, kept_s: float) -> None:
+    def __init__(self, per_s: float, saved_s: float) -> None:
         self._per_s = per_s
-        self._most = self._left = per_s * kept_s
+        self._limit = self._left = per_s * saved_s
         self._as_of = 0.0
 
     def takes(self, now: float, amount: float, reserved: float = 0.0) -> bool:
-        """Spends an amount, though it be more than is left, unless less than 1 is left, or no more
-        than the ``reserved`` fraction of the limit. ``now``: seconds."""
-        self._left = min(self._left + (now - self._as_of) * self._per_s, self._most)
+        """Spends the amount, even beyond what is left, if at least 1 and more than the reserve is
+        left.
+
+        Args:
+            now: seconds.
+            amount: to spend.
+            reserved: fraction of the limit that stays for others.
+        """
+        self._left = min(self._left + (now - self._as_of) * self._per_s, self._limit)
         self._as_of = now
-        if self._left < 1.0 or self._left <= reserved * self._most:
+        if self._left < 1.0 or self._left <= reserved * self._limit:
             return False
         self._left -= amount
         return True
@@ -47,35 +53,35 @@ class Budget:
 
 
 def chunk_budget(chunks_per_s: float) -> Budget:
-    """Chunks of streamed answers that may be read."""
-    return Budget(chunks_per_s, _CHUNKS_KEPT_S)
+    """Budget of chunks of streamed responses that the router reads."""
+    return Budget(chunks_per_s, _CHUNKS_SAVED_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services(ObservedPool):
-    """The parts of a router, for one pool; pools share what :meth:`of_pool` leaves."""
+    """The parts of a router, for one pool; pools share all parts but those of
+    :func:`parts_of_pool`."""
 
     tokens: TokenCounter
     metrics: RouterMetrics
     random: Random
     chunks: Budget
-    """Chunks of streamed answers that are read. Each is a message to the router and one back, about
-    0.2 ms of its CPU. Envoy sends all chunks of an answer or none: it takes ``mode_override`` in a
-    reply to headers only, and once the router has closed its side, Envoy lets the rest pass but the
-    end of the request is not known any more. So it is decided when an answer begins, by the length
-    it is expected to have."""
+    """Chunks of streamed responses that the router reads; each costs about 0.2 ms of CPU. Envoy
+    sends all chunks of a response or none, because it accepts ``mode_override`` only in replies to
+    headers. So the router decides at the response's headers, by the expected number of chunks."""
 
     demand: Demand
-    traces: Traces | None = None  # None: no spans are made
-    recorder: Recorder | None = None  # of the traffic, where it is recorded
+    traces: Traces | None = None  # None: no spans
+    recorder: Recorder | None = None  # None: no record of the traffic
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     responses: Budget
-    """Responses that the router is told of: one of three messages a request, which holds up its
-    first token. Of other requests the ledger knows the end, but neither which replica served it
-    after a retry nor whether it failed. Envoy has to be told before the replica is chosen: it takes
-    ``mode_override`` in a reply to headers only, and for the choice the body has to come."""
+    """Responses whose headers Envoy sends: one of three messages a request, which delays the first
+    token. Without them the ledger knows when a request ends, but not whether it failed or which
+    replica served a retry. Envoy accepts ``mode_override`` only in replies to headers, so the
+    router decides before it has chosen a replica."""
 
     def of_pool(self, config: Config) -> "Services":
+        """The parts for another pool of the same router."""
         names = self.fleet.members.names
         return replace(self, **parts_of_pool(config, names, self.random, self.clock, self.wall))
 
@@ -95,9 +101,10 @@ def parts_of_pool(
     """Fields of :class:`Services` that each pool has of its own.
 
     Raises:
-        OSError: there can be no record.
+        OSError: the folder of ``record.path`` cannot be used.
     """
     queue, router = routing(config, names, random, clock, wall)
+    folder = config.record.path
     return {
         "config": config,
         "queue": queue,
@@ -105,15 +112,5 @@ def parts_of_pool(
         "responses": Budget(_RESPONSES_PER_S, 1.0),
         "accuracy": Accuracy(),
         "demand": Demand(clock),
-        "recorder": recorder_of(config, router.fleet, clock, wall),
+        "recorder": None if folder is None else Recorder(config, folder, router.fleet, clock, wall),
     }
-
-
-def recorder_of(config: Config, fleet: Fleet, clock: Clock, wall: Clock) -> Recorder | None:
-    """Makes the recorder of a pool's traffic if ``record.path`` is set.
-
-    Raises:
-        OSError: there can be no record.
-    """
-    folder = config.record.path
-    return None if folder is None else Recorder(config, folder, fleet, clock, wall)

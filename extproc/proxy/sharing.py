@@ -1,4 +1,4 @@
-"""The router among others: it tells what it has in flight, and hears what they have."""
+"""Exchange with the other routers, through Redis: digests, prompts, stored responses, sessions."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,50 +34,50 @@ from extproc.share.envelope import Skips
 from extproc.share.reader import Reader
 from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
 
-_HELD_AT_ONCE = 100
+_OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
 _MODELS_EVERY_S = 5.0
-_ALONE_S = 0.25  # between two batches of prompts where only routers that start later read them
+_ALONE_S = 0.25  # between batches of prompts that only routers which start later read
 
 T = TypeVar("T")
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
-    """Tells and hears, for ever; says farewell when it is cancelled."""
+    """Sends this router's state and receives that of others; sends a farewell when cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
     async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
         parts = [
-            _tell(DigestWriter(redis, pool), fleet, metrics),
-            _hear(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
-            _tell_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
-            _hear_prompts(prompts, fleet, skips),
-            _hear_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
-            _hear_pollers(redis, pool, fleet),
+            _send_digests(DigestWriter(redis, pool), fleet, metrics),
+            _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
+            _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
+            _receive_prompts(prompts, fleet, skips),
+            _receive_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
+            _watch_pollers(redis, pool, fleet),
             _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
         ]
         owned = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
             owned.append((fleet.sessions, keys.sessions))
         for owners, key in owned:
-            stream = StreamReader(redis, key, OWNER, random, skips)
-            parts.append(_tell_owners(StreamWriter(redis, key, OWNER, MAX_OWNERS), owners))
-            parts.append(_hear(stream, partial(_keep, owners)))
+            reader = StreamReader(redis, key, OWNER, random, skips)
+            parts.append(_send_owners(StreamWriter(redis, key, OWNER, MAX_OWNERS), owners))
+            parts.append(_receive(reader, partial(_keep_owner, owners)))
         for part in parts:
             tasks.create_task(part)
 
 
-async def _hear(reader: Reader[T], take: Callable[[T], None]) -> None:
-    """Hands over each change, for ever; requests come first."""
+async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
+    """Takes each change; requests may go between two changes."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             take(change)
             await asyncio.sleep(0)
 
 
-async def _deliver(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Sends entries; while Redis is away they wait."""
+async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
+    """Sends entries, again and again while Redis is away."""
     backoff = reconnecting(Random())
     while True:
         try:
@@ -86,8 +86,7 @@ async def _deliver(writer: StreamWriter[B], entries: Sequence[B]) -> None:
             await asyncio.sleep(backoff.next())
 
 
-async def _tell(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> None:
-    """Sends each digest when it is due, for ever; the last one when it is cancelled."""
+async def _send_digests(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> None:
     backoff = reconnecting(Random())
     try:
         while True:
@@ -107,8 +106,8 @@ async def _tell(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> N
             await writer.send(fleet.digests.farewell())
 
 
-def _take(fleet: Fleet, metrics: RouterMetrics, news: DigestEvent) -> None:
-    match news:
+def _take(fleet: Fleet, metrics: RouterMetrics, event: DigestEvent) -> None:
+    match event:
         case DigestReceived(digest, age):
             if digest.router != fleet.router and not age:
                 metrics.digest_age.observe(max(wall() - digest.sent_at, 0.0))
@@ -119,39 +118,39 @@ def _take(fleet: Fleet, metrics: RouterMetrics, news: DigestEvent) -> None:
             fleet.peers.cut_off()
 
 
-async def _tell_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:
+async def _send_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:
     while True:
-        held = await owners.take_announcements(_HELD_AT_ONCE)
-        await _deliver(writer, [Owner(thing, replica) for thing, replica in held])
+        batch = await owners.take_announcements(_OWNERS_AT_ONCE)
+        await _send(writer, [Owner(thing, replica) for thing, replica in batch])
 
 
-def _keep(owners: OwnerMap, owner: Owner) -> None:
+def _keep_owner(owners: OwnerMap, owner: Owner) -> None:
     owners.remember(owner.thing, owner.replica)
 
 
-async def _tell_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
+async def _send_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
     while True:
         if prompts := fleet.prompt_log.take():
-            await _deliver(writer, [Prompts(fleet.router, prompts)])
+            await _send(writer, [Prompts(fleet.router, prompts)])
         urgent = bool(fleet.peers) or len(fleet.prompt_log) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
 
-async def _hear_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:
-    """Brings what routers sent into the fleet, once the replicas that had it are known."""
+async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:
+    """Waits for the first replicas: prompts for replicas that are not known are lost."""
 
-    def take(sent: Prompts) -> None:
+    def take(prompts: Prompts) -> None:
         try:
-            fleet.receive_prompts(sent.router, sent.prompts)
+            fleet.receive_prompts(prompts.router, prompts.prompts)
         except ValueError as error:
             skips.garbage(reader.key, error)
 
     await fleet.members_known.wait()
-    await _hear(reader, take)
+    await _receive(reader, take)
 
 
-async def _hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
-    """Brings what replicas hold, by their own word, into the fleet, for ever."""
+async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
+    """Takes the KV blocks that replicas report; asks again for all blocks after a gap."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if fleet.blocks.follows(change.replica, change.update):
@@ -160,7 +159,7 @@ async def _hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
                 reader.forget(change.replica)
 
 
-async def _hear_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
+async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
     while True:
         try:
             fleet.pollers = await living(redis, pool)
@@ -170,17 +169,17 @@ async def _hear_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
 
 
 async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
-    """Recalls which models were served lately, then stores each that departs, for ever."""
-    members, told, recalled = fleet.members, dict[str, float](), False
+    """Reads which models were served lately, then stores each model that departs."""
+    members, stored, recalled = fleet.members, dict[str, float](), False
     while True:
         epoch = wall() - monotonic()
         with suppress(RedisError, OSError):
             if not recalled:
-                stored = await store.read()
-                members.recall({model: at - epoch for model, at in stored.items()})
+                found = await store.read()
+                members.recall({model: at - epoch for model, at in found.items()})
                 recalled = True
             departed = members.departed_models.copy()
-            if news := dict(departed.items() - told.items()):
-                await store.write({model: at + epoch for model, at in news.items()})
-                told = departed
+            if changed := dict(departed.items() - stored.items()):
+                await store.write({model: at + epoch for model, at in changed.items()})
+                stored = departed
         await asyncio.sleep(_MODELS_EVERY_S)

@@ -1,35 +1,42 @@
-"""A stream of Envoy's messages is one coroutine; it begins in one of three protocols.
+"""One coroutine serves each stream of Envoy, that is one HTTP request, in one of three protocols.
 
-The protocol shows in the first message. Messages that it does not wait for may come at any time,
-and are answered as they are.
+The first message selects the protocol: body first, headers first, or full duplex. Invariants, which
+``tests/proxy/test_stream.py`` checks with random messages:
+
+- Every message gets one reply, in order; in full duplex, one reply may answer several messages. A
+  message that the protocol does not wait for gets an empty reply, at any time.
+- However the stream ends, the request then holds no place in the ledger and the queue, and no body
+  memory.
+- The router holds a body until the replies that route its request are written, not longer.
 """
 
 from collections.abc import Callable
 
 from extproc.proxy import messages
-from extproc.proxy.admission import NONE_READY, choose
-from extproc.proxy.body_memory import MOST_EACH, NoMemory, TooLarge
+from extproc.proxy.admission import NONE_READY, admit
+from extproc.proxy.body_memory import BODY_LIMIT_BYTES, NoMemory, TooLarge
 from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.headers import RequestHeaders, headers_read
+from extproc.proxy.headers import RequestHeaders, header_names
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import NoReplica
 from extproc.request.inspect import names_model
 from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 
-_HELD_BACK = None, messages.BUFFERED, messages.BUFFERED_PARTIAL  # modes: headers wait for the body
-_PIECE = 2**16  # bytes of a body that was held back, in each message that returns it
+_HEADERS_WAIT = None, messages.BUFFERED, messages.BUFFERED_PARTIAL
+"""Body modes in which Envoy forwards the headers only after the reply to the body."""
+_PIECE = 2**16  # bytes of a body in each full duplex reply
 
 
 async def stream(exchange: Exchange) -> None:
-    """Brings one request to a replica, and follows its response to the end."""
+    """Routes one request to a replica and follows its response to the end of the stream."""
     try:
         await exchange.begin()
         protocol = _full_duplex if exchange.full_duplex else _headers_first
-        await exchange.answer(_body_first if exchange.body_first else protocol)
+        await exchange.route(_body_first if exchange.body_first else protocol)
         while True:
-            await exchange.pass_one()
+            await exchange.answer_next()
     except Left:
         pass
     finally:
@@ -37,68 +44,66 @@ async def stream(exchange: Exchange) -> None:
 
 
 async def _body_first(exchange: Exchange) -> None:
-    """The body is the first message and the only one before the request leaves; Envoy tells what
-    matters of the headers in its attributes (``request_header_mode: SKIP``).
+    """Serves a request of which Envoy sends only the body (``request_header_mode: SKIP``).
 
-    A request without a body, such as a GET, is told of with its response, if at all.
+    Envoy adds the headers that matter as attributes. A request without a body, such as a GET,
+    begins its stream with the response, if at all.
     """
     config = exchange.services.config
     message = await exchange.read("request_body")
-    headers = {":method": "POST"} | messages.attributes_of(message, headers_read(config))
-    asked = exchange.is_for(headers)
-    if asked is None:
+    values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
+    headers = exchange.inference_headers(values)
+    if headers is None:
         proceed = messages.proceed("request_body")
-        await exchange.pass_on("request_body", headers, lambda: proceed)
+        await exchange.pass_through("request_body", values, lambda: proceed)
         return
-    exchange.unseen = (
-        messages.RESPONSE_SKIPPED in headers and asked.endpoint is not Endpoint.RESPONSES
-    )
-    if not asked.readable:
-        asked = asked._replace(length=len(message.request_body.body))
+    skipped = messages.RESPONSE_SKIPPED in values
+    exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
+    if not headers.readable:
+        headers = headers._replace(length=len(message.request_body.body))
         del message
-        await exchange.write(await choose(exchange, "request_body", asked, partial=True))
+        await exchange.write(await admit(exchange, "request_body", headers, partial=True))
         return
-    whole = exchange.take_body(message)
+    whole = exchange.hold_body(message)
     del message
-    await _send_body(exchange, asked, whole)
+    await _route_body(exchange, headers, whole)
 
 
 async def _headers_first(exchange: Exchange) -> None:
-    """Two messages before a request leaves, where no filter after ext_proc holds it back; and one
-    for what is decided without a body. The body need not come, nor Envoy tell of the response: the
-    reply to the headers says so."""
-    asked = await _headers(exchange, messages.leave_alone)
-    if asked is None:
+    """Serves a request in two messages, or in one if the headers are enough to route it.
+
+    The reply to the headers tells Envoy whether to send the body and the response.
+    """
+    headers = await _read_headers(exchange, messages.leave_alone)
+    if headers is None:
         return
-    # Where the headers leave before the body is seen its length must do.
-    unread, model = not asked.readable or exchange.body_mode not in _HELD_BACK, ""
-    if not unread and (asked.length or 0) > LARGE_BODY:
-        model = exchange.only_model or ""
-    if unread or model:
-        await exchange.write(await choose(exchange, "request_headers", asked, True, model))
+    by_length = not headers.readable or exchange.body_mode not in _HEADERS_WAIT
+    large = not by_length and (headers.length or 0) > LARGE_BODY
+    unread_model = (exchange.only_model or "") if large else ""
+    if by_length or unread_model:
+        await exchange.write(await admit(exchange, "request_headers", headers, True, unread_model))
         return
-    await exchange.write(_wait_for_body(exchange, asked))
-    whole = exchange.take_body(await exchange.read("request_body"))
-    await _send_body(exchange, asked, whole)
+    await exchange.write(_request_body(exchange, headers))
+    whole = exchange.hold_body(await exchange.read("request_body"))
+    await _route_body(exchange, headers, whole)
 
 
 async def _full_duplex(exchange: Exchange) -> None:
-    """The endpoint picker's protocol (Gateway API Inference Extension).
+    """Serves the endpoint picker's protocol (Gateway API Inference Extension).
 
-    A gateway asks for an endpoint, and has no choice of its own. Headers wait for the body, which
-    comes in chunks, and all of it is answered at once: each reply is made when the one before it
-    has been taken.
+    A gateway asks for an endpoint and has no fallback of its own. The headers wait for the body,
+    which comes in chunks; the replies then return all of the body, one after the other.
     """
-    asked = await _headers(exchange, lambda: _to_any(exchange))
-    if asked is None:
+    headers = await _read_headers(exchange, lambda: _send_to_any(exchange))
+    if headers is None:
         return
-    if not asked.readable:
-        await exchange.write(await choose(exchange, "request_headers", asked, partial=True))
+    if not headers.readable:
+        await exchange.write(await admit(exchange, "request_headers", headers, partial=True))
         return
-    ended, trailers = await _first_part(exchange, asked)
-    reply = await choose(exchange, "request_headers", asked, partial=not ended)
+    ended, trailers = await _read_chunks(exchange, headers)
+    reply = await admit(exchange, "request_headers", headers, partial=not ended)
     if trailers:
-        # Before trailers that are answered for themselves Envoy sends a body twice
+        # Envoy sends a body twice before trailers that get a reply of their own
         # (https://github.com/envoyproxy/envoy/issues/45470).
         await exchange.write(messages.with_whole_request(reply, exchange.body.take()))
         return
@@ -110,10 +115,16 @@ async def _full_duplex(exchange: Exchange) -> None:
         await exchange.write(piece)
 
 
-async def _first_part(exchange: Exchange, asked: RequestHeaders) -> tuple[bool, bool]:
-    """Reads as much of the body as is ever looked at, and on to the model's name, where that
-    matters; returns whether that was all, and whether trailers followed."""
-    body, most = exchange.body, LARGE_BODY
+async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[bool, bool]:
+    """Reads the body up to its end or ``LARGE_BODY``, and further while the model is unknown.
+
+    Returns whether the body has ended, and whether trailers followed.
+
+    Raises:
+        NoMemory: memory is short, and the model is unknown.
+        TooLarge: the model is not named in the first ``BODY_LIMIT_BYTES``.
+    """
+    body, limit = exchange.body, LARGE_BODY
     while True:
         message = await exchange.read("request_body", "request_trailers")
         trailers = message.WhichOneof("request") == "request_trailers"
@@ -122,39 +133,37 @@ async def _first_part(exchange: Exchange, asked: RequestHeaders) -> tuple[bool, 
         if ended:
             return ended, trailers
         short = exchange.services.body_memory.free < 0
-        if not short and len(body) < most:
+        if not short and len(body) < limit:
             continue
-        if exchange.only_model or names_model(asked.endpoint, body.data):
-            body.add(b"")  # it waits no more
+        if exchange.only_model or names_model(headers.endpoint, body.data):
+            body.add(b"")  # the body awaits no further chunk: it must not be evicted
             return False, False
         if short:
             raise NoMemory
-        if most == MOST_EACH:
+        if limit == BODY_LIMIT_BYTES:
             raise TooLarge
-        most = MOST_EACH
+        limit = BODY_LIMIT_BYTES
 
 
-async def _headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
-    """Reads the headers. A request that makes no replica compute is answered, as is one without a
-    body; None then."""
-    config = exchange.services.config
+async def _read_headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
+    """Reads the headers; answers a request without a body or inference, and returns None."""
     message = (await exchange.read("request_headers")).request_headers
-    headers = messages.headers_of(message, headers_read(config))
-    asked = exchange.is_for(headers)
-    if asked is None:
-        await exchange.pass_on("request_headers", headers, to_any)
+    values = messages.headers_of(message, header_names(exchange.services.config))
+    headers = exchange.inference_headers(values)
+    if headers is None:
+        await exchange.pass_through("request_headers", values, to_any)
     elif message.end_of_stream:
-        await exchange.write(await choose(exchange, "request_headers", asked))
+        await exchange.write(await admit(exchange, "request_headers", headers))
         return None
-    return asked
+    return headers
 
 
-async def _send_body(exchange: Exchange, asked: RequestHeaders, whole: bool) -> None:
+async def _route_body(exchange: Exchange, headers: RequestHeaders, whole: bool) -> None:
     body = exchange.body
-    came = len(body)
-    reply = await choose(exchange, "request_body", asked, partial=not whole)
+    received = len(body)
+    reply = await admit(exchange, "request_body", headers, partial=not whole)
     if body.changed:
-        length, longer = came if whole else asked.length, len(body) - came
+        length, longer = received if whole else headers.length, len(body) - received
         changed = body.take()
         reply = messages.with_body(reply, changed, None if length is None else length + longer)
         del changed
@@ -163,18 +172,23 @@ async def _send_body(exchange: Exchange, asked: RequestHeaders, whole: bool) -> 
     await exchange.write(reply)
 
 
-def _wait_for_body(exchange: Exchange, asked: RequestHeaders) -> bytes:
+def _request_body(exchange: Exchange, headers: RequestHeaders) -> bytes:
+    """Reply to the headers that asks for the body, and for the response if the router needs it.
+
+    The router needs responses within its budget, while a failed replica may have recovered, and
+    where the replica stores them under an id.
+    """
     services = exchange.services
-    sees = services.responses.takes(services.clock(), 1.0)
-    sees |= services.fleet.eligibility.has_suspects  # a replica may be well again
-    sees |= asked.endpoint is Endpoint.RESPONSES  # their ids are read
-    exchange.unseen = not sees
-    if sees:
+    visible = services.responses.takes(services.clock(), 1.0)
+    visible |= services.fleet.eligibility.has_suspects
+    visible |= headers.endpoint is Endpoint.RESPONSES
+    exchange.response_visible = visible
+    if visible:
         return messages.proceed("request_headers")
     return messages.body_only(exchange.body_mode or messages.BUFFERED)
 
 
-def _to_any(exchange: Exchange) -> bytes:
+def _send_to_any(exchange: Exchange) -> bytes:
     decision = exchange.services.router.decide(NO_WORK, among=exchange.subset)
     if decision is None:
         raise NoReplica(NONE_READY)

@@ -11,40 +11,41 @@ from extproc.config import MutualTlsSettings
 from extproc.ground.tls import Certificates, watched
 
 
-def open_port(server: grpc.aio.Server, address: str, files: MutualTlsSettings, section: str) -> int:
-    """Lets the server listen on ``host:port``; returns the port (of use where it was 0).
+def open_port(
+    server: grpc.aio.Server, address: str, settings: MutualTlsSettings, section: str
+) -> int:
+    """Lets the server listen on ``host:port``; returns the port, which the system chooses for 0.
 
     Raises:
         OSError: the address cannot be listened on; the message names the setting in ``section``.
+        ValueError: a TLS file cannot be used.
     """
-    secured = _credentials(files, section)
+    credentials = _credentials(settings, section)
     try:
-        port: int = (
-            server.add_insecure_port(address)
-            if secured is None
-            else server.add_secure_port(address, secured)
-        )
-    except RuntimeError:  # its message says no more
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
+    except RuntimeError:  # gRPC's message does not say why
         raise OSError(
             f"cannot listen for Envoy on {address} ({section}.listen): "
             "it is taken, or not an address of this machine"
         ) from None
-    return port
 
 
-def _credentials(files: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
-    if files.tls_cert is None:
+def _credentials(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None:
         return None
-    renewed = watched(files, section, "Envoy", files.tls_client_ca)
-    first = renewed.read()
+    files = watched(settings, section, "Envoy", settings.tls_client_ca)
+    first = files.read()
 
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks before each handshake."""
-        certificates = renewed.if_changed()
+    def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:
+        certificates = files.if_changed()
         return None if certificates is None else _configuration(certificates)
 
-    mutual = first.client_ca is not None
-    return grpc.dynamic_ssl_server_credentials(_configuration(first), changed, mutual)
+    # gRPC calls the function before each handshake.
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first), configuration_if_changed, first.client_ca is not None
+    )
 
 
 def _configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
@@ -52,32 +53,31 @@ def _configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
 
 
 @contextmanager
-def patient() -> Iterator[None]:
-    """Schedules threads started inside the block, and those that they start, under ``SCHED_BATCH``.
+def batch_scheduled_threads() -> Iterator[None]:
+    """Schedules threads started inside the block, and their children, under ``SCHED_BATCH``.
 
-    gRPC reads sockets and completes its operations in threads of its own, several wake-ups a
-    message. Linux lets a thread that wakes up interrupt the one that runs on its core; under
-    ``SCHED_BATCH`` the thread waits until the running one pauses, and finds the work of several
-    messages at once: a seventh less CPU a request where the router's core is busy, measured with
-    ``benchmarks.overhead``. A thread that wakes up while a core is idle runs at once, as ever.
-    Elsewhere than on Linux nothing changes.
+    gRPC reads sockets and completes operations in threads of its own, with several wake-ups per
+    message. By default, Linux lets a thread that wakes up interrupt the thread on its core. Under
+    ``SCHED_BATCH`` it waits until that thread pauses, and then handles several messages at once:
+    a seventh less CPU per request on a busy core (``benchmarks.overhead``). On an idle core nothing
+    changes, nor on other systems than Linux.
     """
-    patient_now = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
+    scheduled = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
     try:
         yield
     finally:
-        if patient_now:
+        if scheduled:
             _schedule("SCHED_OTHER", instead_of="SCHED_BATCH")
 
 
 def _schedule(policy: str, instead_of: str) -> bool:
-    """Tells whether the calling thread was scheduled as ``instead_of`` and now is as ``policy``."""
+    """Changes the calling thread's policy; returns False if it had another policy or keeps it."""
     if sys.platform != "linux":
         return False
     try:
         if os.sched_getscheduler(0) != getattr(os, instead_of):
             return False
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
-    except OSError:  # musl has no such call, a sandbox may forbid it: then all threads are alike
+    except OSError:  # musl has no such call, and a sandbox may forbid it
         return False
     return True

@@ -14,7 +14,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.body_memory import MOST_EACH, MOST_HELD
+from extproc.proxy.body_memory import BODY_LIMIT_BYTES, BODY_MEMORY_BYTES
 from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
@@ -126,14 +126,14 @@ async def test_duplex_large_body_needs_model(services: Services, model: str, fil
             returned += chunk
         assert json.loads(returned) == asked | {"model": "other"}
         await stream.end()
-    assert services.body_memory.free == MOST_HELD
+    assert services.body_memory.free == BODY_MEMORY_BYTES
 
 
 async def test_duplex_body_without_model_is_refused(stream: Stream, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
     await stream.write_headers(**DUPLEX)
     await stream.write_body(b'{"filler": "', end_of_stream=False)
-    for _ in range(MOST_EACH // LARGE_BODY):
+    for _ in range(BODY_LIMIT_BYTES // LARGE_BODY):
         await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)
     reply = await stream.read()
     assert (status_of(reply), error_of(reply)["param"]) == (413, "model")

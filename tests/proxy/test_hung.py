@@ -28,7 +28,7 @@ IN_TURN = {"x-extproc-policy": "round_robin"}
 @pytest.fixture
 async def server(services: Services) -> AsyncIterator[GrpcServer]:
     server = GrpcServer(services)
-    ending = asyncio.create_task(server.look_after())
+    ending = asyncio.create_task(server.watch_replicas())
     yield server
     ending.cancel()
 
@@ -82,15 +82,15 @@ async def test_answering_request_on_hung_goes_on(envoy: EnvoySide, services: Ser
 async def test_failure_to_end_one_request_spares_others(
     envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose, broken = Exchange.lose, list[Exchange]()
+    end_if_on, broken = Exchange.end_if_on, list[Exchange]()
 
     def first_fails(exchange: Exchange, hung: Container[str]) -> bytes | None:
         broken.append(exchange)
         if exchange is broken[0]:
             raise RuntimeError
-        return lose(exchange, hung)
+        return end_if_on(exchange, hung)
 
-    monkeypatch.setattr(Exchange, "lose", first_fails)
+    monkeypatch.setattr(Exchange, "end_if_on", first_fails)
     async with envoy.stream() as first:
         on = await sent_to(first)
         async with envoy.stream() as other, envoy.stream() as second:
@@ -108,7 +108,7 @@ async def test_hung_s_zero_ends_nothing(
 ) -> None:
     on = await sent_to(stream)
     hangs(services, on, 1000.0)
-    await server.end_lost()
+    await server.end_hung()
     assert services.fleet.in_flight_on(on) == 1
     await stream.end()
 

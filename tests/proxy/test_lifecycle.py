@@ -53,7 +53,7 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
 async def test_health_is_bad_until_a_replica_is_known(config: Config) -> None:
     services = build(config, CollectorRegistry())
     server = GrpcServer(services)
-    looking = asyncio.create_task(server.look_after())
+    looking = asyncio.create_task(server.watch_replicas())
     async with running(server) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
 

@@ -17,8 +17,9 @@ from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded, read
 from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import keys_of
+from extproc.observe.recorder import Recorder
 from extproc.proxy.app import build
-from extproc.proxy.services import Services, recorder_of
+from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
 from tests.proxy.conftest import config_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
@@ -181,7 +182,7 @@ async def test_hanging_disk_bounds_record_memory(
 
 async def test_record_survives_time_jump(services: Services, config: Config, folder: Path) -> None:
     clock, wall = ManualClock(100.0), ManualClock(1e9)
-    recorder = recorder_of(config, services.fleet, clock, wall)
+    recorder = Recorder(config, folder, services.fleet, clock, wall)
     there = replace(services, recorder=recorder)
     for _ in range(3):
         await written(there)

@@ -17,7 +17,7 @@ from grpclib.encoding.base import CodecBase
 from extproc.proxy import messages
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
-from extproc.proxy.transport import patient
+from extproc.proxy.transport import batch_scheduled_threads
 
 BATCH = 96  # bytes of C's memory that gRPC takes for what it does in one go
 
@@ -124,7 +124,7 @@ def test_patient_schedules_only_new_threads_as_batch() -> None:
         ended.wait()
         policies.append(os.sched_getscheduler(0))
 
-    with patient():
+    with batch_scheduled_threads():
         inside = Thread(target=run)
         inside.start()
     try:
@@ -137,7 +137,7 @@ def test_patient_schedules_only_new_threads_as_batch() -> None:
 
 @linux
 def test_patient_restores_scheduling_after_error() -> None:
-    with pytest.raises(ValueError, match="no"), patient():
+    with pytest.raises(ValueError, match="no"), batch_scheduled_threads():
         raise ValueError("no")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -150,5 +150,5 @@ def test_patient_tolerates_missing_scheduler(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(os, "sched_getscheduler", refuse)
-    with patient():
+    with batch_scheduled_threads():
         pass

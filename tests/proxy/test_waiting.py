@@ -11,7 +11,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy.app import dispatch_queued
-from extproc.proxy.body_memory import MOST_HELD
+from extproc.proxy.body_memory import BODY_MEMORY_BYTES
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
@@ -114,7 +114,7 @@ async def test_queued_request_is_sent_to_freed_replica(
     await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
-    assert services.body_memory.free == MOST_HELD
+    assert services.body_memory.free == BODY_MEMORY_BYTES
 
 
 async def test_queued_body_is_held_once(stream: Stream, services: Services, full: Full) -> None:
@@ -128,9 +128,9 @@ async def test_queued_body_is_held_once(stream: Stream, services: Services, full
     finally:
         tracemalloc.stop()
     assert size < held < 1.2 * size
-    assert services.body_memory.free == MOST_HELD - len(body)
+    assert services.body_memory.free == BODY_MEMORY_BYTES - len(body)
     stream.reset()
-    await until(lambda: services.body_memory.free == MOST_HELD)
+    await until(lambda: services.body_memory.free == BODY_MEMORY_BYTES)
 
 
 async def test_full_memory_stops_waiting(envoy: EnvoySide, services: Services, full: Full) -> None:
@@ -153,7 +153,7 @@ async def test_reset_leaves_queue(over_grpc: EnvoySide, services: Services, full
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
-    assert services.body_memory.free == MOST_HELD
+    assert services.body_memory.free == BODY_MEMORY_BYTES
 
 
 async def test_reset_after_body_ends_wait(
@@ -172,7 +172,7 @@ async def test_reset_after_body_ends_wait(
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
-    assert services.body_memory.free == MOST_HELD
+    assert services.body_memory.free == BODY_MEMORY_BYTES
     gc.collect()
     assert not unforeseen
 
@@ -328,7 +328,7 @@ async def test_error_in_one_look_stops_neither_the_queue_nor_the_router(
     await until(lambda: len(looks) == 3 or looking.done())
     assert not looking.done()
     assert [record.getMessage() for record in caplog.records] == [
-        "queued requests cannot be looked at, retrying",
-        "queued requests are looked at",
+        "queue not swept: retrying",
+        "queue is swept again",
     ]
     looking.cancel()

@@ -13,7 +13,7 @@ from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
-from extproc.proxy.services import RESERVED, chunk_budget, routing
+from extproc.proxy.services import RESERVED_FOR_ADAPTERS, chunk_budget, routing
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
@@ -147,7 +147,7 @@ class RouterNode:
         self.fleet.sessions.record(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
-            served.watched = self._chunks.takes(self._clock(), chunks, RESERVED)
+            served.watched = self._chunks.takes(self._clock(), chunks, RESERVED_FOR_ADAPTERS)
 
     def retried(self, served: Served) -> None:
         """Moves a request to another replica after the first one failed."""
