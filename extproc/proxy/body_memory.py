@@ -49,10 +49,8 @@ class BodyMemory:
         """Counts ``by`` further bytes of a body, and evicts others if memory is short."""
         self.free -= by
         self._incomplete.pop(body, None)
-        for stalled in [*self._incomplete] if self.free < 0 else ():
-            stalled.evict()
-            if self.free >= 0:
-                break
+        while by > 0 and self.free < 0 and self._incomplete:
+            next(iter(self._incomplete)).evict()
         if more_comes:
             self._incomplete[body] = None
 

@@ -95,6 +95,20 @@ class TestBodies:
             assert error_of(await nameless.read())["code"] == "no_memory"
         await until(lambda: services.body_memory.free == 100)
 
+    async def test_all_stalled_bodies_give_way_to_one_beyond_memory(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
+        async with envoy.stream() as one, envoy.stream() as other, envoy.stream() as large:
+            for stream, left in ((one, 6000), (other, 2000)):
+                await stream.write_headers(**DUPLEX)
+                await stream.write_body(BEGUN + b"a" * 4000, False)
+                await until(partial(has_less_than, services, left))
+            await large.write_headers(**DUPLEX)
+            await large.write_body(BEGUN + b"a" * 3 * ROOM + b'"}]}')
+            for stream in (one, other):
+                assert error_of(await stream.read())["code"] == "no_memory"
+            assert destination(await large.read())[0] in MEMBERS
+
     async def test_body_memory_is_freed(self, envoy: EnvoySide, services: Services) -> None:
         for _ in range(5):
             async with envoy.stream() as stream:
