@@ -1,4 +1,4 @@
-"""Course of the demo: start everything, send requests, show what happens, stop everything."""
+"""Demo run: starts the processes, sends requests, shows their routes, stops the processes."""
 
 import argparse
 import asyncio
@@ -34,10 +34,13 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 async def demo(args: argparse.Namespace) -> int:
-    """Run the demo and return its exit status; SIGINT or SIGTERM ends it early, and every process
-    with it."""
+    """Run the demo and return its exit status; SIGINT or SIGTERM stops every process.
+
+    Raises:
+        ProcessError: a process is missing or died; the message has its last log lines.
+    """
     console = Console(highlight=False)
-    stop = asyncio.Event()  # an event, not a cancellation: a second Ctrl-C changes nothing
+    stop = asyncio.Event()  # an event, so that a second Ctrl-C does not interrupt the shutdown
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     work = asyncio.create_task(_in_directory(args, console))
@@ -54,7 +57,7 @@ async def demo(args: argparse.Namespace) -> int:
 
 
 async def _in_directory(args: argparse.Namespace, console: Console) -> None:
-    """Keeps the configurations and logs of a run that failed, and says where."""
+    """Deletes configurations and logs, but keeps those of a failed run and names their folder."""
     directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
     try:
         await _with_stack(args, directory, console)
@@ -120,14 +123,14 @@ async def _compare(
 async def _displayed(
     stack: Stack, journal: Journal, console: Console, reserved: int = 0
 ) -> AsyncIterator[None]:
-    """Shows what happens in the meantime: as a live table on a terminal, else line by line."""
+    """Shows requests while the block runs: a live table on a terminal, otherwise a line each."""
     screen = Screen(stack, journal, reserved)
     live = Live(screen, console=console, auto_refresh=False) if console.is_terminal else None
 
     async def step() -> None:
         ended = await journal.refresh()
         for process in stack.ended():
-            console.print(_obituary(process, stack), style="red", markup=False, soft_wrap=True)
+            console.print(_exit_report(process, stack), style="red", markup=False, soft_wrap=True)
         if live is not None:
             live.refresh()
         else:
@@ -148,22 +151,22 @@ async def _displayed(
                 await asyncio.sleep(_REFRESH_S)  # Envoy writes its log with some delay
                 await step()
     except ExceptionGroup as group:
-        raise group.exceptions[0] from None  # one reason is enough
+        raise group.exceptions[0] from None
 
 
-def _obituary(process: Process, stack: Stack) -> str:
+def _exit_report(process: Process, stack: Stack) -> str:
     event = f"{process.name} ended with status {process.returncode}"
     if process.name == "envoy":
         raise ProcessError(f"{event}; the end of {process.log}:\n{process.last_lines()}")
     if process.name == "router" and process.returncode in (-signal.SIGKILL, -signal.SIGTERM, 0):
-        return f"{event}: Envoy goes on without it. Start it again: {stack.router_command}"
+        return f"{event}: Envoy's fallback serves. To restart the router: {stack.router_command}"
     return f"{event}; the end of {process.log}:\n{process.last_lines(5)}"
 
 
 def instructions(stack: Stack) -> str:
-    """Shell commands for another terminal, with a word on each."""
+    """Shell commands for another terminal, each with its purpose."""
     return f"""
-To try by hand, in another terminal. A chat; a streamed one; one routed by another policy:
+To try in another terminal: a chat, a streamed chat, a chat routed by another policy:
 
 {_chat(stack)}
 {_chat(stack, stream=True)}
@@ -171,7 +174,7 @@ To try by hand, in another terminal. A chat; a streamed one; one routed by anoth
 
 In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live.
 
-The last decisions, and why (add the id of a request to see all that was compared for it):
+The last decisions with their reasons (add a request id to see all replicas compared for it):
 
   {stack.explain_command}
 
@@ -181,17 +184,17 @@ The same as JSON; the router's view of the fleet; Envoy's view:
   curl -s {stack.router_admin}/fleet
   curl -s {stack.envoy_admin}/clusters
 
-Kill the router and see Envoy's fallback serve; start it again, and routing resumes:
+Kill the router: Envoy's fallback serves. Start it again: the router routes again:
 
   kill -9 {stack.process("router").pid}
   {stack.router_command}
 
-Gentle traffic goes on until Ctrl-C."""
+Light traffic continues until Ctrl-C."""
 
 
 def _chat(stack: Stack, stream: bool = False, policy: str = "") -> str:
-    asked = {"model": MODEL} | ({"stream": True} if stream else {})
-    body = asked | {"messages": [{"role": "user", "content": "Hello!"}]}
+    options = {"stream": True} if stream else {}
+    body = {"model": MODEL, **options, "messages": [{"role": "user", "content": "Hello!"}]}
     words = [f"curl -sN {stack.url}/v1/chat/completions -H 'content-type: application/json'"]
     if policy:
         words.append(f"-H {shlex.quote(f'{POLICY_HEADER}: {policy}')}")

@@ -1,4 +1,4 @@
-"""Every request through Envoy: the router's decision about it, and how Envoy saw it end."""
+"""Journal of the demo: for each request the router's decision and Envoy's access log entry."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ from extproc.lab.harness.stack import Stack
 from extproc.observe.decision import DecisionRecord, read_decisions
 from extproc.replica_state import ReplicaState
 
-_KEPT = 100_000
-_PATIENCE_S = 5.0
+_MOST_ENTRIES = 100_000
+_LONGEST_SETTLE_S = 5.0
 
 
 class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Entry:
-    """Progress of a request."""
+    """Request with its decision and its end, as far as they are known."""
 
     request_id: str
     seen_at: float = field(default_factory=time.monotonic)
@@ -35,18 +35,18 @@ class Entry:
 
     @property
     def routed(self) -> bool:
-        """True if a replica that the router named served the request."""
+        """True if the router's first or second choice served the request."""
         decision, access = self.decision, self.access
         return bool(decision and access and access.upstream in (decision.replica, decision.second))
 
     @property
     def fallback(self) -> bool:
-        """Envoy chose the replica, without the router."""
+        """True if Envoy chose the replica without a decision of the router."""
         return not self.decision and bool(self.access and self.access.upstream)
 
 
 class Journal:
-    """Follows a stack's router and access log; :meth:`refresh` brings it up to date."""
+    """Requests of a stack, as far as :meth:`refresh` has read the router and the access log."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
@@ -63,8 +63,8 @@ class Journal:
         return bool(self.fleet)
 
     async def refresh(self) -> list[Entry]:
-        """Read what is new; returns the requests that ended."""
-        self._ended += self._log.new()  # before the decisions, which are made before the end
+        """Read new decisions and log entries; return the requests that ended."""
+        self._ended += self._log.new()  # log first: a logged request has its decision already
         try:
             while page := await self._get("/decisions", after=self._last_decision):
                 for decision in read_decisions(page):
@@ -73,15 +73,15 @@ class Journal:
             fleet = (await self._get("/fleet"))["replicas"]
         except (aiohttp.ClientError, TimeoutError):
             self.fleet = {}
-            self._last_decision = 0  # a router that starts again counts from 1
+            self._last_decision = 0  # a restarted router numbers decisions from 1 again
         else:
-            self.fleet = {one.name: one for one in convert(fleet, list[ReplicaNow])}
+            self.fleet = {replica.name: replica for replica in convert(fleet, list[ReplicaNow])}
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
 
     async def settle(self, request_ids: set[str]) -> None:
-        """Refresh until Envoy has logged the end of all of these, or a few seconds passed."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Refresh until Envoy has logged the end of these requests, or for 5 s."""
+        deadline = time.monotonic() + _LONGEST_SETTLE_S
         while time.monotonic() < deadline:
             await self.refresh()
             ended = {name for name, entry in self.entries.items() if entry.access}
@@ -99,7 +99,7 @@ class Journal:
         entry = self.entries.get(request_id)
         if entry is None:
             entry = self.entries[request_id] = Entry(request_id)
-            if len(self.entries) > _KEPT:
+            if len(self.entries) > _MOST_ENTRIES:
                 del self.entries[next(iter(self.entries))]
         return entry
 

@@ -1,4 +1,4 @@
-"""Comparison of two runs of the same requests under two policies."""
+"""Report of ``extproc demo --once``: the same requests under two policies."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _Percentiles = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Run:
-    """Requests sent under one policy, and what is known of them."""
+    """Requests sent under a policy, with their journal entries."""
 
     answers: list[Answer]
     entries: Mapping[str, Entry]  # by request id
@@ -25,9 +25,7 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Requests with a whole answer, those that a replica served which the router named, those
-        whose replica Envoy chose, and all by replica; seconds to the end of an answer and, where it
-        was streamed, to the first token."""
+        """Counts of requests, by outcome and by replica; percentiles of completion and TTFT."""
         known, whole = self._known(), [answer for answer in self.answers if answer.ok]
         served = Counter(entry.access.upstream for entry in known if entry.access)
         return {
@@ -41,7 +39,7 @@ class Run:
 
     @property
     def added_ms(self) -> _Percentiles:
-        """Percentiles of the milliseconds that requests waited for the router, by Envoy."""
+        """Percentiles of the milliseconds that requests waited for the router, as Envoy logs."""
         waits = [entry.access.added_ms for entry in self._known() if entry.access]
         return percentiles([wait for wait in waits if wait is not None])
 
@@ -59,7 +57,7 @@ class Run:
         return percentiles(errors)["p50"]
 
     def failure(self, policy: str) -> str:
-        """First failure under a policy of that name; empty: none."""
+        """Return why a run under this policy failed; empty if no request failed."""
         sent = len(self.answers)
         ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
         if ok < sent:
@@ -87,8 +85,9 @@ class Report:
     @property
     def p99_ratio(self) -> float | None:
         """p99 completion under round robin ÷ under the default policy."""
-        ours, theirs = (one.figures["completion_s"]["p99"] for one in (self.run, self.round_robin))
-        return theirs / ours if ours and theirs else None
+        runs = self.run, self.round_robin
+        default, round_robin = (run.figures["completion_s"]["p99"] for run in runs)
+        return round_robin / default if default and round_robin else None
 
     @property
     def failure(self) -> str:
@@ -110,14 +109,14 @@ class Report:
     def __str__(self) -> str:
         runs = self.run.figures, self.round_robin.figures
         rows = [
-            ["answered", *(str(one["ok"]) for one in runs)],
-            ["routed / by fallback", *(f"{one['routed']} / {one['fallback']}" for one in runs)],
+            ["answered", *(str(run["ok"]) for run in runs)],
+            ["routed / by fallback", *(f"{run['routed']} / {run['fallback']}" for run in runs)],
         ]
         for title, name in (("completion", "completion_s"), ("first token", "ttft_s")):
             for at in ("p50", "p99"):
-                rows.append([f"{title} {at}", *(_seconds(one[name][at]) for one in runs)])
+                rows.append([f"{title} {at}", *(_seconds(run[name][at]) for run in runs)])
         for replica in runs[0]["per_replica"]:
-            served = (str(one["per_replica"][replica]) for one in runs)
+            served = (str(run["per_replica"][replica]) for run in runs)
             rows.append([f"served by {replica}", *served])
         title = f"{len(self.run.answers)} requests"
         columns = [Column(title, left=True), Column("default"), Column("round_robin")]
@@ -129,7 +128,7 @@ class Report:
             lines.append(f"p99 completion: {self.p99_ratio:.1f} times as long under round_robin")
         if (error := self.run.predicted_error_median) is not None:
             lines.append(
-                f"prediction error: {error:.0%} in the median, the answers' lengths being unknown"
+                f"prediction error: {error:.0%} in the median, with unknown answer lengths"
             )
         if (p50 := added_ms["p50"]) is not None:
             p99 = added_ms["p99"]
@@ -138,7 +137,7 @@ class Report:
 
 
 def percentiles(values: list[float]) -> _Percentiles:
-    """``p50`` and ``p99``; None of no values."""
+    """``p50`` and ``p99``; both None without values."""
     if not values:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(values, (50, 99))

@@ -19,10 +19,8 @@ _LEAST_LINES, _MOST_LINES = 6, 40
 _WHY_INDENT = 3
 _REPLICAS = ("replica", "hardware", "running", "waiting", "in flight", "served", "KV cache")
 _REQUESTS = ("request", "prompt", "replica", "predicted", "actual")
-_WORDS = {"replica", "hardware", "request"}  # columns that are not figures
-_REQUEST_ID = (
-    36  # characters of a UUID: the figures of a request fit 80 columns, its reason follows
-)
+_TEXT_COLUMNS = {"replica", "hardware", "request"}
+_COLUMN_WIDTH = 36  # characters of a UUID: a request's figures fit 80 columns
 
 
 class _Colours(RegexHighlighter):
@@ -36,7 +34,7 @@ class Screen:
     """Renders the present state of a stack; for :class:`rich.live.Live`."""
 
     def __init__(self, stack: Stack, journal: Journal, reserved: int = 0) -> None:
-        """``reserved``: lines of the terminal that belong to what was printed before."""
+        """``reserved``: terminal lines for text printed before the screen."""
         self._stack = stack
         self._journal = journal
         self._reserved = reserved + len(stack.replicas) + 7
@@ -46,7 +44,7 @@ class Screen:
         newest = list(islice(reversed(self._journal.entries.values()), lines))[::-1]
         table = _table(_REQUESTS, [_figures(entry, self._stack) for entry in newest])
         header, *rows = console.render_lines(table, options)
-        reasons = (Padding(Text(_why(one), "dim"), (0, 0, 0, _WHY_INDENT)) for one in newest)
+        reasons = (Padding(Text(_why(entry), "dim"), (0, 0, 0, _WHY_INDENT)) for entry in newest)
         requests = [
             [row, *console.render_lines(reason, options)]
             for row, reason in zip(rows, reasons, strict=True)
@@ -86,8 +84,8 @@ def plain(entry: Entry, stack: Stack) -> str:
 def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold dim")
     for header in headers:
-        justify: JustifyMethod = "left" if header in _WORDS else "right"
-        table.add_column(header, justify=justify, no_wrap=True, max_width=_REQUEST_ID)
+        justify: JustifyMethod = "left" if header in _TEXT_COLUMNS else "right"
+        table.add_column(header, justify=justify, no_wrap=True, max_width=_COLUMN_WIDTH)
     for row in rows:
         table.add_row(*map(_coloured, row))
     return table
@@ -111,4 +109,4 @@ def _why(entry: Entry) -> str:
         return f"status {entry.access.status}" if entry.access.status else "the client left"
     if entry.decision is None:
         return "no decision: Envoy's fallback"
-    return entry.decision.why.partition(";")[0]  # beside the next best; `extproc explain` has all
+    return entry.decision.why.partition(";")[0]  # the first of its comparisons

@@ -1,4 +1,4 @@
-"""``envoy/envoy.yaml`` as a YAML tree with other addresses, and Envoy's access log."""
+"""``envoy/envoy.yaml`` with other addresses, and Envoy's access log."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from extproc.ground.address import split_address
 
 TEMPLATE = Path(__file__).with_name("envoy.yaml")  # in a clone a link to `envoy/envoy.yaml`
 
-Bootstrap = dict[str, Any]  # all of Envoy's configuration
+Bootstrap = dict[str, Any]  # Envoy's configuration as a YAML tree
 
 
 def addressed(
@@ -23,7 +23,7 @@ def addressed(
     replicas: Iterable[str],
     template: Path = TEMPLATE,
 ) -> Bootstrap:
-    """Template with these addresses, ``host:port``, in place of its own."""
+    """Return the template with these addresses, each ``host:port``."""
     bootstrap: Bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
@@ -36,7 +36,7 @@ def addressed(
 
 
 def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """HTTP connection manager of each listener."""
+    """Return the HTTP connection manager of each listener."""
     return [
         chain["filters"][0]["typed_config"]
         for listener in bootstrap["static_resources"].get("listeners", ())
@@ -45,24 +45,25 @@ def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
 
 
 def manager_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    """HTTP connection manager of the only listener."""
+    """Return the HTTP connection manager of the only listener."""
     (manager,) = managers(bootstrap)
     return manager
 
 
 def socket_address(address: str) -> dict[str, Any]:
-    """``host:port`` as Envoy files write it."""
+    """Return a ``host:port`` as Envoy files write it."""
     host, port = split_address(address)
     return {"socket_address": {"address": host, "port_value": port}}
 
 
 def endpoints(addresses: Iterable[str]) -> list[dict[str, Any]]:
-    """Endpoints in a cluster's ``load_assignment`` with these members."""
-    return [{"lb_endpoints": [{"endpoint": {"address": socket_address(one)}} for one in addresses]}]
+    """Return the endpoints of a cluster's ``load_assignment`` with these members."""
+    members = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
+    return [{"lb_endpoints": members}]
 
 
-# Microseconds that ext_proc held the headers, and then the body, as Envoy documents under "Access
-# Log Fields"; the first is missing if the router gets both at once.
+# Microseconds for which ext_proc held the headers, and then the body: "Access Log Fields" in
+# Envoy's documentation. The first is missing if the router gets headers and body in one message.
 _ADDED = ("request_header_latency_us", "request_body_total_latency_us")
 
 _FORMAT = {
@@ -79,19 +80,19 @@ _FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """End of a request as Envoy logs it."""
+    """Access log entry, which Envoy writes when a request ends."""
 
     request_id: str
-    status: int  # 0: the client left before an answer
-    upstream: str  # `ip:port` of the replica that served it; empty: none
+    status: int  # 0: the client left before the response
+    upstream: str  # `ip:port` of the replica that served the request; empty: none
     duration_s: float
-    added_ms: float | None  # wait for the router; None: it did not answer
-    destination: str = ""  # choices of the router, the first one first; empty: it was not asked
+    added_ms: float | None  # wait for the router; None: the router did not answer
+    destination: str = ""  # the router's choices in their order; empty: no decision
     flags: str = ""  # Envoy's response flags: why a request failed
 
 
 def add_access_log(bootstrap: Bootstrap, path: Path) -> None:
-    """Makes Envoy write its access log to ``path``."""
+    """Make Envoy write its access log to ``path``."""
     kind = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
     config = {"@type": kind, "path": str(path), "log_format": {"json_format": _FORMAT}}
     for manager in managers(bootstrap):
@@ -99,13 +100,14 @@ def add_access_log(bootstrap: Bootstrap, path: Path) -> None:
 
 
 class AccessLog:
-    """Reads the log while Envoy writes it."""
+    """Reader of an access log that Envoy is writing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new(self) -> list[Access]:
+        """Read the POST requests that were logged since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

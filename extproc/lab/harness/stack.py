@@ -1,4 +1,4 @@
-"""Whole system on loopback: Redis, simulated replicas, poller, router and Envoy."""
+"""Complete system on loopback: Redis, simulated replicas, pollers, routers and Envoy."""
 
 import asyncio
 import shlex
@@ -25,21 +25,21 @@ from extproc.lab.harness.processes import (
 )
 from extproc.lab.harness.traffic import POLICY_HEADER
 
-MODEL = "llama-8b"  # what every replica serves
+MODEL = "llama-8b"  # served by every replica
 
 _ENVOY_WORKERS = 2
-_FLUSH_MS = 100  # Envoy writes its access log out this often
+_FLUSH_MS = 100  # interval at which Envoy writes its access log to disk
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReplica:
-    """Replica of a stack."""
+    """Process of a stack that simulates a replica."""
 
     name: str
-    profile: str  # true and configured hardware profile
-    arguments: tuple[str, ...] = ()  # further ones of the program
-    program: tuple[str, ...] = ("extproc", "simulate")  # of `python -m`
-    kv_events_ports: tuple[int, int] | None = None  # of KV events, and of their replay
+    profile: str  # hardware profile, simulated and configured
+    arguments: tuple[str, ...] = ()  # added to the program's command line
+    program: tuple[str, ...] = ("extproc", "simulate")  # run by `python -m`
+    kv_events_ports: tuple[int, int] | None = None  # of KV events and of their replay
 
 
 FLEET = (
@@ -49,7 +49,7 @@ FLEET = (
     SimulatedReplica("slow-2", "llama-8b-a10"),
 )
 
-# Ports that people know; the demo takes those that are free.
+# Default ports of the programs.
 USUAL_PORTS: Mapping[str, int] = MappingProxyType(
     {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
 )
@@ -58,8 +58,8 @@ USUAL_PORTS: Mapping[str, int] = MappingProxyType(
 class Stack:
     """Runs the system within an ``async with`` block, and stops every process at its end.
 
-    Processes are called ``redis``, ``poller``, ``poller-2``, …, ``router``, ``router-2``, …,
-    ``envoy``, and by the names of the replicas. A process that starts again keeps its ports.
+    Process names are ``redis``, ``poller``, ``poller-2``, …, ``router``, ``router-2``, …,
+    ``envoy``, and the names of the replicas. A restarted process keeps its ports.
     """
 
     def __init__(
@@ -71,24 +71,30 @@ class Stack:
         routers: int = 1,
         pollers: int = 1,
     ) -> None:
-        """Takes the ``directory`` of configurations and logs, ``settings`` for sections of the
-        configuration, and ``usual_ports`` to use if they are free."""
+        """Choose the ports; the system starts on entering the ``async with`` block.
+
+        Args:
+            directory: folder of configurations and logs.
+            replicas: simulated replicas.
+            settings: keys of the configuration file, by section.
+            usual_ports: ports by name, used if they are free.
+            routers: number of routers.
+            pollers: number of pollers.
+        """
         self.directory = directory
         self.replicas = replicas
         self.routers = _names("router", routers)
         self.pollers = _names("poller", pollers)
         admins = [f"{name}-admin" for name in (*self.routers, *self.pollers)]
-        own = ["envoy", "envoy-admin", "redis", *self.routers, *admins]
-        wanted = dict.fromkeys((*own, *(one.name for one in replicas)), 0)
-        self.ports = pick_ports({**wanted, **usual_ports})
+        names = ["envoy", "envoy-admin", "redis", *self.routers, *admins]
+        names += [replica.name for replica in replicas]
+        self.ports = pick_ports({**dict.fromkeys(names, 0), **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
-        self.ready_s = 0.0  # seconds from its start until requests could be routed
+        self.ready_s = 0.0  # seconds from the start until requests could be routed
         self._settings = settings
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()
-
-    # -- addresses --------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -119,38 +125,39 @@ class Stack:
         return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
-        """``ip:port`` of a replica or another name in ``ports``."""
+        """``ip:port`` of a name in ``ports``."""
         return f"127.0.0.1:{self.ports[name]}"
 
     @property
     def names(self) -> dict[str, str]:
         """``ip:port`` → name of the replica."""
-        return {self.address(one.name): one.name for one in self.replicas}
+        return {self.address(replica.name): replica.name for replica in self.replicas}
 
     def name_of(self, address: str) -> str:
-        """Name of a replica at ``ip:port``, or the address."""
+        """Name of the replica at ``ip:port``; the address itself if no replica has it."""
         return self.names.get(address, address)
 
     def process(self, name: str) -> Process:
         return self._processes[name]
 
     def ended(self) -> list[Process]:
-        """Processes that ended by themselves since the last call."""
-        known = [one for name, one in self._processes.items() if name not in self._dismissed]
-        gone = [one for one in known if not one.running]
-        self._dismissed.update(one.name for one in gone)
-        return gone
+        """Return the processes that ended by themselves since the last call."""
+        ended = [
+            process
+            for name, process in self._processes.items()
+            if name not in self._dismissed and not process.running
+        ]
+        self._dismissed.update(process.name for process in ended)
+        return ended
 
     def _url(self, name: str) -> str:
         return f"http://{self.address(name)}"
 
-    # -- life -------------------------------------------------------------------------------
-
     async def __aenter__(self) -> Self:
-        """Start everything at once; return when any replica may get a request."""
+        """Start all processes at once; return when every replica can get requests."""
         started = time.monotonic()
         self._write_configurations()
-        replicas = [one.name for one in self.replicas]
+        replicas = [replica.name for replica in self.replicas]
         names = [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -169,7 +176,7 @@ class Stack:
         await self._stop_all()
 
     async def start(self, name: str) -> None:
-        """Start a process (again), and return when it answers."""
+        """Start or restart a process; return when it answers."""
         if name == "redis":
             process = await start_redis(self.directory, self.ports["redis"])
         else:
@@ -198,23 +205,23 @@ class Stack:
     async def _stop_all(self) -> None:
         self._dismissed.update(self._processes)
         if envoy := self._processes.get("envoy"):
-            await envoy.stop()  # first: with its requests gone nobody else has to wait for them
+            await envoy.stop()  # first: its requests end, so that no other process waits for them
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
-    # -- commands and configurations --------------------------------------------------------
-
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
+        """Command line of a process, and the check that it is ready."""
         if name == "envoy":
             command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
             flags = ("--file-flush-interval-msec", str(_FLUSH_MS))
             return [*command, *flags], answers(f"{self.envoy_admin}/ready")
         if name in (*self.routers, *self.pollers):
             return self._service(name), answers(f"{self.admin(name)}/healthz")
-        replica = next(one for one in self.replicas if one.name == name)
+        replica = next(replica for replica in self.replicas if replica.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
-        ports = replica.kv_events_ports
-        told = ("--kv-events-ports", *ports) if ports else ()
-        argv = self._command(*replica.program, *_flags(options), *told, *replica.arguments)
+        words = _flags(options)
+        if replica.kv_events_ports:
+            words += ["--kv-events-ports", *map(str, replica.kv_events_ports)]
+        argv = self._command(*replica.program, *words, *replica.arguments)
         return argv, answers(f"{self._url(name)}/health")
 
     def _service(self, name: str) -> list[str]:
@@ -225,7 +232,7 @@ class Stack:
         shared = self._command("extproc", command, "--config", self.config_file)
         return shared if name in ("router", "poller") else [*shared, *_flags(own)]
 
-    def _command(self, *program: str | Path | int) -> list[str]:
+    def _command(self, *program: str | Path) -> list[str]:
         return [sys.executable, "-m", *map(str, program)]
 
     def _write_configurations(self) -> None:
@@ -239,13 +246,9 @@ class Stack:
         return addressed(
             listen=self.address("envoy"),
             admin=self.address("envoy-admin"),
-            routers=self._listening,
-            replicas=[self.address(one.name) for one in self.replicas],
+            routers=map(self.address, self.routers),
+            replicas=self.names,
         )
-
-    @property
-    def _listening(self) -> list[str]:
-        return [self.address(router) for router in self.routers]
 
     def _configuration(self) -> dict[str, Any]:
         sections: dict[str, dict[str, object]] = {
@@ -258,13 +261,11 @@ class Stack:
             sections[name] = {**sections.get(name, {}), **keys}
         events = ("kv_events_port", "kv_events_replay_port")
         replicas = [
-            {"url": self.address(one.name), "name": one.name, "profile": one.profile}
-            | dict(zip(events, one.kv_events_ports or (), strict=False))
-            for one in self.replicas
+            {"url": self.address(replica.name), "name": replica.name, "profile": replica.profile}
+            | dict(zip(events, replica.kv_events_ports or (), strict=False))
+            for replica in self.replicas
         ]
         return {"replicas": replicas, **sections}
-
-    # -- readiness --------------------------------------------------------------------------
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
@@ -278,7 +279,9 @@ class Stack:
                 members = await response.text()
         except (aiohttp.ClientError, TimeoutError):
             return False
-        return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
+        return all(
+            f"::{self.address(router)}::health_flags::healthy" in members for router in self.routers
+        )
 
 
 def _names(first: str, count: int) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""Load client of demo, benchmarks and chaos: an open loop against OpenAI's API.
-
-Answers are parsed after their end; until then bytes and their times are kept.
-"""
+"""Open-loop load client for OpenAI's API: sends requests at their times, parses answers later."""
 
 import asyncio
 import json
@@ -18,38 +15,38 @@ from extproc.ground.clock import Clock, monotonic
 from extproc.lab.harness.samples import Sample
 
 POLICY_HEADER = "x-extproc-policy"
-OUTPUT_HEADER = "x-simulate-output-tokens"  # tells a simulated replica what to generate
+OUTPUT_HEADER = "x-simulate-output-tokens"  # tokens that a simulated replica generates
 _SERVED_BY_HEADER = "x-served-by"
 _CONNECT_S = 10.0
 _ANSWER_S = 300.0
-_KEEP_ALIVE_S = 4.0  # less than that of uvicorn, which serves vLLM
-_SAID_BYTES = 200
-_TAIL = 16  # lines in which the usage is looked for
+_KEEP_ALIVE_S = 4.0  # below the 5 s of uvicorn, which serves vLLM
+_ERROR_BYTES = 200
+_USAGE_LINES = 16  # last lines of a stream, which can have the usage
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """HTTP request of a plan."""
+    """HTTP request, due ``at_s`` seconds after the start of its run."""
 
-    at_s: float  # seconds after the start of its run
+    at_s: float
     request_id: str
     path: str
     body: bytes
-    stream: bool  # whether the body asks for an answer token by token
+    stream: bool  # the body asks for a stream
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Answer:
-    """Outcome of a request for its client; times in seconds."""
+    """Outcome of a request as its client sees it; times in seconds."""
 
     request_id: str
-    ttft_s: float | None = None  # from sending to the first token of a stream, if one came
-    completion_s: float = 0.0  # from sending to the end, good or bad; 0 until then
-    problem: str = ""  # kind of failure; empty if the answer is whole
-    said: str = ""  # beginning of the response in place of an answer
+    ttft_s: float | None = None  # from sending to the first token of a stream
+    completion_s: float = 0.0  # from sending to the end or failure; 0 until then
+    problem: str = ""  # kind of failure; empty if the answer is complete
+    error: str = ""  # beginning of an error response, or the exception
     sent_at: float = 0.0  # by the client's clock
-    late_s: float = 0.0  # from when it was due until it was sent
+    late_s: float = 0.0  # sent so long after it was due
     status: int | None = None
     replica: str | None = None  # by the response header `x-served-by`
     usage: dict[str, Any] = field(default_factory=dict)
@@ -62,20 +59,19 @@ class Answer:
 
     @property
     def account(self) -> str:
-        """Problem and response."""
-        return f"{self.problem}: {self.said}" if self.said else self.problem
+        """Kind of failure and error text."""
+        return f"{self.problem}: {self.error}" if self.error else self.problem
 
     def tokens(self, of: str) -> int | None:
-        """Tokens of the ``prompt`` or the ``completion``, as the server counts them."""
+        """Return the tokens of the ``prompt`` or the ``completion``, as the server counts them."""
         count = self.usage.get(f"{of}_tokens")
         return count if isinstance(count, int) else None
 
 
 class Client:
-    """Sends requests to one server within an ``async with`` block."""
+    """HTTP client, used within an ``async with`` block; ``timeout_s`` limits a complete answer."""
 
     def __init__(self, url: str, timeout_s: float = _ANSWER_S, clock: Clock = monotonic) -> None:
-        """``timeout_s`` is for a whole answer."""
         self.answers: dict[str, Answer] = {}  # by request id, in the order of sending
         self.in_flight = 0
         self.most_in_flight = 0
@@ -125,7 +121,7 @@ class Client:
         _judge(answer, request.stream, chunks, times)
         if broken is not None:
             answer.problem = _kind(broken, answer.status, request.stream)
-            answer.said = str(broken) or type(broken).__name__
+            answer.error = str(broken) or type(broken).__name__
         self.in_flight -= 1
         self.failed += not answer.ok
         return answer
@@ -133,8 +129,11 @@ class Client:
     async def _exchange(
         self, request: TimedRequest, answer: Answer, chunks: list[bytes], times: list[float]
     ) -> None:
-        named = {"content-type": "application/json", "x-request-id": request.request_id}
-        headers = {**request.headers, **named}
+        headers = {
+            **request.headers,
+            "content-type": "application/json",
+            "x-request-id": request.request_id,
+        }
         url = self._url + request.path
         async with self._session.post(url, data=request.body, headers=headers) as response:
             answer.status = response.status
@@ -147,11 +146,11 @@ class Client:
 async def send_all(
     url: str, samples: Iterable[Sample], run: str, policy: str | None = None
 ) -> list[Answer]:
-    """Send every sample at its time, with the ids ``run-001``, ``run-002``, …; ask for a policy."""
-    asked = {} if policy is None else {POLICY_HEADER: policy}
+    """Send samples at their times, with the ids ``run-001``, ``run-002``, …, under a policy."""
+    headers = {} if policy is None else {POLICY_HEADER: policy}
     async with Client(url) as client:
         return await client.run(
-            to_send(sample, f"{run}-{number:03}", run, asked)
+            to_send(sample, f"{run}-{number:03}", run, headers)
             for number, sample in enumerate(samples, 1)
         )
 
@@ -159,16 +158,16 @@ async def send_all(
 def to_send(
     sample: Sample, request_id: str, run: str, headers: Mapping[str, str] | None = None
 ) -> TimedRequest:
-    """TimedRequest of a sample; in another ``run`` no prefix cache knows its prompt."""
-    told = {**(headers or {}), OUTPUT_HEADER: str(sample.output_tokens)}
+    """Return the request of a sample; see :meth:`Sample.body` for ``run``."""
+    every = {**(headers or {}), OUTPUT_HEADER: str(sample.output_tokens)}
     body = json.dumps(sample.body(run)).encode()
-    return TimedRequest(sample.at_s, request_id, sample.path, body, sample.stream, told)
+    return TimedRequest(sample.at_s, request_id, sample.path, body, sample.stream, every)
 
 
 def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequence[float]) -> None:
     if answer.status != 200:
         answer.problem = f"status {answer.status}"
-        answer.said = b"".join(chunks)[:_SAID_BYTES].decode(errors="replace")
+        answer.error = b"".join(chunks)[:_ERROR_BYTES].decode(errors="replace")
     elif stream:
         streamed = read_stream(chunks, times)
         answer.problem, answer.usage = streamed.problem, streamed.usage
@@ -197,16 +196,16 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Streamed answer, read after its end from its chunks and their times."""
+    """Contents of a streamed answer."""
 
-    first_at: float | None = None  # of the first token; None: none came
-    gaps_s: Sequence[float] = ()  # seconds from one chunk with tokens to the next
+    first_at: float | None = None  # time of the first token; None: no token
+    gaps_s: Sequence[float] = ()  # seconds from each chunk with tokens to the next
     usage: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""  # `error event`, `broken stream`, `not a completion`; empty: it is whole
+    problem: str = ""  # `error event`, `broken stream`, `not a completion`; empty: complete
 
 
 def read_stream(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
-    """Parses the beginning and the end of a stream; most of it, between them, has tokens."""
+    """Parse the beginning and the end of a stream: all chunks between have tokens."""
     lines = b"".join(chunks).splitlines(keepends=True)
     try:
         usage, problem = _usage(lines), _problem(lines)
@@ -228,19 +227,19 @@ def _token_in(lines: Sequence[bytes], order: Iterable[int]) -> int | None:
 
 
 def _usage(lines: Sequence[bytes]) -> dict[str, Any]:
-    reported = (_event(line).get("usage") for line in reversed(lines[-_TAIL:]))
+    reported = (_event(line).get("usage") for line in reversed(lines[-_USAGE_LINES:]))
     return next((usage for usage in reported if isinstance(usage, dict)), {})
 
 
 def _problem(lines: Sequence[bytes]) -> str:
     events = [_event(line) for line in lines if b'"error"' in line]
-    if any(one.get("error") or one.get("object") == "error" for one in events):
+    if any(event.get("error") or event.get("object") == "error" for event in events):
         return "error event"
     return "" if b"".join(lines[-2:]).rstrip().endswith(b"data: [DONE]") else "broken stream"
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """JSON object of a line; empty if the line is no event, or not all of one."""
+    """JSON object of a line; empty if the line is no event, or an incomplete event."""
     try:
         event = json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else {}
     except ValueError:
