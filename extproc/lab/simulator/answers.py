@@ -1,4 +1,4 @@
-"""Answers of the endpoints that generate text, whole and streamed, and the kept responses."""
+"""Answers of the endpoints that generate text, whole and streamed, and the stored responses."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The error body of an endpoint, in Anthropic's words or OpenAI's."""
+    """Return an error body in the format of the endpoint, Anthropic's or OpenAI's."""
     server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
     kind = ERRORS.get(status, "InternalServerError" if server else "BadRequestError")
     if path == Endpoint.MESSAGES:
@@ -39,15 +39,15 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
 
 @dataclass
 class Reply(ABC):
-    """Puts generated tokens into the words of one endpoint."""
+    """Writer of an endpoint's answers."""
 
     id_prefix: ClassVar[str]
 
-    key: str  # makes the id unique
+    key: str  # unique part of the id
     model: str
-    created: int  # in seconds since 1970
+    created: int  # seconds since the epoch
     prompt_tokens: int
-    details: bool  # True: the usage names cached prompt tokens where vLLM makes that an option
+    details: bool  # True: the usage has cached prompt tokens, as vLLM's option makes it
 
     def __post_init__(self) -> None:
         self.id = self.id_prefix + self.key
@@ -56,28 +56,28 @@ class Reply(ABC):
         return b""
 
     def opening(self, sequences: int) -> bytes:
-        """Part of a stream that comes with the first token, before it."""
+        """Return the events of a stream before its first token."""
         return b""
 
     @abstractmethod
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """Writes a token of sequence ``index``, with the reason if the token is the last one."""
+        """Return the event of a token of sequence ``index``; ``reason`` of its last token."""
 
     @abstractmethod
     def closing(self, generation: Generation, include_usage: bool) -> bytes:
-        """End of a stream."""
+        """Return the events at the end of a stream."""
 
     @abstractmethod
     def whole(self, generation: Generation) -> dict[str, Any]:
-        """The reply that is not streamed."""
+        """Return the answer to a request without a stream."""
 
 
 class ChoicesReply(Reply):
-    """OpenAI's choices: a stream of chunks alike."""
+    """Answer with OpenAI's choices."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
-    piece: ClassVar[bytes]  # what a chunk says of a token, as a format of its text
+    piece: ClassVar[bytes]  # JSON field of a token's text in a chunk
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,7 +152,7 @@ class CompletionReply(ChoicesReply):
 
 
 class MessagesReply(Reply):
-    """``/v1/messages``, Anthropic's dialect."""
+    """``/v1/messages``."""
 
     id_prefix = "msg_"
 
@@ -184,14 +184,14 @@ class MessagesReply(Reply):
         return {**head, "content": content, **end}
 
     def _usage(self, usage: TokenUsage) -> dict[str, int]:
-        """Anthropic's input excludes cached tokens; without details vLLM takes all to be input."""
+        """Input tokens exclude cached tokens; without details vLLM counts all tokens as input."""
         cached = usage.cached if self.details else 0
         counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
         return counts | ({"cache_read_input_tokens": cached} if self.details else {})
 
 
 class ResponsesReply(Reply):
-    """``/v1/responses``, with numbered events."""
+    """``/v1/responses``."""
 
     id_prefix = "resp_"
 
@@ -241,7 +241,7 @@ class ResponsesReply(Reply):
         }
 
     def response(self, status: str) -> dict[str, Any]:
-        """A response without output."""
+        """Return a response without output."""
         head = {"id": self.id, "object": "response", "created_at": self.created}
         absent = ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p")
         tools = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -262,12 +262,12 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def compact(value: object) -> bytes:
-    """JSON without spaces."""
+    """Encode JSON without spaces."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """A server-sent event named after its type, as Responses and Messages send it."""
+    """Encode a server-sent event with its type as its name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), compact({"type": kind, **fields}))
 
 
@@ -282,12 +282,12 @@ GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
 @dataclass
 class _Stored:
     response: dict[str, Any]
-    conversation: bytes = b""  # encoded, with the answer
-    work: asyncio.Task[None] | None = None  # in the background, until it is done
+    conversation: bytes = b""  # encoded, including the answer
+    work: asyncio.Task[None] | None = None  # of an unfinished background response
 
 
 class ResponseStore:
-    """Keeps the responses of one replica."""
+    """Stored responses of a replica."""
 
     def __init__(self) -> None:
         self._stored: dict[str, _Stored] = {}
@@ -296,11 +296,12 @@ class ResponseStore:
         return self._find(name).response
 
     def resume(self, body: GenerateBody) -> None:
-        """Put the conversation that a request continues before its input."""
+        """Prepend the conversation that a request continues."""
         if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
-    def keep(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+    def store(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+        """Store a complete response if its request asks for that."""
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.answers[0].text)
             conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
@@ -308,6 +309,7 @@ class ResponseStore:
             self._stored[reply.id] = _Stored(whole, conversation)
 
     def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
+        """Store a background response until its ``work`` is done."""
         assert isinstance(reply, ResponsesReply)
         self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
         return self.response(reply.id)

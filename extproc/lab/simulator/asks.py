@@ -1,4 +1,4 @@
-"""Requests for generated text and their errors: what each endpoint accepts, and its prompts."""
+"""Bodies of requests for generated text: their fields, prompts and errors."""
 
 import json
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from extproc.lab.simulator import tokens
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 
 _BYTES_PER_S = 16_000  # MP3 at 128 kbit/s
-_SAMPLED = 160  # every 160th byte of a file is one of the prompt: 25 tokens a second
+_SAMPLED = 160  # every 160th byte of a file is a byte of the prompt: 25 tokens a second
 _CLIP_BYTES = 30 * _BYTES_PER_S
 
 
@@ -34,7 +34,7 @@ class RequestError(Exception):
 
 
 def invalid(error: ValidationError) -> RequestError:
-    """Report the first fault of a body."""
+    """Return the error for the first invalid field of a body."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     return RequestError(f"{field}: {first['msg']}" if field else first["msg"], field or None)
@@ -47,16 +47,16 @@ Tools = list[dict[str, Any]] | None
 
 
 class Body(BaseModel):
-    """A request's body; other fields are accepted and ignored."""
+    """Request body; unknown fields are ignored."""
 
     model: str | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
 
 
 class GenerateBody(Body, ABC):
-    """A request that generates text."""
+    """Request that generates text."""
 
-    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields; the first given one counts
+    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields; the first given field counts
     default_bound: ClassVar[int | None] = None
 
     stream: bool | None = False
@@ -70,7 +70,7 @@ class GenerateBody(Body, ABC):
 
     @property
     def bound(self) -> int | None:
-        """Most tokens one sequence may generate; None: what the context leaves."""
+        """Most tokens of a sequence; None: the rest of the context."""
         return next(filter(None, (getattr(self, name) for name in self.bounds)), self.default_bound)
 
     @property
@@ -84,7 +84,7 @@ class GenerateBody(Body, ABC):
 
 
 class OpenAIBody(GenerateBody):
-    """A request for one or several choices."""
+    """Request for ``n`` choices."""
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream_options: dict[str, bool | None] | None = None
@@ -105,7 +105,7 @@ class OpenAIBody(GenerateBody):
 
 
 class Message(BaseModel):
-    """A turn of a conversation."""
+    """Turn of a conversation."""
 
     role: str
     content: str | list[str | dict[str, Any]] | None = None
@@ -181,7 +181,7 @@ class ResponsesBody(GenerateBody):
 
 
 class TokenizeBody(Body):
-    """``/tokenize``: a text or a conversation."""
+    """``/tokenize``, of a text or a conversation."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -196,13 +196,13 @@ class TokenizeBody(Body):
 
 
 class AudioBody(GenerateBody):
-    """An audio file, taken for MP3 at 128 kbit/s."""
+    """Audio file, assumed to be MP3 at 128 kbit/s."""
 
     bounds = ()
     file: bytes
 
     def prompts(self) -> list[bytes]:
-        """A prompt for each clip of half a minute."""
+        """Prompts of the clips, half a minute each."""
         starts = range(0, len(self.file), _CLIP_BYTES)
         clips = [self.file[start : start + _CLIP_BYTES][::_SAMPLED] for start in starts]
         return [clip + bytes(-len(clip) % 4) for clip in clips]
@@ -213,7 +213,7 @@ class AudioBody(GenerateBody):
 
 
 def encode_chat(messages: list[Message], tools: Tools = None) -> bytes:
-    """Encode a conversation to be continued by the assistant."""
+    """Encode a conversation that the assistant continues."""
     return _encode_turns([(message.role, message.encoded()) for message in messages], tools)
 
 
@@ -234,5 +234,6 @@ def encode_prompts(prompts: Prompts) -> list[bytes]:
     single = isinstance(prompts, str) or isinstance(prompts[0], int)
     several: list[Any] = [prompts] if single else [*prompts]
     return [
-        tokens.encode(one) if isinstance(one, str) else tokens.encode_ids(one) for one in several
+        tokens.encode(prompt) if isinstance(prompt, str) else tokens.encode_ids(prompt)
+        for prompt in several
     ]

@@ -1,4 +1,4 @@
-"""KV cache blocks, kept and reused as vLLM V1 does (``vllm/v1/core/block_pool.py``)."""
+"""KV cache blocks with prefix caching, as in vLLM V1 (``vllm/v1/core/block_pool.py``)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -9,10 +9,10 @@ from itertools import islice
 class BlockPool:
     """Blocks of ``block_size`` tokens, shared by prefix.
 
-    A block is *blank* (free, holding nothing of use), *in use*, or *idle*: free, but found again by
-    the hash of its content until it is evicted. Free blocks are taken blank ones first, then idle
-    ones, the least recently released first. Only hashed blocks have an identity here; the rest are
-    counted, so taking a thousand of them costs as much as taking one.
+    A block is *blank* (free and without content), *in use*, or *idle*: free, but found by the hash
+    of its content until it is evicted. Blank blocks are taken first, then idle blocks, the least
+    recently released first. Blocks without a hash are only counted, so that taking a thousand of
+    them costs as much as taking a single block.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -25,29 +25,24 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be taken, idle ones included."""
+        """Number of blank and idle blocks."""
         return self._blank + len(self._idle)
 
-    @property
-    def usage(self) -> float:
-        """Fraction of blocks in use, 0…1."""
-        return 1 - self.free / self.blocks
-
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that ``tokens`` tokens fill, the last one perhaps in part."""
+        """Return the number of blocks that ``tokens`` tokens fill, rounded up."""
         return -(-tokens // self.block_size)
 
     def cached(self, hashes: Sequence[int], limit: int) -> int:
-        """Number of blocks held without a gap from the first on, ``limit`` at most."""
-        held = 0
+        """Count the blocks in the cache, from the first to the first miss, ``limit`` at most."""
+        hits = 0
         for key in islice(hashes, limit):
             if key not in self._users and key not in self._idle:
                 break
-            held += 1
-        return held
+            hits += 1
+        return hits
 
     def idle(self, hashes: Iterable[int]) -> int:
-        """Number of these held blocks without a user."""
+        """Count the idle blocks among these."""
         return sum(key in self._idle for key in hashes)
 
     def share(self, hashes: Iterable[int]) -> None:
@@ -59,15 +54,15 @@ class BlockPool:
                 self._users[key] = 1
 
     def take(self, count: int) -> None:
-        """Take ``count`` free blocks; there must be as many."""
+        """Take ``count`` free blocks, at most :attr:`free`."""
         blank = min(count, self._blank)
         self._blank -= blank
         for _ in range(count - blank):
             self.evicted(self._idle.popitem(last=False)[0])
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
-        """Make blocks that were taken known by their content; returns the hashes that are new. The
-        others have a block already, and the copy stays private."""
+        """Register taken blocks by their hashes, and return the new hashes. A block whose hash is
+        registered already stays private."""
         unknown = (key for key in hashes if key not in self._users and key not in self._idle)
         new = [*dict.fromkeys(unknown)]
         self._users.update(dict.fromkeys(new, 1))
@@ -78,9 +73,9 @@ class BlockPool:
         self._idle.clear()
 
     def release(self, private: int, hashes: Collection[int]) -> None:
-        """Give back ``private`` blocks without a hash, and a use of each hashed one.
+        """Free ``private`` blocks without a hash, and end a use of each hashed block.
 
-        Hashed blocks are released last one first, so that a prefix outlives what follows it.
+        The last block is released first, so that a prefix outlives its continuation.
         """
         self._blank += private
         for key in reversed(list(hashes)):
@@ -92,7 +87,7 @@ class BlockPool:
 
 
 def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:
-    """Hashes of the full blocks of ``content``; each covers the seed and all before it."""
+    """Return the hashes of the full blocks of ``content``; each covers the seed and all before."""
     hashes: list[int] = []
     parent = seed
     for end in range(block_bytes, len(content) + 1, block_bytes):

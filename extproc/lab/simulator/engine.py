@@ -1,4 +1,4 @@
-"""The scheduling of vLLM V1, without a model: what runs in a step, and how long the step takes."""
+"""Scheduler of vLLM V1 without a model: the sequences of each step, and the step's duration."""
 
 import heapq
 from bisect import insort
@@ -27,22 +27,21 @@ _rank = attrgetter("rank")
 class Engine:
     """Schedules sequences as vLLM V1 does; the caller's time is the only clock.
 
-    In each step the running sequences come first, in the order they were admitted: one token for
-    each that decodes, a chunk of the prompt for the one whose prefill is not complete. Then waiting
-    ones are admitted, in order, until the token budget or the number of sequences is used up, or a
-    sequence does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
-    sequences lose theirs and wait at the head of the queue to be computed again, and nothing is
-    admitted in that step. By priority, the queue is in its order, and the sequences that are last
-    in it lose their blocks; those that wait take none from those that run. A waiting sequence whose
-    adapter would be one too many in the batch lets those behind it pass.
+    A step first serves the running sequences in the order of their admission: each decoding
+    sequence gets a token, and the unfinished prefill gets a chunk. The step then admits waiting
+    sequences in order, until the token budget or the number of sequences is used up, or until a
+    sequence does not fit into the free KV blocks. When blocks run out, the sequences admitted last
+    are preempted: they lose their blocks and wait at the head of the queue, and the step admits
+    no sequence. Scheduling by priority sorts the queue and preempts the sequences that rank last;
+    waiting sequences never preempt running ones. A waiting sequence whose adapter finds no slot is
+    passed by those behind it.
 
-    A step costs O(1) for sequences that only decode, whatever their number: tokens in KV cache are
-    summed, blocks are needed by position modulo block size, and ends are known in steps. With
-    speculative decoding it costs a draw for each. A draft is cut short where no block is left;
-    vLLM would preempt for it.
+    The cost of a decoding step does not depend on the number of sequences: KV tokens are summed,
+    needed blocks are counted by position modulo block size, and ends are known in steps.
+    Speculative decoding adds a draw for each sequence. A draft is shortened if no block is left;
+    vLLM would preempt.
 
-    Step by step (:meth:`schedule`, wait, :meth:`complete`) or up to a time (:meth:`advance`), the
-    results are the same.
+    Single steps (:meth:`schedule`, wait, :meth:`complete`) and :meth:`advance` have equal results.
     """
 
     def __init__(
@@ -59,27 +58,27 @@ class Engine:
         cold_steps: int = 0,
         old_counters: bool = False,
     ) -> None:
-        """An idle engine; the profile has the defaults.
+        """Create an idle engine; None stands for the value of the profile.
 
         Args:
             cold_steps: first steps, each :data:`COLD` times as long: kernels are compiled.
-            old_counters: those of vLLM up to 0.15, which count cached prompt tokens as hits of the
-                prefix cache only, at every attempt to admit a sequence.
+            old_counters: count as vLLM up to 0.15: cached prompt tokens only as hits of the prefix
+                cache, at every attempt to admit a sequence.
 
         Raises:
-            ValueError: the token budget is below the number of sequences, with their drafts, or
-                there is no KV block.
+            ValueError: the token budget is below the number of sequences with their drafts, or
+                the KV cache is smaller than a block.
         """
         self.profile = profile
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
         self.token_budget = profile.token_budget
         self.speculation = speculation
-        self._drafted = speculation.tokens if speculation else 0  # by each sequence in a step
+        self._drafted = speculation.tokens if speculation else 0  # for each sequence in a step
         if self.token_budget < self.max_num_seqs * (1 + self._drafted):
             drafts = f", each with {self._drafted} drafts" if self._drafted else ""
             raise ValueError(
                 f"token budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}"
-                f"{drafts}: raise the one or lower the other"
+                f"{drafts}: raise the budget or lower max_num_seqs"
             )
         blocks = (kv_tokens or profile.kv_tokens) // block_size
         if blocks < 1:
@@ -93,11 +92,11 @@ class Engine:
         self.old_counters = old_counters
         self.adapters = adapters  # None: no LoRA adapters
         self.counters = Counters()
-        self.steps = 0  # completed ones, also those that vLLM does not count
+        self.steps = 0  # completed steps, including those that vLLM does not count
         self.step: Step | None = None  # in progress
         self.gauges = Gauges()
-        self._prefix_queries = self._prefix_hits = 0  # vLLM tells them with the gauges
-        self.freezing_gauges = False  # up to vLLM 0.10.1: set only by steps that yield a token
+        self._prefix_queries = self._prefix_hits = 0  # copied to the counters after a step
+        self.freezing_gauges = False  # vLLM up to 0.10.1: only steps with a token set gauges
         self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
         self._slow = 1.0
@@ -105,12 +104,12 @@ class Engine:
         self._now = 0.0
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
-        self._deferred = 0  # waiting sequences that the last step let others pass
+        self._deferred = 0  # waiting sequences passed by others in the last step
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._kv = 0  # tokens in KV cache of the decoding sequences
-        self._needing = [0] * block_size  # sequences that need a block in a step, by step % size
-        self._ends: list[tuple[int, int, Sequence]] = []  # heap of last steps, some of them stale
+        self._needing = [0] * block_size  # sequences that need a block, by step % block_size
+        self._ends: list[tuple[int, int, Sequence]] = []  # heap of last steps, some outdated
 
     @property
     def slow(self) -> float:
@@ -133,22 +132,22 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of KV blocks in use, 0…1; cached blocks without a user are free."""
-        return self.pool.usage
+        """Fraction of KV blocks in use, 0…1; idle blocks are free."""
+        return 1 - self.pool.free / self.pool.blocks
 
     @property
     def capacity(self) -> int:
-        """Tokens of the KV cache: no sequence can be longer."""
+        """Tokens of the KV cache: the longest possible sequence."""
         return self.pool.blocks * self.pool.block_size
 
     @property
     def decoding(self) -> Collection[Sequence]:
-        """Sequences whose prompt is computed, in the order they were admitted."""
+        """Sequences whose prompt is computed, in the order of their admission."""
         return self._decoding.values()
 
     @property
     def queued(self) -> Iterator[Sequence]:
-        """Sequences whose prompt is not computed: first the begun ones, then the waiting."""
+        """Sequences whose prompt is not computed: those in prefill, then those that wait."""
         return chain(self._prefilling.values(), self._waiting)
 
     def generated(self, sequence: Sequence) -> int:
@@ -157,10 +156,10 @@ class Engine:
         return sequence.generated
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence for the next step; with :meth:`advance`, advance to ``now`` first.
+        """Queue a sequence for the next step; advance the engine to ``now`` before.
 
         Raises:
-            ValueError: it has no prompt, or would never fit into the KV cache.
+            ValueError: the sequence has no prompt, or never fits into the KV cache.
         """
         if sequence.prompt_tokens < 1 or sequence.output_tokens < 0:
             raise ValueError(f"sequence {sequence.id} needs a prompt of at least one token")
@@ -181,7 +180,7 @@ class Engine:
             self._waiting.append(sequence)
 
     def abort(self, sequence: Sequence, now: float) -> None:
-        """End a sequence that has not finished: it gets nothing from the step in progress."""
+        """End an unfinished sequence; the step in progress gives it no token."""
         if sequence.id in self._decoding or sequence.id in self._prefilling:
             self._stop(sequence)
         elif sequence in self._waiting:
@@ -194,7 +193,7 @@ class Engine:
             self._show(self.waiting)
 
     def sleep(self, level: int) -> None:
-        """Begin no step until :attr:`sleep_level` is None; from level 1 on, drop cached blocks."""
+        """Begin no step until :attr:`sleep_level` is None; levels 1 and 2 clear the cache."""
         self.sleep_level = level
         if level:
             self.pool.clear()
@@ -202,12 +201,12 @@ class Engine:
                 self.events.cleared()
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``, the one before being complete; None: nothing can be done."""
+        """Begin a step at ``now``, after the last was completed; None: no sequence can run."""
         self._now = now
         return self._begin(now)
 
     def complete(self) -> StepOutcome:
-        """End the step in progress: hand out its tokens, free what is finished."""
+        """End the step in progress: count its tokens, free the blocks of finished sequences."""
         step = self.step
         assert step is not None, "no step is in progress"
         self.step = None
@@ -217,11 +216,12 @@ class Engine:
         self._kv += step.steps * len(decoded)
         accepted = self._accept(decoded, self.speculation) if self.speculation else {}
         finished = list(self._finish_decoded(step.ends_at))
-        prefilled = [
-            sequence
-            for sequence, chunk in step.chunks
-            if sequence.id in self._prefilling and self._prefill_ends(sequence, chunk)
-        ]
+        prefilled = []
+        for sequence, chunk in step.chunks:
+            if sequence.id in self._prefilling:
+                sequence.computed += chunk
+                if sequence.computed == sequence.context:
+                    prefilled.append(sequence)
         for sequence in prefilled:
             self._end_prefill(sequence, step.ends_at)
         finished += [sequence for sequence in prefilled if sequence.finished is not None]
@@ -235,10 +235,9 @@ class Engine:
         return outcome
 
     def advance(self, until: float) -> list[StepOutcome]:
-        """Run every step that ends by ``until``, many at once where they only decode.
+        """Run every step that ends by ``until``, many at once if they only decode.
 
-        The step that is in progress at ``until`` stays so. Sequences added afterwards wait for its
-        end, as they would with :meth:`schedule`.
+        The last step stays in progress: sequences added afterwards wait for its end.
         """
         outcomes: list[StepOutcome] = []
         while (step := self.step or self._begin(until)) and step.ends_at <= until:
@@ -246,21 +245,29 @@ class Engine:
         return outcomes
 
     def _begin(self, until: float) -> Step | None:
-        """Schedule one step from now on, or as many like it as end by ``until``."""
+        """Schedule a step from now on, or as many steps like it as end by ``until``."""
         if self.sleep_level is not None:
             return None
-        preempted = self._make_room()
+        preempted = False
+        while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
+            self._preempt()
+            preempted = True
         self.pool.take(self._decode_blocks())
-        chunks = self._continue_prefill()
+        chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
+        for sequence, chunk in chunks:
+            self._extend(sequence, chunk)
         if not preempted:
             self._admit_waiting(chunks)
         if chunks:
             self._stretch = None
-            ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
+            load_s = 0.0
+            if self.adapters and any(sequence.adapter for sequence, _ in chunks):
+                load_s = self.adapters.use(self._in_batch())
+            ends_at = self._now + load_s + self._step_time(chunks)
             self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            tries = self.old_counters and self.waiting > 0  # to admit a sequence, in each step
-            single = preempted or self._cold or self._drafted > 0 or tries
+            counts_attempts = self.old_counters and self.waiting > 0  # in each step
+            single = preempted or self._cold or self._drafted > 0 or counts_attempts
             self.step = self._decode(until, single)
         return self.step
 
@@ -268,26 +275,18 @@ class Engine:
     def _cold(self) -> bool:
         return self.steps < self._cold_steps
 
-    def _make_room(self) -> bool:
-        """Preempt until all that run have blocks: for a token, or for a chunk of their prefill;
-        returns True if sequences were preempted."""
-        preempted = False
-        while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
-            self._preempt()
-            preempted = True
-        return preempted
-
     def _decode_blocks(self) -> int:
         return self._needing[self.steps % self.pool.block_size]
 
     def _chunk_blocks(self) -> int:
-        return sum(self._blocks_missing(one, self._chunk(one)) for one in self._prefilling.values())
+        sequences = self._prefilling.values()
+        return sum(self._blocks_missing(sequence, self._chunk(sequence)) for sequence in sequences)
 
     def _chunk(self, sequence: Sequence) -> int:
         return min(sequence.context - sequence.computed, self._budget_left())
 
     def _preempt(self) -> None:
-        """Send the sequence admitted last back to the head of the queue; by priority, the sequence
+        """Return the sequence admitted last to the head of the queue; by priority, the sequence
         that ranks last to its place."""
         if self.by_priority:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
@@ -301,20 +300,17 @@ class Engine:
         else:
             self._waiting.appendleft(last)
 
-    def _continue_prefill(self) -> list[tuple[Sequence, int]]:
-        """Schedule the next chunk of the prefill that is not complete, if any."""
-        chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
-        for sequence, chunk in chunks:
-            self._extend(sequence, chunk)
-        return chunks
-
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Admit waiting sequences, in order, while budget, room for sequences and blocks last."""
+        """Admit waiting sequences in order, within token budget, max_num_seqs and free blocks."""
         budget = self._budget_left() - sum(chunk for _, chunk in chunks)
         deferred: list[Sequence] = []
         while self._waiting and budget > 0 and self.running < self.max_num_seqs:
-            sequence = self._waiting[0]
-            if not self._adapter_fits(sequence):
+            sequence, adapters = self._waiting[0], self.adapters
+            if (
+                adapters
+                and sequence.adapter
+                and not adapters.admits(sequence.adapter, self._in_batch())
+            ):
                 deferred.append(self._waiting.popleft())
                 continue
             if not self._take_prefix(sequence):
@@ -330,26 +326,16 @@ class Engine:
         self._waiting.extendleft(reversed(deferred))
         self._deferred = len(deferred)
 
-    def _adapter_fits(self, sequence: Sequence) -> bool:
-        adapter, adapters = sequence.adapter, self.adapters
-        return not adapters or not adapter or adapters.admits(adapter, self._in_batch())
-
     def _in_batch(self) -> list[str]:
         return _adapters_of(chain(self._decoding.values(), self._prefilling.values()))
-
-    def _load_time(self, chunks: list[tuple[Sequence, int]]) -> float:
-        """Seconds in which a step with these chunks stands still until adapters are loaded."""
-        if self.adapters is None or not any(sequence.adapter for sequence, _ in chunks):
-            return 0.0
-        return self.adapters.use(self._in_batch())
 
     def _budget_left(self) -> int:
         return self.token_budget - len(self._decoding) * (1 + self._drafted)
 
     def _take_prefix(self, sequence: Sequence) -> bool:
-        """Share the blocks of the longest cached prefix, if all of the sequence fits.
+        """Share the blocks of the longest cached prefix; False if the sequence does not fit.
 
-        A hit covers whole blocks and leaves at least one token to compute.
+        A hit covers whole blocks and leaves at least a token to compute.
         """
         limit = (sequence.context - 1) // self.pool.block_size
         hits = self.pool.cached(sequence.hashes, limit)
@@ -373,7 +359,7 @@ class Engine:
         return self.pool.blocks_for(sequence.computed + chunk) - sequence.blocks
 
     def _extend(self, sequence: Sequence, chunk: int) -> None:
-        """Take the blocks of a chunk; the full ones can be hit from now on."""
+        """Take the blocks of a chunk; full blocks can be hit from now on."""
         missing = self._blocks_missing(sequence, chunk)
         self.pool.take(missing)
         sequence.blocks += missing
@@ -387,19 +373,19 @@ class Engine:
             self.events.stored(sequence, first, new)
 
     def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
-        """Seconds for a step that prefills ``chunks`` and decodes the rest; a draft costs as much
-        as its tokens in a prefill."""
+        """Seconds of a step that prefills ``chunks`` and decodes the other sequences; drafted
+        tokens cost as much as prefilled tokens."""
         prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
         context = sum(sequence.computed for sequence, _ in chunks)
-        # Each token of a chunk attends to all before it: on average to half the chunk.
+        # A token of a chunk attends to all tokens before it: on average to half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * self._kv
         time = self._model.step_time(prefill, self.running, self._kv + context, attention)
         return time * COLD if self._cold else time
 
     def _decode(self, until: float, single: bool) -> Step:
-        """Schedule a step of decoding alone, and the steps like it until a sequence ends or blocks
-        run out: waiting sequences found no room, and decoding makes none."""
+        """Schedule a step that only decodes, and the next steps until a sequence ends or blocks run
+        out: no waiting sequence can be admitted before."""
         stretch = self._stretch
         warmed_up = self.steps <= self._cold_steps
         if stretch is None or warmed_up or stretch.end(self.steps - 1) != self._now:
@@ -424,12 +410,12 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks of up to ``steps`` steps after the next; returns the steps that got
-        theirs."""
+        """Take the blocks of up to ``steps`` steps after the next, while blocks are free; returns
+        the number of these steps."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
-        # Over a full cycle of block_size steps every sequence needs one block.
+        # In block_size steps every sequence needs a block.
         cycles = min(steps // size, free // len(self._decoding))
         taken, ahead = cycles * len(self._decoding), cycles * size
         while ahead < steps:
@@ -442,26 +428,23 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Move sequences that decoded on by their accepted drafts; returns these tokens, by
-        sequence id."""
-        counters, gained = self.counters, {}
+        """Advance decoding sequences by their accepted drafts; returns these tokens, by sequence
+        id."""
+        counters, gained, pool = self.counters, {}, self.pool
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens
         for sequence in decoded:
-            accepted = min(speculation.accepted(), self._room(sequence))
+            tokens = sequence.offset + self.steps
+            room = (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
+            accepted = min(speculation.accepted(), room)
             counters.accepted_tokens += accepted
             if tokens := min(accepted, sequence.last_step - self.steps):
                 self._skip(sequence, tokens)
                 gained[sequence.id] = tokens
         return gained
 
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens that fit into the blocks of a sequence and the free ones."""
-        tokens, pool = sequence.offset + self.steps, self.pool
-        return (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
-
     def _skip(self, sequence: Sequence, tokens: int) -> None:
-        """Move a decoding sequence on, as if it had begun ``tokens`` steps before."""
+        """Advance a decoding sequence as if it had begun ``tokens`` steps earlier."""
         before, pool = sequence.offset + self.steps, self.pool
         pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
         self._needing[-sequence.offset % pool.block_size] -= 1
@@ -478,10 +461,6 @@ class Engine:
             self._stop(sequence)
             self._finish(sequence, now)
             yield sequence
-
-    def _prefill_ends(self, sequence: Sequence, chunk: int) -> bool:
-        sequence.computed += chunk
-        return sequence.computed == sequence.context
 
     def _end_prefill(self, sequence: Sequence, now: float) -> None:
         if sequence.first_token is None:
@@ -519,7 +498,7 @@ class Engine:
         self._kv -= tokens
         self._needing[-sequence.offset % self.pool.block_size] -= 1
         self._stretch = None
-        # The step in progress has taken room for one more token.
+        # The step in progress has taken a block for its token, if needed.
         sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
         self._publish(sequence, sequence.prompt_tokens, tokens)
 

@@ -1,4 +1,4 @@
-"""Optional features of an engine: LoRA adapters, speculative decoding and a cold start."""
+"""Optional features of an engine: LoRA adapters, speculative decoding, a cold start."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -6,10 +6,10 @@ from random import Random
 
 
 class AdapterSlots:
-    """Slots for adapters: those of a batch, and those that stay loaded after their last use.
+    """Slots for LoRA adapters: of a batch, and of those that stay loaded after their last use.
 
-    A step takes ``load_s`` longer for each adapter that is not loaded; the adapter that was used
-    the longest ago is dropped for it.
+    A step takes ``load_s`` longer for each adapter that is not loaded; the least recently used
+    adapter is unloaded for it.
     """
 
     def __init__(self, slots: int = 1, load_s: float = 0.0) -> None:
@@ -19,11 +19,11 @@ class AdapterSlots:
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
     def admits(self, adapter: str, batch: Collection[str]) -> bool:
-        """True if a sequence of that adapter may join a batch with these adapters."""
+        """Return True if a sequence of ``adapter`` may join a batch with these adapters."""
         return adapter in batch or len(batch) < self.slots
 
     def use(self, adapters: Iterable[str]) -> float:
-        """Uses adapters in a step; returns the seconds to load those that are not loaded."""
+        """Use adapters in a step; return the seconds to load the missing ones."""
         loads = self.loads
         for adapter in adapters:
             self.loads += adapter not in self._loaded
@@ -35,22 +35,22 @@ class AdapterSlots:
 
 
 COLD = 2.0
-"""Factor of the time of a cold step. On a CPU the first step of vLLM 0.32 takes twice as long as
-later ones, and the first prompt of each length 1.02 to 1.17 times; a GPU that compiles kernels for
-its first requests may take seconds longer."""
+"""Factor of a cold step's time. On a CPU the first step of vLLM 0.32 takes twice as long as later
+steps, and the first prompt of each length 1.02 to 1.17 times; a GPU that compiles kernels may take
+seconds longer."""
 
-ACCEPTANCE = 0.7  # about what vLLM reports of EAGLE drafts on conversations
+ACCEPTANCE = 0.7  # approximately what vLLM reports of EAGLE drafts on conversations
 
 
 class Speculation:
-    """Drafts of ``tokens`` tokens, in each step for every sequence that decodes.
+    """Speculative decoding: each step drafts ``tokens`` tokens for every decoding sequence.
 
-    A drafted token is accepted with the same probability, as long as all before it were: a step
-    gives a sequence one token and the accepted ones, ``tokens + 1`` at most.
+    A drafted token is accepted with a fixed probability if all before it are: a step gives a
+    sequence one token and the accepted tokens, at most ``tokens + 1``.
     """
 
     def __init__(self, tokens: int, acceptance: float, random: Random) -> None:
-        """Raises ValueError: there is nothing to draft, or ``acceptance`` is no probability."""
+        """Raises ValueError if ``tokens`` is below 1, or ``acceptance`` is not in 0…1."""
         if tokens < 1 or not 0 <= acceptance <= 1:
             raise ValueError(f"{tokens} draft tokens accepted with probability {acceptance}")
         self.tokens = tokens
@@ -59,7 +59,7 @@ class Speculation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens a sequence gets from a step: 1 + a + a² + … with acceptance a."""
+        """Expected tokens of a sequence in a step: 1 + a + a² + … with acceptance a."""
         return sum(self._acceptance**drafted for drafted in range(self.tokens + 1))
 
     def accepted(self) -> int:

@@ -1,4 +1,4 @@
-"""KV cache events over ZMQ, as vLLM publishes them (``vllm/distributed/kv_events.py``)."""
+"""KV cache events over ZeroMQ, as vLLM publishes them (``vllm/distributed/kv_events.py``)."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ _MEDIUM = "GPU"
 
 
 class BlockEvents:
-    """Events that are not published yet, in order."""
+    """Queue of events that are not published yet."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -28,11 +28,12 @@ class BlockEvents:
         self._added = asyncio.Event()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
-        """Adds the blocks of a sequence, from ``first`` on, that have these hashes."""
+        """Add events for the blocks of a sequence, from ``first`` on, that have these hashes."""
         new, end = set(hashes), sequence.hashes.index(hashes[-1]) + 1
         for is_new, run in groupby(range(first, end), lambda at: sequence.hashes[at] in new):
             if is_new:
-                self._add(self._stored(sequence, [*run]))
+                blocks = [*run]
+                self._add(self._stored(sequence, blocks[0], blocks[-1]))
 
     def removed(self, hash_: int) -> None:
         self._add({"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM})
@@ -46,8 +47,7 @@ class BlockEvents:
         taken, self._events = self._events, []
         return taken
 
-    def _stored(self, sequence: Sequence, blocks: list[int]) -> dict[str, Any]:
-        first, last = blocks[0], blocks[-1]
+    def _stored(self, sequence: Sequence, first: int, last: int) -> dict[str, Any]:
         block_bytes = self._block_size * tokens.BYTES_PER_TOKEN
         content = sequence.content[first * block_bytes : (last + 1) * block_bytes]
         return {
@@ -66,7 +66,7 @@ class BlockEvents:
         self._added.set()
 
 
-_KEPT = 10_000  # batches that can be replayed, as vLLM's `buffer_steps`
+_BUFFERED_BATCHES = 10_000  # that can be replayed: the default of vLLM's `buffer_steps`
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -74,18 +74,18 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 async def publishing(
     events: BlockEvents, host: str, port: int, replay_port: int
 ) -> AsyncIterator[None]:
-    """Publish events, numbered batch by batch, and replay the last ones, until closed.
+    """Publish numbered batches of events, and replay the last batches, until closed.
 
     Raises:
-        OSError: a port cannot be listened on.
+        OSError: a port cannot be bound.
     """
-    kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)
+    buffered: deque[tuple[bytes, bytes]] = deque(maxlen=_BUFFERED_BATCHES)
     with (
         zmq.asyncio.Context() as context,
         _listening(context, zmq.PUB, host, port) as publisher,
         _listening(context, zmq.ROUTER, host, replay_port) as replays,
     ):
-        work = asyncio.gather(_publish(events, publisher, kept), _replay(replays, kept))
+        work = asyncio.gather(_publish(events, publisher, buffered), _replay(replays, buffered))
         yield
         work.cancel()
         await asyncio.wait([work])
@@ -103,18 +103,18 @@ def _listening(context: zmq.asyncio.Context, kind: int, host: str, port: int) ->
 
 
 async def _publish(
-    events: BlockEvents, publisher: zmq.asyncio.Socket, kept: deque[tuple[bytes, bytes]]
+    events: BlockEvents, publisher: zmq.asyncio.Socket, buffered: deque[tuple[bytes, bytes]]
 ) -> None:
     for number in count():
         batch = time.time(), await events.take(), 0
-        kept.append((number.to_bytes(_NUMBER_BYTES, "big"), msgspec.msgpack.encode(batch)))
-        await publisher.send_multipart((b"", *kept[-1]))
+        buffered.append((number.to_bytes(_NUMBER_BYTES, "big"), msgspec.msgpack.encode(batch)))
+        await publisher.send_multipart((b"", *buffered[-1]))
 
 
-async def _replay(replays: zmq.asyncio.Socket, kept: deque[tuple[bytes, bytes]]) -> None:
+async def _replay(replays: zmq.asyncio.Socket, buffered: deque[tuple[bytes, bytes]]) -> None:
     while True:
         client, *_, start = await replays.recv_multipart()
-        for number, batch in [*kept]:
+        for number, batch in [*buffered]:
             if number >= start:
                 await replays.send_multipart((client, b"", b"", number, batch))
         await replays.send_multipart((client, b"", b"", _END, b""))

@@ -1,7 +1,7 @@
-"""``/metrics``: the page of vLLM 0.32, in its names, labels and buckets.
+"""``/metrics`` with the names, labels and buckets of vLLM 0.32.
 
-prometheus_client takes ten times as long for this page (37 ms against 3): a replica that is scraped
-five times a second would deliver its tokens late.
+prometheus_client would take 37 ms for this page instead of 3 ms: a replica that is scraped five
+times a second would deliver its tokens late.
 """
 
 from collections.abc import Iterator
@@ -45,25 +45,25 @@ _HISTOGRAMS = {
     "request_num_preemptions": PREEMPTIONS,
     "request_prefill_kv_computed_tokens": TOKENS,
 }
-LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")  # of the queue of requests
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")  # of the queue
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class Metrics:
-    """Series of a replica: its engine's, and those of the requests it served."""
+    """Metrics of a replica's engine and of its requests."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self._model = _labels(model_name=model)
         self._labels = f'engine="0",{self._model}'
         self._started_at = wall()
-        self.rejections = dict.fromkeys(LIMITS, 0)  # requests refused, by limit
+        self.rejections = dict.fromkeys(LIMITS, 0)  # refused requests, by limit
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self._histograms[name].observe(value, times)
 
-    def first_token_came(self, sequence: Sequence, speed: float) -> None:
+    def first_token(self, sequence: Sequence, speed: float) -> None:
         """Count a first token; the times of ``sequence`` are ``speed`` times real seconds."""
         arrived, first = _times(sequence.arrived, sequence.first_token)
         self.observe("time_to_first_token_seconds", max(0.0, first - arrived) / speed)
@@ -71,7 +71,7 @@ class Metrics:
     def sequence_finished(self, sequence: Sequence, bound: int, speed: float) -> None:
         """Count a sequence that was not aborted; its times are ``speed`` times real seconds.
 
-        A step that runs late counts as begun on time, so that it may take in what arrived after.
+        A late step counts as begun on time and may admit later arrivals, so negative waits are 0.
         """
         arrived, admitted, first, finished = _times(
             sequence.arrived, sequence.admitted, sequence.first_token, sequence.finished
@@ -96,7 +96,7 @@ class Metrics:
             self.observe(name, value)
 
     def request_finished(self, generated: int, choices: int) -> None:
-        """Count a prompt: the length of the longest answer to it, and how many were asked for."""
+        """Count a prompt by the tokens of its longest answer and the number of its answers."""
         self.observe("request_max_num_generation_tokens", generated)
         self.observe("request_params_n", choices)
 
@@ -136,7 +136,7 @@ class Metrics:
             "cache_config_info": {cache: 1.0},
         }
         if engine.adapters and engine.steps:
-            # vLLM means the last list for adapters that wait, but both of its lists are the same.
+            # vLLM fills both lists with the running adapters.
             lists = ("running_lora_adapters", "waiting_lora_adapters")
             names = dict.fromkeys(lists, ",".join(now.adapters))
             gauges["lora_requests_info"] = {
@@ -192,7 +192,7 @@ class Metrics:
 
 
 def _times(*times: float | None) -> list[float]:
-    """Times of events that have all happened."""
+    """Times of events that have all occurred, for the type checker."""
     return [time for time in times if time is not None]
 
 

@@ -1,6 +1,6 @@
-"""Embeddings, pooling, classes, scores and ranks: prompts are computed, nothing is decoded.
+"""Requests that only compute prompts: embeddings, pooling, classes, scores and ranks.
 
-Vectors and scores are drawn from the prompt alone: the same one gets the same answer everywhere.
+Vectors and scores depend only on the prompt: all replicas give a prompt the same answer.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Items = Item | list[Item]
 
 
 class PoolingBody(Body, ABC):
-    """A request that only computes prompts, an item of the reply for each."""
+    """Request with an item in the reply for each prompt."""
 
     id_prefix: ClassVar[str]
 
@@ -44,7 +44,7 @@ class PoolingBody(Body, ABC):
 
 
 class EmbeddingBody(PoolingBody):
-    """A vector for each input."""
+    """``/v1/embeddings``: a vector for each input."""
 
     id_prefix = "embd"
     result: ClassVar = "embedding"
@@ -73,7 +73,7 @@ class PoolBody(EmbeddingBody):
 
 
 class ClassifyBody(EmbeddingBody):
-    """A class for each input, of two."""
+    """``/classify``: a class for each input, of two."""
 
     id_prefix = "classify"
 
@@ -84,7 +84,7 @@ class ClassifyBody(EmbeddingBody):
 
 
 class ScoreBody(PoolingBody):
-    """Scores of pairs of texts, each pair a prompt: the first text with all, or pair by pair."""
+    """``/v1/score``: scores of pairs of texts, each pair a prompt; 1:1, 1:N or N:N."""
 
     id_prefix = "score"
 
@@ -105,7 +105,7 @@ class ScoreBody(PoolingBody):
 
 
 class RerankBody(PoolingBody):
-    """The best documents for a query."""
+    """``/v1/rerank``: the best documents for a query."""
 
     id_prefix = "rerank"
 

@@ -1,4 +1,4 @@
-"""A simulated replica: one model on one engine, and the requests it takes."""
+"""Simulated replica: a model on an engine, and its limits."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,11 +22,11 @@ from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 
 
 def output_length(median: int, seed: int, prompt: bytes, choice: int) -> int:
-    """Length of the ``choice``-th answer to an encoded prompt, at least 1.
+    """Draw the length of the ``choice``-th answer to an encoded prompt, at least 1.
 
-    Drawn from seed and prompt: replicas of the same seed give a prompt the same length, so that
-    runs which route differently compare. Lognormal; standard deviation 1 in log space makes the
-    mean 1.65 times the median, as in Azure's conversation trace of 2023 (129 and 211 tokens).
+    The length depends only on seed and prompt, so that runs with different routing are comparable.
+    Lognormal with standard deviation 1 in log space: the mean is 1.65 times the median, as in
+    Azure's conversation trace of 2023 (129 and 211 tokens).
     """
     digest = blake2b(prompt, digest_size=8).hexdigest()
     rng = Random(f"{seed}/{digest}/{choice}")
@@ -38,7 +38,7 @@ DEFAULT_MODEL_LEN = 32_768  # context length in tokens, unless the KV cache hold
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Options of a replica, vLLM's by their names; None: the value of the hardware profile."""
+    """Options of a replica, named as in vLLM; None: the value of the hardware profile."""
 
     model: str = "simulated"
     profile: str = DEFAULT_PROFILE
@@ -46,32 +46,32 @@ class ReplicaSettings:
     kv_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
-    max_num_queued_reqs: int | None = None  # sequences that run or wait, at most
-    max_num_queued_tokens: int | None = None  # prompt tokens not computed yet, at most
+    max_num_queued_reqs: int | None = None  # most sequences that run or wait
+    max_num_queued_tokens: int | None = None  # prompt tokens to compute, from which on it refuses
     scheduling_policy: str = "fcfs"  # or `priority`
     block_size: int = 16
-    output_median: int = 120  # median of the output lengths, in tokens, before any bound
-    seed: int = 0  # of output lengths, and of the acceptance of drafts
+    output_median: int = 120  # median output length in tokens, before any bound
+    seed: int = 0  # of output lengths and of the acceptance of drafts
     draft_tokens: int = 0  # drafted for a sequence in each step; 0: no speculative decoding
-    acceptance: float = ACCEPTANCE  # probability of a drafted token after accepted ones
+    acceptance: float = ACCEPTANCE  # probability that a drafted token is accepted
     prefix_caching: bool = True
-    adapters: tuple[str, ...] = ()  # names of LoRA adapters of the model
-    max_loras: int = 1  # adapters in a batch, at most
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters
+    max_loras: int = 1  # most adapters in a batch
     adapter_load_s: float = 0.1  # seconds to load an adapter, at the profile's speed
     enable_prompt_tokens_details: bool = False  # True: answers report cached prompt tokens
-    cold_steps: int = 0  # first steps of the engine, which take longer
+    cold_steps: int = 0  # first steps, which take longer
     old_counters: bool = False  # True: counters of vLLM up to 0.15
     kv_events_ports: tuple[int, int] | None = None  # to publish and to replay; None: no events
 
 
 class Replica:
-    """Turns requests into sequences for its engine."""
+    """Model on an engine; turns requests into sequences."""
 
     def __init__(self, settings: ReplicaSettings, clock: Clock = monotonic) -> None:
-        """A replica whose engine does not run yet.
+        """Create a replica; its engine runs with :meth:`LiveEngine.run`.
 
         Raises:
-            KeyError: there is no such hardware profile.
+            KeyError: the hardware profile is unknown.
             ValueError: the settings contradict each other.
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
@@ -108,7 +108,7 @@ class Replica:
             raise RequestError(message, "model", HTTPStatus.NOT_FOUND)
 
     def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
-        """Queue a request that generates text: ``output_tokens`` for each sequence, if given."""
+        """Queue a request that generates text; ``output_tokens`` replaces the drawn length."""
         bounds = [(prompt, self._bound(body, tokens.count(prompt))) for prompt in body.prompts()]
         answers = [
             self._answer(body, prompt, bound, choice, output_tokens)
@@ -118,6 +118,7 @@ class Replica:
         return self._submit(Generation(answers, body.choices, bool(body.stream)))
 
     def pool(self, body: PoolingBody) -> Generation:
+        """Queue a request that only computes prompts."""
         prompts = body.prompts()
         for prompt in prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
@@ -125,7 +126,7 @@ class Replica:
         return self._submit(Generation(answers, 1, streamed=False))
 
     def _submit(self, generation: Generation) -> Generation:
-        """Queue a request, or refuse it as vLLM's ``AsyncLLM.check_admission`` does."""
+        """Queues a request, or refuses the request as vLLM's ``AsyncLLM.check_admission`` does."""
         most, most_tokens = self.settings.max_num_queued_reqs, self.settings.max_num_queued_tokens
         if most is not None and self.live.unfinished + len(generation.answers) > most:
             self._refuse("max_num_queued_reqs", "is currently busy and cannot accept new requests")
@@ -169,7 +170,7 @@ class Replica:
         )
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
-        """Most tokens a sequence may generate, by vLLM's rules."""
+        """Largest number of tokens to generate, by vLLM's rules."""
         limit, requested = self.max_model_len, body.bound
         if requested is not None and requested > limit:
             message = f"max_tokens={requested} cannot be greater than max_model_len={limit}."

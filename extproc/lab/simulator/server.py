@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP server around a replica."""
+"""OpenAI-compatible HTTP server of a simulated replica."""
 
 import asyncio
 import logging
@@ -26,17 +26,17 @@ from extproc.request.endpoint import Endpoint
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
-BACKLOG = 2048  # connections that wait to be accepted, as many as vLLM's own server lets wait
-VLLM_VERSION = "0.32.0"  # whose behaviour is simulated
+BACKLOG = 2048  # connections waiting to be accepted, as in vLLM's server
+VLLM_VERSION = "0.32.0"  # simulated version
 
-# Tokens to generate, within the request's bound; ``tracestate`` passes proxies that drop headers.
+# Tokens to generate, within the request's bound; `tracestate` passes proxies that drop headers.
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
-# The client's name for a request, in ``tracestate`` too: some gateways set ``x-request-id``.
+# The client's id of a request, in `tracestate`: some gateways overwrite `x-request-id`.
 REQUEST_STATE = "simulate-request"
-RANK_HEADER = "x-data-parallel-rank"  # of an engine in the server, which has one
-PRIORITY_HEADER = "x-vllm-priority"  # counts instead of the `priority` in a body
-SERVED_BY_HEADER = "x-served-by"  # in every response: the `ip:port` that answered
+RANK_HEADER = "x-data-parallel-rank"  # only rank 0 exists
+PRIORITY_HEADER = "x-vllm-priority"  # overrides the `priority` of a body
+SERVED_BY_HEADER = "x-served-by"  # in every response: `ip:port` of the replica
 
 AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
@@ -49,24 +49,24 @@ Seconds = Annotated[float, Field(ge=0, le=60)]
 
 
 class Faults(BaseModel):
-    """``/simulate``: faults from now on, for chaos tests and demos; absent fields do not change."""
+    """``/simulate``: sets faults for chaos tests and demos; absent fields do not change."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # Factor of every step's time, as on a throttled card.
+    # Factor of the step times, as on a throttled GPU.
     slow: float = Field(default=1.0, gt=0, le=1000)
-    # Accept and never answer: requests, streams, /health and /metrics stand still.
+    # Answer nothing: requests, streams, /health and /metrics hang.
     hang: bool = False
-    # Status that answers inference at once, /health and /metrics as ever; 0: none.
+    # Status of all inference requests; /health and /metrics are not affected; 0: no fault.
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
-    # Keep the gauges when all requests are aborted, until the next one, as vLLM up to 0.10.1.
+    # Keep the gauges after all requests were aborted, until the next request: vLLM up to 0.10.1.
     freezing_gauges: bool = False
-    # Least and longest time in which /metrics is answered, drawn anew for each answer.
+    # Shortest and longest delay of /metrics, drawn for each answer.
     metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
 
 
 class ReplicaServer:
-    """Answers HTTP for one replica."""
+    """HTTP handlers of a replica."""
 
     engine: asyncio.Task[NoReturn]
 
@@ -78,25 +78,24 @@ class ReplicaServer:
         self._in_flight: list[str] = []
 
     def app(self) -> web.Application:
-        """Application that runs the replica's engine while it is up."""
+        """Return an application that also runs the replica's engine."""
         app = web.Application(middlewares=[self._fault, _errors], client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._engine)
-        app.on_response_prepare.append(_sign)
+        app.on_response_prepare.append(_name_replica)
         engine, live, stored = self.replica.engine, self.replica.live, self._responses
         response = f"{Endpoint.RESPONSES}/{{name}}"
         cancel = f"{response}/cancel"
+        sleeping = _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
         routes = [
             *(web.post(path, self._generate) for path in GENERATING),
             *(web.post(path, self._pool) for path in POOLING),
             *(web.post(path, self._transcribe) for path in AUDIO),
-            web.get(response, _json(lambda ask: stored.response(ask.match_info["name"]))),
-            web.post(cancel, _json(lambda ask: stored.cancel(ask.match_info["name"]))),
+            web.get(response, _json(lambda request: stored.response(request.match_info["name"]))),
+            web.post(cancel, _json(lambda request: stored.cancel(request.match_info["name"]))),
             web.post("/tokenize", self._tokenize),
             web.post("/sleep", _json(self._sleep)),
             web.post("/wake_up", _json(self._wake_up)),
-            web.get(
-                "/is_sleeping", _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
-            ),
+            web.get("/is_sleeping", sleeping),
             web.post("/simulate", self._simulate),
             web.get("/simulate/late", _json(lambda _: live.lateness.to_json())),
             web.get("/simulate/requests", _json(lambda _: self._in_flight)),
@@ -122,7 +121,7 @@ class ReplicaServer:
         if request.path not in _INFERENCE:
             return await handler(request)
         if self._faults.fail:
-            return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
+            return _error(request, self._faults.fail, "This fault was set with /simulate.")
         name = _trace_state(request, REQUEST_STATE) or ""
         self._in_flight.append(name)
         try:
@@ -151,7 +150,7 @@ class ReplicaServer:
         return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
 
     async def _inference(self, request: web.Request, body: type[Inference]) -> Inference:
-        """Parse a request for inference; the header's priority counts before the body's."""
+        """Parses an inference request; the header's priority overrides the body's."""
         parsed = await _parse(request, body)
         if request.headers.get(RANK_HEADER, "0") != "0":
             raise RequestError("data_parallel_rank is out of range [0, 1)")
@@ -169,7 +168,7 @@ class ReplicaServer:
             return await work
         finally:
             self.replica.live.abort(generation)
-            self._responses.keep(body, reply, generation)
+            self._responses.store(body, reply, generation)
 
     async def _whole(self, generation: Generation) -> None:
         try:
@@ -186,7 +185,7 @@ class ReplicaServer:
         form = await request.post()
         file = form.get("file")
         if not isinstance(file, web.FileField):
-            raise RequestError("file: an audio file is needed", "file")
+            raise RequestError("file: an audio file is required", "file")
         body = asks.AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
@@ -227,9 +226,9 @@ class ReplicaServer:
         base: dict[str, Any] = {"id": settings.model, "object": "model"}
         base |= {"created": int(time.time()), "owned_by": "vllm", "root": settings.model}
         base |= {"parent": None, "max_model_len": self.replica.max_model_len}
-        # vLLM tells no context length of an adapter: it has its model's.
-        of_adapter = {"parent": settings.model, "max_model_len": None}
-        adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
+        # vLLM reports no context length for adapters.
+        adapter = {"parent": settings.model, "max_model_len": None}
+        adapters = [base | adapter | {"id": name, "root": name} for name in settings.adapters]
         return {"object": "list", "data": [base, *adapters]}
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -238,8 +237,8 @@ class ReplicaServer:
         return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
 
 
-async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Name the replica, so that a client behind a proxy can tell replicas apart."""
+async def _name_replica(request: web.Request, response: web.StreamResponse) -> None:
+    """Adds a response header, by which clients behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
 
@@ -260,7 +259,7 @@ async def _stream(
 ) -> web.StreamResponse:
     headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     response = web.StreamResponse(headers=headers)
-    with suppress(ConnectionError):  # the client is gone
+    with suppress(ConnectionError):  # the client has closed the connection
         await response.prepare(request)
         await response.write(reply.prelude())
         pending = reply.opening(len(generation.answers))
@@ -281,7 +280,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """Output length by the header, or else by the trace state."""
+    """Output length from the header, or else from the trace state."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
@@ -291,7 +290,7 @@ def _output_tokens(request: web.Request) -> int | None:
 
 
 def _trace_state(request: web.Request, name: str) -> str | None:
-    """An entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
+    """Value of a key in ``tracestate``: ``key=value`` pairs, separated by commas (W3C)."""
     entries = ",".join(request.headers.getall("tracestate", [])).split(",")
     pairs = (entry.strip().partition("=") for entry in entries)
     return next((value for key, _, value in pairs if key == name), None)
@@ -314,23 +313,23 @@ def _error(
 
 
 class Serving(NamedTuple):
-    """A replica that is up."""
+    """Running HTTP server of a replica."""
 
-    runner: web.AppRunner  # clean it up to end
+    runner: web.AppRunner  # its cleanup stops the server
     port: int
-    engine: asyncio.Task[NoReturn]  # its early end is a failure: nothing is answered from then on
+    engine: asyncio.Task[NoReturn]  # ends only by a failure, after which no request is answered
 
 
 async def start(replica: Replica, host: str, port: int) -> Serving:
-    """Serve a replica; the system chooses the port where ``port`` is 0.
+    """Start the HTTP server of a replica; port 0 lets the system choose.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address cannot be bound.
     """
     server = ReplicaServer(replica, Random(replica.settings.seed))
     app = server.app()
-    # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
-    # as they come, whatever encoding they claim, as vLLM takes them.
+    # A disconnected client must leave the batch: its handler is cancelled. Bodies are not
+    # decompressed, as in vLLM.
     runner = web.AppRunner(
         app, shutdown_timeout=0.5, access_log=None, handler_cancellation=True, auto_decompress=False
     )

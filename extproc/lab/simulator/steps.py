@@ -1,4 +1,4 @@
-"""Sequences, the steps in which an engine computes them, and what comes of a step."""
+"""Sequences, the steps in which an engine computes them, and the results of a step."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 class Histogram:
-    """Counts of values by upper bound, and their sum."""
+    """Counts of values by upper bound, and the sum of the values."""
 
     def __init__(self, bounds: Items[float]) -> None:
         self.bounds = tuple(bounds)
         self.sum = 0.0
-        self.counts = [0] * (len(self.bounds) + 1)  # from bound to bound, and above all
+        self.counts = [0] * (len(self.bounds) + 1)  # by bucket; the last is above all bounds
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -40,50 +40,51 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt with the tokens to generate, and its course; times in the caller's seconds."""
+    """Prompt with the tokens to generate, and its progress; times in the caller's seconds."""
 
     id: int
     prompt_tokens: int
     output_tokens: int  # to generate; 0: only the prompt is computed, as for an embedding
-    # Of the full blocks, prompt first, as far as they are known. Blocks of the prompt can be hit
-    # once they are scheduled, blocks of the output once the sequence has ended.
+    # Hashes of the full blocks of prompt and output, as far as they are known. Blocks of the prompt
+    # can be hit once they are scheduled, blocks of the output once the sequence has ended.
     hashes: Items[int] = ()
     adapter: str = ""  # LoRA adapter; empty: none
-    content: bytes = b""  # tokens of four bytes each, as far as KV events need them
-    priority: int = 0  # lower goes first, in an engine that schedules by priority
-    reason: FinishReason = FinishReason.STOP  # of its end; `ABORT` once it was aborted
+    content: bytes = b""  # encoded tokens; empty without KV events
+    priority: int = 0  # lower is admitted first, in an engine that schedules by priority
+    reason: FinishReason = FinishReason.STOP
 
     arrived: float | None = None
     admitted: float | None = None
-    first_token: float | None = None  # end of its prefill
+    first_token: float | None = None  # end of the prefill
     finished: float | None = None
-    generated: int = 0  # up to its end or last preemption; `Engine.generated` is up to date
+    generated: int = 0  # until the end or the last preemption; `Engine.generated` is up to date
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
 
-    # The engine's own, the first three while the sequence prefills, the last two while it decodes.
+    # Set by the engine: the first three during prefill, the last two during decoding.
     computed: int = 0  # tokens in KV cache
-    held: list[int] = field(default_factory=list)  # hashed blocks in use
-    blocks: int = 0  # blocks in use
+    held: list[int] = field(default_factory=list)  # hashes of blocks in use
+    blocks: int = 0  # number of blocks in use
     offset: int = 0  # tokens in KV cache minus engine steps: a constant
-    last_step: int = 0  # step after which all is generated
+    last_step: int = 0  # step that generates the last token
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Sort key of an engine that schedules by priority: the lowest is admitted first."""
+        """Sort key of an engine that schedules by priority; the lowest is admitted first."""
         return self.priority, self.arrived or 0.0, self.id
 
     @property
     def context(self) -> int:
-        """Tokens to compute before decoding goes on: the prompt and those generated so far."""
+        """Tokens to compute before the next token: the prompt and the generated tokens."""
         return self.prompt_tokens + self.generated
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps over the same decoding sequences: each takes a little longer than the one before.
+    """Steps of the same decoding sequences, each longer than the last as their contexts grow.
 
-    All end times are computed from its start: the pieces in which it is run do not matter.
+    All end times are computed from the start, so that they do not depend on how often the caller
+    advances the engine.
     """
 
     starts_at: float
@@ -96,7 +97,7 @@ class Stretch:
         return self.starts_at + steps * (self.step_time + self.growth * (steps - 1) / 2)
 
     def last_until(self, until: float) -> int:
-        """The last step that ends by ``until``, which must be finite."""
+        """Return the last step that ends by ``until``, which must be finite."""
         time = max(until - self.starts_at, 0.0)
         linear = self.step_time - self.growth / 2
         steps = int(2 * time / (linear + sqrt(linear * linear + 2 * self.growth * time)))
@@ -108,66 +109,65 @@ class Stretch:
         return step
 
 
-# Bounds of vLLM's histogram of tokens per step.
+# Buckets of vLLM's histogram of tokens per step.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
 class Step:
-    """Work in progress: one step, or several steps of decoding alone."""
+    """Work in progress: a step, or several steps that only decode."""
 
     starts_at: float
     ends_at: float
-    waiting: int  # sequences left waiting
+    waiting: int  # sequences that were not admitted
     steps: int = 1
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # prompt tokens computed
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Results of a step, or of several steps of decoding alone."""
+    """Results of a step, or of several steps that only decode."""
 
     ends_at: float
     steps: int
-    decoded: list[Sequence]  # generated one token in each step
-    accepted: dict[int, int]  # tokens from drafts on top, by sequence id
-    prefilled: list[Sequence]  # ended their prefill, and generated one token, if any
-    first: list[Sequence]  # of the prefilled, those that were not preempted before
+    decoded: list[Sequence]  # generated a token in each step
+    accepted: dict[int, int]  # additional tokens from drafts, by sequence id
+    prefilled: list[Sequence]  # ended their prefill, and generated the first token, if any
+    first: list[Sequence]  # those of `prefilled` that were never preempted
     finished: list[Sequence]
 
 
 class Gauges(NamedTuple):
-    """Gauges of a replica: vLLM sets them when a step ends, not between."""
+    """Gauges of a replica, which vLLM sets at the end of a step."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    deferred: int = 0  # of those waiting, the ones for which adapters must leave the batch
-    adapters: Items[str] = ()  # with a sequence that has a token and goes on
+    deferred: int = 0  # waiting sequences whose adapter found no slot
+    adapters: Items[str] = ()  # of decoding sequences
 
 
 @dataclass(slots=True)
 class Counters:
     """Totals since the start, counted when vLLM counts them."""
 
-    prompt_tokens: int = 0  # counted when a prefill ends, cached ones included
+    prompt_tokens: int = 0  # counted at the end of a prefill, including cached tokens
     cached_tokens: int = 0
     first_tokens: int = 0  # sequences whose first prefill has ended
     generated_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # of drafts, as in vLLM also those beyond the end of a sequence
+    accepted_tokens: int = 0  # of drafts; as in vLLM also those beyond the end of a sequence
     preemptions: int = 0
-    # Tokens looked up in the prefix cache, and those found: counted when a sequence is admitted,
-    # or, by old counters, at each attempt to admit it.
+    # Tokens looked up and tokens found in the prefix cache, counted when a sequence is admitted;
+    # by old counters at each attempt to admit the sequence.
     prefix_queries: int = 0
     prefix_hits: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # by reason, aborted ones left out
-    # Of each step that gave a sequence something: tokens generated, and the computed prompt tokens
-    # of each prefill that ended.
+    finished: Counter[str] = field(default_factory=Counter)  # by reason, without aborted sequences
+    # Tokens generated and prompt tokens computed, of each step that decoded or ended a prefill.
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(ITERATION_TOKENS))
 
     @property
     def steps(self) -> int:
-        """Steps as vLLM counts them: one that only begins or continues prefills does not count."""
+        """Steps as vLLM counts them: without steps that neither decode nor end a prefill."""
         return self.iteration_tokens.count

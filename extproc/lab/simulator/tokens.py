@@ -1,9 +1,8 @@
-"""A stand-in for a tokenizer and a model's vocabulary: four bytes are a token.
+"""Simulated tokenizer and vocabulary: a token is four bytes of UTF-8, the last one padded.
 
-Text is UTF-8, cut every four bytes, the last token padded. Encoded tokens are kept as bytes, four
-for each, so that blocks of them can be hashed without a list of numbers in between. Generated
-tokens are words of three letters and a space: their text encodes to the same tokens again, and the
-next turn of a conversation finds the blocks of the last answer in the prefix cache.
+Encoded tokens stay bytes, so that their blocks can be hashed without a list of ids. Generated
+tokens are words of three letters and a space: their text encodes to the same tokens, and the next
+turn of a conversation hits the blocks of the last answer in the prefix cache.
 """
 
 import json
@@ -23,34 +22,34 @@ _VERBS = (
     "add ask buy cut dig eat fit get hum jog let mix nod own pay run saw see set sip tap use win"
 )
 
-WORDS = tuple(f"{word} " for word in f"{_NOUNS} {_VERBS}".split())  # generated round and round
+WORDS = tuple(f"{word} " for word in f"{_NOUNS} {_VERBS}".split())  # generated in this order
 
 
 def encode(text: str) -> bytes:
-    """The tokens of ``text``."""
+    """Encode text as tokens."""
     data = text.encode("utf-8", "surrogatepass")
     return data + bytes(-len(data) % BYTES_PER_TOKEN)
 
 
 def encode_ids(ids: Iterable[int]) -> bytes:
-    """Token ids of four bytes each, as given."""
+    """Encode token ids, four bytes each."""
     return array("I", ids).tobytes()
 
 
 def token_ids(tokens: bytes) -> list[int]:
-    """The ids of encoded tokens."""
+    """Return the ids of encoded tokens."""
     return list(array("I", tokens))
 
 
 def count(tokens: bytes) -> int:
-    """Number of encoded tokens."""
+    """Count encoded tokens."""
     return len(tokens) // BYTES_PER_TOKEN
 
 
 def encode_content(content: Any) -> bytes:
-    """The tokens of a message's content: a string, or parts with text, images and other things.
+    """Encode a message's content: a string, or a list of parts.
 
-    Other parts, tool calls for example, count as their JSON.
+    Parts other than text and images, tool calls for example, count as their JSON.
     """
     if content is None or isinstance(content, str):
         return encode(content or "")
@@ -60,20 +59,16 @@ def encode_content(content: Any) -> bytes:
         if isinstance(content.get("text"), str):
             return encode(content["text"])
         if "image" in str(content.get("type")):
-            return _image(content)
+            digest = blake2b(json.dumps(content).encode(), digest_size=32).digest()
+            return digest * (IMAGE_TOKENS * BYTES_PER_TOKEN // len(digest))
     return encode(json.dumps(content))
 
 
 def encode_turn(role: str, content: bytes) -> bytes:
-    """A message as a chat template frames it."""
+    """Encode a message as a chat template frames it."""
     return encode(f"<|{role}|>") + content + encode("<|end|>")
 
 
 def generated_text(start: int, tokens: int) -> str:
-    """The text of the first ``tokens`` generated tokens."""
+    """Return the text of ``tokens`` generated tokens, from the word ``start`` on."""
     return "".join(WORDS[at % len(WORDS)] for at in range(start, start + tokens))
-
-
-def _image(part: dict[str, Any]) -> bytes:
-    digest = blake2b(json.dumps(part).encode(), digest_size=32).digest()
-    return digest * (IMAGE_TOKENS * BYTES_PER_TOKEN // len(digest))
