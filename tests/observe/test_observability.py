@@ -11,21 +11,15 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.observe.test_reference import DOCS, series
+from tests.observe.test_reference import DOCS, RULES, rules, series
 
 FOLDER = DOCS / "observability"
-RULES = FOLDER / "rules.yaml"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 COMPOSE = yaml.safe_load((DOCS.parent / "compose.yaml").read_text(encoding="utf-8"))["services"]
 BY_PROMETHEUS = {"instance", "job", "le"}
 OF_COUNTERS = {"rate of a range", "increase of a range"}
 PROMTOOL = shutil.which("promtool")
 with_promtool = pytest.mark.skipif(not PROMTOOL, reason="promtool is not on the PATH")
-
-
-def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    return [rule for group in groups for rule in group["rules"]]
 
 
 def provisioned(path: str) -> Any:
