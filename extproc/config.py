@@ -37,7 +37,7 @@ REMOVED: dict[str, str] = {
     "route.shadow_policy": "record traffic and compare by extproc what-if (docs/what-if.md)",
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
     "serve.stream_sample": "set serve.chunks_per_s",
-    "serve.workers": "run several routers, each with its own configuration (docs/operations.md)",
+    "serve.workers": "run several routers (docs/operations/deploy.md)",
     "xds.listen": "use eds.listen",
     "xds.tls_cert": "use eds.tls_cert",
     "xds.tls_key": "use eds.tls_key",

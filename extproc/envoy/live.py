@@ -31,7 +31,7 @@ _UNREACHABLE = (
 )
 _REFUSES = (
     "refuses a command of routers and pollers: {}. Grant their user the rights that "
-    "docs/operations.md lists under Redis"
+    "docs/operations/secure.md lists under Redis"
 )
 _DELETE = "return redis.call('DEL', KEYS[1])"
 

@@ -40,7 +40,7 @@ _HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a replica gets no request; the texts are for docs/operations.md."""
+    """Why a replica gets no request; the texts are for docs/operations/troubleshoot.md."""
 
     name: str
     set_by: str

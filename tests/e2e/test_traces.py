@@ -1,5 +1,5 @@
-"""Envoy and the router as docs/traces.md has them: spans in a real collector, what the access log
-says of a decision, and headers in responses to who may ask."""
+"""Traces, access log and response headers work with a real collector and Envoy, configured as
+docs/operations/monitor.md shows."""
 
 import json
 import re
@@ -25,8 +25,9 @@ from tests.waiting import until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 rotel = pytest.importorskip("rotel", reason="the collector has no wheel for this machine")
 
-PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
-BLOCKS = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)]
+PAGE = Path(__file__).parents[2] / "docs" / "operations" / "monitor.md"
+SECTIONS = PAGE.read_text().partition("## Traces")[2]
+BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", SECTIONS, re.S)]
 TRACES, TRACING, COLLECTOR, METADATA, RECEIVING, ACCESS_LOG, TELL = BLOCKS
 REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
 

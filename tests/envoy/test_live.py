@@ -124,7 +124,7 @@ async def test_redis_refuses_what_is_needed(
 async def test_the_rights_that_the_docs_list_suffice(
     redis_server: RedisServer, check: Check
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/operations/secure.md").read_text()
     found = re.search(r"^ACL SETUSER extproc on >PASSWORD (.*)$", text, re.MULTILINE)
     assert found
     async with connect(redis_server.url, "default") as redis:

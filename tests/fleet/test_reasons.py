@@ -1,4 +1,4 @@
-"""The table of reasons in docs/operations.md.
+"""The table of reasons in docs/operations/troubleshoot.md.
 
 ``python -m tests.fleet.test_reasons`` writes the table anew.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from extproc.fleet.eligibility import REASONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations" / "troubleshoot.md"
 BEGIN, END = (f"<!-- {what}: python -m tests.fleet.test_reasons -->" for what in ("made by", "end"))
 
 

@@ -146,7 +146,7 @@ def reference() -> str:
     lines.append(ALERTS)
     for rule in rules():
         summary, remedy = (rule["annotations"][part] for part in ("summary", "description"))
-        summary = re.sub(r"{{ ?\$(?:labels\.)?(\w+).*?}}", r"`\1`", summary)
+        summary = re.sub(r"{{ ?\$(?:labels\.)?(\w+).*?}}", r"{\1}", summary)
         severity = rule["labels"]["severity"]
         lines.append(f"| `{rule['alert']}` | {severity} | {rule['for']} | {summary} | {remedy} |")
     lines.append(EVENTS)

@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S
 ACL = (
     "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction -@dangerous"
 )
-"""The rule in docs/operations.md, for the pool ``test``."""
+"""The rule in docs/operations/secure.md, for the pool ``test``."""
 
 A = ReplicaState(id="10.0.0.1:8000", name="a", running=3, kv_usage=0.25, models=("m", "lora"))
 B = ReplicaState(

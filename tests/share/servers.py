@@ -34,7 +34,7 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
 class SentinelPair:
     """A primary and a replica of it, watched by a Sentinel that asks for a password.
 
-    Its user ``USER`` has the rights that docs/operations.md tells.
+    Its user ``USER`` has the rights that docs/operations/secure.md tells.
     """
 
     SERVICE = "main"
