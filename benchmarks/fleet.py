@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.features import ACCEPTANCE, AdapterSlots, Speculation
+from extproc.lab.simulator.features import ACCEPTANCE, LoadedAdapters, Speculation
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 Happening = Literal["down", "up", "hang"]
@@ -54,8 +54,8 @@ class ReplicaGroup(_Part):
         drafts = self.draft_tokens
         return Speculation(drafts, self.acceptance, random) if drafts else None
 
-    def adapters(self) -> AdapterSlots | None:
-        return AdapterSlots(self.max_loras, self.adapter_load_s) if self.max_loras else None
+    def adapters(self) -> LoadedAdapters | None:
+        return LoadedAdapters(self.max_loras, self.adapter_load_s) if self.max_loras else None
 
 
 class FleetEvent(_Part):

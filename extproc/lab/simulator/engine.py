@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 from extproc.lab.simulator.blocks import BlockPool
-from extproc.lab.simulator.features import COLD, AdapterSlots, Speculation
+from extproc.lab.simulator.features import COLD, LoadedAdapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.steps import (
     Counters,
@@ -52,7 +52,7 @@ class Engine:
         max_num_seqs: int | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
-        adapters: AdapterSlots | None = None,
+        adapters: LoadedAdapters | None = None,
         events: BlockEvents | None = None,
         by_priority: bool = False,
         cold_steps: int = 0,

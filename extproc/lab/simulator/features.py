@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from random import Random
 
 
-class AdapterSlots:
+class LoadedAdapters:
     """Slots for LoRA adapters: of a batch, and of those that stay loaded after their last use.
 
     A step takes ``load_s`` longer for each adapter that is not loaded; the least recently used

@@ -12,7 +12,7 @@ from extproc.lab.simulator import tokens
 from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
 from extproc.lab.simulator.blocks import chain_hashes
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.features import ACCEPTANCE, AdapterSlots, Speculation
+from extproc.lab.simulator.features import ACCEPTANCE, LoadedAdapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.live import GeneratedAnswer, Generation, LiveEngine
 from extproc.lab.simulator.metrics import Metrics
@@ -76,9 +76,9 @@ class Replica:
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
         speculation = Speculation(drafts, settings.acceptance, random) if drafts else None
-        loras = (
-            AdapterSlots(settings.max_loras, settings.adapter_load_s) if settings.adapters else None
-        )
+        adapters = None
+        if settings.adapters:
+            adapters = LoadedAdapters(settings.max_loras, settings.adapter_load_s)
         self.settings = settings
         self.engine = Engine(
             hardware_profile(settings.profile),
@@ -87,7 +87,7 @@ class Replica:
             settings.max_num_seqs,
             settings.prefix_caching,
             speculation,
-            loras,
+            adapters,
             BlockEvents(settings.block_size) if settings.kv_events_ports else None,
             by_priority=settings.scheduling_policy == "priority",
             cold_steps=settings.cold_steps,

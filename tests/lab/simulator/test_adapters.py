@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.features import AdapterSlots
+from extproc.lab.simulator.features import LoadedAdapters
 from extproc.lab.simulator.replica import Replica
 from extproc.lab.simulator.steps import Sequence
 from tests.lab.simulator.conftest import SETTINGS, get, reply
@@ -19,7 +19,7 @@ LOAD_S = 0.5
 
 
 def engine(slots: int, *sequences: Sequence) -> Engine:
-    return engine_with(*sequences, adapters=AdapterSlots(slots, LOAD_S))
+    return engine_with(*sequences, adapters=LoadedAdapters(slots, LOAD_S))
 
 
 def sequence(number: int, adapter: str, output: int = 10) -> Sequence:
