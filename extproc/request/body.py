@@ -1,4 +1,4 @@
-"""Request body, from bytes to a JSON object."""
+"""Request body: decoding of bytes to a JSON object, within a budget of time."""
 
 import re
 from contextlib import suppress
@@ -9,15 +9,15 @@ from pydantic_core import from_json
 
 from extproc.request.errors import BadRequest
 
-_BUDGET = 40e6  # nanoseconds that reading a body may take: meanwhile a router decides nothing else
+_BUDGET = 40e6  # nanoseconds to read a body: the router decides nothing else meanwhile
 _PER_BYTE = 4.5  # nanoseconds for any byte; 11 in numbers of thousands of digits
 _COSTS = {ord(","): 130.0, ord('"'): 75.0, ord("["): 350.0, ord("{"): 900.0}
-"""Nanoseconds to decode the value that begins with a mark and to walk over it, measured with
-pydantic-core 2.50 under Python 3.11. A value or a key follows a comma; a string has two quotes.
-Marks inside strings count as well. A thread would help nothing: the decoder keeps the GIL."""
-_STRIDE = 131_072  # bytes weighed at a time, and read of any body: the worst take 40 ms
+"""Nanoseconds to decode and visit the value that begins with a byte, measured with pydantic-core
+2.50 under Python 3.11. A value or a key follows a comma; a string has two quotes. Bytes inside
+strings count as well. A thread would not help: the decoder keeps the GIL."""
+_STRIDE = 131_072  # bytes weighed at a time, and read of every body: at worst in 40 ms
 
-_TAIL = 4_096  # bytes at the end of a truncated body that tell what follows
+_TAIL = 4_096  # bytes at the end of a truncated body from which the rest is guessed
 
 _END = 16_384  # bytes at the end of a body that are read for the fields that follow a long prompt
 _NAMES = re.compile(
@@ -30,12 +30,12 @@ _TOKEN_IDS = re.compile(rb"[\d,\s\[\]]{256,}\Z")
 
 
 def without_mark(body: bytes) -> bytes:
-    """``body`` without the byte order mark that UTF-8 may begin with."""
+    """Remove the byte order mark that UTF-8 may begin with."""
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
 def decode(body: bytes, partial: bool = False) -> dict[str, object]:
-    """The JSON object in ``body``; with ``partial``, as much of one as is there.
+    """Decode the JSON object in ``body``; with ``partial``, the beginning of an object.
 
     Raises:
         BadRequest: the body is not a JSON object in UTF-8, or nests deeper than 200 levels.
@@ -56,9 +56,9 @@ def decode(body: bytes, partial: bool = False) -> dict[str, object]:
 
 
 def readable(body: bytes) -> bytes:
-    """The beginning of ``body`` that is decoded: as much as ``_BUDGET`` is enough for.
+    """Return the beginning of ``body`` that can be decoded within ``_BUDGET``.
 
-    Ordinary bodies are read whole: 8 MB of text or images, 200,000 token ids, 10,000 messages.
+    Ordinary bodies fit whole: 8 MB of text or images, 200,000 token ids, 10,000 messages.
     """
     left = _BUDGET
     for start in range(0, len(body) if len(body) > _STRIDE else 0, _STRIDE):
@@ -71,10 +71,10 @@ def readable(body: bytes) -> bytes:
 
 
 def ending(body: bytes) -> dict[str, object]:
-    """The last fields of a body that is not read whole, from one of ``_NAMES`` on.
+    """Return the last fields of a body that is not read whole, from one of ``_NAMES`` on.
 
-    Clients may name the model, and bound the output, after the prompt. The rest of the body after
-    one of its own names is an object without its opening brace; after an inner name it is not.
+    Clients may name the model, and bound the output, after the prompt. From a top-level name on,
+    the rest of the body is an object without its opening brace; from a nested name on it is not.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):
@@ -84,10 +84,10 @@ def ending(body: bytes) -> dict[str, object]:
 
 
 def tokens_per_byte(part: bytes, of_text: float) -> float:
-    """Prompt tokens in a byte of what follows ``part``, the beginning of a body.
+    """Estimate the prompt tokens per byte in the rest of a body that begins with ``part``.
 
-    The part may break off inside an image or other media (no tokens follow), token ids (more like
-    its last ones follow) or text, which has ``of_text`` tokens in a byte.
+    The part may end inside an image or other media (no tokens follow), inside token ids (as dense
+    as the last ones) or inside text, which has ``of_text`` tokens per byte.
     """
     tail = part[-_TAIL:]
     if _BASE64.search(tail):

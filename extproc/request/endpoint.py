@@ -1,7 +1,7 @@
-"""Endpoints of vLLM that a router decides on, and the paths they are served under.
+"""Endpoints of vLLM whose requests are routed, and their paths.
 
-Prefixes before vLLM's own paths, which Envoy's route may take off later on, do not matter. Paths
-are decoded as vLLM's server decodes them: ``/v1/chat%2Fcompletions`` is a chat, too.
+A prefix before vLLM's path does not matter, as Envoy's route may remove the prefix later. Paths are
+decoded as vLLM's server decodes them: ``/v1/chat%2Fcompletions`` is a chat, too.
 """
 
 import re
@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 
 class Endpoint(StrEnum):
-    """The endpoints of vLLM that make a replica compute."""
+    """Endpoints of vLLM that make a replica compute."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -27,21 +27,21 @@ class Endpoint(StrEnum):
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
 
-    __hash__ = str.__hash__  # Enum's is slow, and every request looks endpoints up several times
+    __hash__ = str.__hash__  # Enum's hash is slow, and each request looks up several endpoints
 
     @property
     def decodes(self) -> bool:
-        """Tokens are generated; other endpoints only prefill."""
+        """True if the endpoint generates tokens; the others only prefill."""
         return self not in _PREFILL_ALONE
 
     @property
     def takes_priority(self) -> bool:
-        """vLLM reads ``priority`` in the body."""
+        """True if vLLM reads ``priority`` in the body."""
         return self not in _WITHOUT_PRIORITY
 
     @property
     def takes_audio(self) -> bool:
-        """The body is a form with an audio file instead of JSON."""
+        """True if the body is a form with an audio file instead of JSON."""
         return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 
 
@@ -59,7 +59,7 @@ PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
     "/v1/systemone": Endpoint.POOLING,  # a token for each question
-}  # by every path that vLLM 0.32 serves them under
+}  # by path, all those of vLLM 0.32
 _MOST_PARTS = max(path.count("/") for path in PATHS)
 
 _INVOKED = {
@@ -72,13 +72,13 @@ _INVOKED = {
     "queries": Endpoint.SCORE,
     "data_1": Endpoint.SCORE,
     "data": Endpoint.POOLING,
-}  # by a field that only bodies of that endpoint have, in the order in which vLLM tries them
+}  # by a field that only bodies for the endpoint have, in the order in which vLLM tries them
 
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
-    """The endpoint that a path ends with, query string or not; None: no inference."""
+    """Return the endpoint that a path ends with, query string aside; None: no inference."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
         if endpoint := PATHS.get("/" + "/".join(parts[first:])):
@@ -87,18 +87,18 @@ def endpoint_of(path: str) -> Endpoint | None:
 
 
 def invoked(fields: Container[str]) -> Endpoint:
-    """The endpoint that serves a body at ``/invocations``, SageMaker's path; a chat by default."""
+    """Return the endpoint that serves a body at ``/invocations``, SageMaker's path."""
     return next((_INVOKED[field] for field in _INVOKED if field in fields), Endpoint.CHAT)
 
 
 def stored_response_of(path: str) -> str:
-    """The id of the stored response that a path asks for or cancels; empty: none."""
+    """Return the id of the stored response that a path retrieves or cancels; empty: none."""
     found = _STORED.search(_decoded(path))
     return found[1] if found else ""
 
 
 def lists_models(path: str) -> bool:
-    """Tells whether a path is that of the list of models."""
+    """Return True for the path of the list of models."""
     return _decoded(path).endswith("/v1/models")
 
 

@@ -1,4 +1,4 @@
-"""Requests that are not served, and the answers that clients get."""
+"""Refusals: requests that the router answers with an error itself."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -12,28 +12,37 @@ _LONGEST_S = 3600.0  # of ``retry-after``
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
-    """A request that the router answers itself.
+    """A request that the router answers with an error.
 
     Args:
         message: for the client.
         param: the field of the body at fault, if any.
-        code: a reason for programs to read, as OpenAI's API has them.
+        code: a reason for programs to read, as in OpenAI's API.
+        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: not said.
     """
 
     status = 500  # of the HTTP answer
     kind = "internal_error"  # ``type`` of the error in OpenAI's form
-    anthropic_kind = "api_error"  # in Anthropic's
-    retry_after = 0  # seconds after which the client may try again; 0: no header
+    anthropic_kind = "api_error"  # ``type`` in Anthropic's form
+    retry_after = 0  # seconds; 0: no header
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
+        if retry_after:
+            self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
 
 
 class BadRequest(Refusal):
-    """A body that no replica could serve, whatever its model."""
+    """A body that no replica could serve, whatever the model."""
 
     status = 400
     kind = anthropic_kind = "invalid_request_error"
@@ -61,9 +70,7 @@ class NoReplica(Refusal):
     anthropic_kind = "overloaded_error"
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        """``retry_after``: seconds; a second at least, an hour at most."""
-        super().__init__(message)
-        self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
+        super().__init__(message, retry_after=retry_after or 1.0)
 
 
 class Saturated(Refusal):
@@ -73,23 +80,13 @@ class Saturated(Refusal):
     kind = anthropic_kind = "rate_limit_error"
 
     def __init__(self, message: str, code: str, retry_after: float) -> None:
-        """``retry_after``: seconds; a second at least, an hour at most."""
-        super().__init__(message, code=code)
-        self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
+        super().__init__(message, code=code, retry_after=retry_after or 1.0)
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
-    """The JSON body of the answer: in Anthropic's form where the endpoint is, else in OpenAI's."""
+    """Return the JSON body of the answer: Anthropic's form at its endpoint, else OpenAI's."""
     if endpoint is Endpoint.MESSAGES:
-        told = {"type": error.anthropic_kind, "message": error.message}
-        return to_json({"type": "error", "error": told})
-    return to_json(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.kind,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )
+        described = {"type": error.anthropic_kind, "message": error.message}
+        return to_json({"type": "error", "error": described})
+    described = {"message": error.message, "type": error.kind}
+    return to_json({"error": described | {"param": error.param, "code": error.code}})

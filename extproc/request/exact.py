@@ -1,4 +1,4 @@
-"""Prompts as the token ids that vLLM makes of them, where a model's chat template is known."""
+"""Token ids of prompts exactly as vLLM makes them, for models whose chat template is known."""
 
 import json
 from bisect import bisect_left
@@ -25,32 +25,32 @@ _UNUSUAL = (
     "continue_final_message",
     "documents",
     "reasoning_effort",
-)  # fields with which a chat is rendered in ways that are not known here
-_MOST_SCHEMAS = 1_024  # objects in schemas of tools, which some templates print one by one
+)  # fields that make vLLM render a chat in ways unknown here
+_MOST_SCHEMAS = 1_024  # objects in the schemas of tools: some templates print each by itself
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 T = TypeVar("T")
 
 
 class ExactPrompt(NamedTuple):
-    """The token ids of a prompt that is sent as text."""
+    """Token ids of a prompt that is sent as text."""
 
     ids: Ids
-    tokens: int  # estimated where ``ids`` are only the first of them
-    complete: bool = True
-    asked: int = 0  # tokens of the prompt of the last answer in it; 0: there is none
-    answered: int = 0  # tokens up to the end of that answer
+    tokens: int  # estimated unless ``complete``
+    complete: bool = True  # ``ids`` are all of the prompt's
+    answer_begin: int = 0  # tokens before the last answer in the prompt; 0: it has none
+    answer_end: int = 0  # tokens up to the end of that answer
 
     def prefix(self, seed: int) -> Prefix:
-        """The part of the prompt that a prefix cache may hold, as far as it is known."""
-        ids, begin, end = self.ids, self.asked, self.answered
+        """Return the part of the prompt that a prefix cache may hold, as far as known."""
+        ids, begin, end = self.ids, self.answer_begin, self.answer_end
         before, answer, after = ids[:begin], ids[begin:end], ids[end:]
         prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
         return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 
 class _NotKnownError(Exception):
-    """A request of which vLLM makes something that is not known here."""
+    """A request that vLLM renders in a way unknown here."""
 
 
 class ExactPrompts:
@@ -62,7 +62,7 @@ class ExactPrompts:
         self._before_texts = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> ExactPrompt | None:
-        """The only prompt of a request; None: not known."""
+        """Return the only prompt of a request; None: not known."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None
@@ -73,12 +73,12 @@ class ExactPrompts:
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             [prompt] = prompt
-        got = self._tokenize(_known(prompt, str))
+        text = self._tokenize(_known(prompt, str))
         if not flag(fields.get("add_special_tokens", True)):
-            return ExactPrompt(*got)
+            return ExactPrompt(*text)
         before = self._before_texts
-        ids = np.concatenate([before, got.ids])
-        return ExactPrompt(ids, got.tokens + len(before), got.complete)
+        ids = np.concatenate([before, text.ids])
+        return ExactPrompt(ids, text.tokens + len(before), text.complete)
 
     def _read_chat(self, fields: Mapping[str, object]) -> ExactPrompt:
         if any(map(fields.get, _UNUSUAL)):
@@ -86,18 +86,18 @@ class ExactPrompts:
         given = _known(fields.get("chat_template_kwargs") or {}, dict)
         options = {"tools": _tools(fields.get("tools")), "documents": None, **given}
         sent = _known(fields.get("messages") or None, list)
-        messages = [_message(one, self._template.takes_parts) for one in sent]
+        messages = [_message(message, self._template.takes_parts) for message in sent]
         text = self._text(messages, options, flag(fields.get("add_generation_prompt", True)))
         prompt = ExactPrompt(*self._tokenize(text))
         begin, end = _last_answer(messages)
         if not begin or not prompt.complete:
             return prompt
-        asked = self._text(messages[:begin], options, generate=True)
-        said = _shared(text, self._text(messages[:end], options, generate=False))
-        first = self._tokenize(asked).ids
-        if not text.startswith(asked) or not np.array_equal(prompt.ids[: len(first)], first):
-            return prompt  # some templates print otherwise later what was said
-        return prompt._replace(asked=len(first), answered=self._tokenize(said).tokens)
+        before = self._text(messages[:begin], options, generate=True)
+        ids = self._tokenize(before).ids
+        if not text.startswith(before) or not np.array_equal(prompt.ids[: len(ids)], ids):
+            return prompt  # some templates print earlier turns in another way later
+        answered = _shared(text, self._text(messages[:end], options, generate=False))
+        return prompt._replace(answer_begin=len(ids), answer_end=self._tokenize(answered).tokens)
 
     def _text(self, messages: list[dict[str, Any]], options: dict[str, Any], generate: bool) -> str:
         given = {"messages": messages, "add_generation_prompt": generate}
@@ -118,7 +118,7 @@ def _known(value: object, kind: type[T]) -> T:
 def _message(given: object, takes_parts: bool) -> dict[str, Any]:
     given = _known(given, dict)
     role = _known(given.get("role"), str)
-    if role == "developer":  # vLLM makes something else of it for most templates
+    if role == "developer":  # vLLM replaces this role for most templates
         raise _NotKnownError
     texts = _texts(given.get("content"))
     if role == "system":
@@ -150,7 +150,7 @@ def _texts(content: object) -> list[str]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object, as templates expect them."""
+    """Return a tool call with its arguments as an object, as templates expect them."""
     function = _known(call.get("function"), dict)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -163,7 +163,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: object) -> list[dict[str, Any]] | None:
-    """Tools as vLLM prints them: with all fields that a function may have, in its order."""
+    """Return tools as vLLM prints them: with all fields of a function, in vLLM's order."""
     if not given:
         return None
     if to_json(given).count(b"{") > _MOST_SCHEMAS:
@@ -179,9 +179,9 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(one: str, other: str) -> str:
-    """The common beginning of two texts.
+    """Return the common beginning of two texts.
 
-    Some templates print the head of an answer whether asked to or not.
+    Some templates print the head of an answer even if told not to.
     """
     if one.startswith(other):
         return other
@@ -190,7 +190,7 @@ def _shared(one: str, other: str) -> str:
 
 
 def _last_answer(messages: list[dict[str, Any]]) -> tuple[int, int]:
-    """Begin and end of the assistant's last messages, one after another."""
+    """Return begin and end of the last consecutive messages of the assistant."""
     roles = [message["role"] for message in messages]
     end = next((i for i in range(len(roles), 0, -1) if roles[i - 1] == "assistant"), 0)
     begin = next((i for i in range(end, 0, -1) if roles[i - 1] != "assistant"), 0)

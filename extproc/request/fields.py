@@ -4,8 +4,8 @@ from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from extproc.request.endpoint import Endpoint
 
-MAX_TOKENS = 10_000_000  # token counts are cut off here: above every context there is
-MAX_SEQUENCES = 100_000  # numbers of sequences are cut off here
+MAX_TOKENS = 10_000_000  # limit of token counts: above every context length
+MAX_SEQUENCES = 100_000  # limit of numbers of sequences
 
 _COMPLETIONS_DEFAULT = 16  # ``max_tokens`` of completions where it is absent or null
 
@@ -23,7 +23,7 @@ _BOOLEAN = SchemaValidator(core_schema.bool_schema())
 
 
 def positive_int(value: object) -> int | None:
-    """``value`` as an integer; None where it is not one, or not above zero.
+    """Return ``value`` as a positive integer; None: ``value`` is anything else.
 
     pydantic's lax mode takes ``"12"`` and ``12.0`` for 12, and 1 for true.
     """
@@ -32,7 +32,7 @@ def positive_int(value: object) -> int | None:
 
 
 def flag(value: object) -> bool:
-    """``value`` as a boolean; False where it is not one."""
+    """Return ``value`` as a boolean; False: ``value`` is anything else."""
     known = value is None or isinstance(value, bool)
     return (value if known else _lax(_BOOLEAN, value)) is True
 
@@ -45,13 +45,13 @@ def _lax(kind: SchemaValidator, value: object) -> object:
 
 
 def sampling_of(endpoint: Endpoint, body: dict[str, object]) -> dict[str, object]:
-    """The fields that bound the output: beside token ids they stand in an object of their own."""
+    """Return the fields that bound the output: beside token ids, an object of their own."""
     fields = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
     return fields if isinstance(fields, dict) else {}
 
 
 def output_bound(endpoint: Endpoint, sampling: dict[str, object]) -> int | None:
-    """Most tokens one sequence may generate; None: as many as the model's context leaves."""
+    """Return the most tokens a sequence may generate; None: as the model's context allows."""
     if not endpoint.decodes:
         return 0
     for field in _BOUND_FIELDS[endpoint]:
@@ -64,7 +64,7 @@ def output_bound(endpoint: Endpoint, sampling: dict[str, object]) -> int | None:
 
 
 def least_output(sampling: dict[str, object], bound: int | None) -> int:
-    """Fewest tokens one sequence generates; with ``ignore_eos`` as many as it may."""
+    """Return the fewest tokens a sequence generates; with ``ignore_eos`` the most as well."""
     most = MAX_TOKENS if bound is None else bound
     if flag(sampling.get("ignore_eos")):
         return most
@@ -74,7 +74,7 @@ def least_output(sampling: dict[str, object], bound: int | None) -> int:
 def sequences(
     endpoint: Endpoint, sampling: dict[str, object], bound: int | None, prompts: int
 ) -> int:
-    """Sequences decoded side by side: ``n`` (with beam search its width) for every prompt."""
+    """Return the sequences decoded side by side: ``n`` (the beam width) for every prompt."""
     if bound == 0:
         return 0
     n = positive_int(sampling.get("n")) if endpoint in _HAVE_N else None

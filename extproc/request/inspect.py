@@ -1,4 +1,4 @@
-"""Request body to :class:`~extproc.request.profile.RequestProfile`."""
+"""Profile of a request, read from its body."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +26,9 @@ from extproc.request.tokens import TokenCounter
 if TYPE_CHECKING:
     from extproc.request.exact import ExactPrompt
 
-_LONGEST_NAME = 512  # characters of a model's name: it is kept with every decision
-_LONGEST_ID = 128  # characters of a response's id; of vLLM's own 21
-_MAX_LENGTH = 2**40  # bytes a body is taken to have at most, whatever its header says
+_LONGEST_NAME = 512  # characters of a model's name, which is kept with every decision
+_LONGEST_ID = 128  # characters of a response's id; those of vLLM have 21
+_MAX_LENGTH = 2**40  # bytes of a body, whatever its header says
 
 
 def inspect(
@@ -38,25 +38,25 @@ def inspect(
     *,
     partial: bool = False,
     content_length: int | None = None,
-    model_of: Callable[[str, str], str] = lambda asked, _: asked,
+    model_of: Callable[[str, str], str] = lambda requested, _: requested,
 ) -> RequestProfile:
-    """The profile of a request.
+    """Return the profile of a request.
 
-    Fields of the wrong type and absurd numbers count as absent: the replica owns the API, and
-    answers.
+    Fields of the wrong type and absurd numbers count as absent: rejecting them is left to the
+    replica.
 
     Args:
-        endpoint: by the request's path.
-        body: its body, as far as it came.
+        endpoint: of the request's path.
+        body: the body, as far as received.
         tokens: counts the tokens of the prompt.
-        partial: ``body`` is the beginning of a larger one.
-        content_length: bytes of the whole body; what is missing counts as prompt, like the
-            end of ``body``.
-        model_of: tells which model the request is for, from the name in it (empty where there is
-            none) and the id of the stored response that it goes on from; empty: not known.
+        partial: ``body`` is only the beginning.
+        content_length: bytes of the whole body; missing bytes count as prompt, like the end of
+            ``body``.
+        model_of: returns the model (empty: not known) for the name in the body (empty: none) and
+            the id of the stored response that the request continues (empty: none).
 
     Raises:
-        BadRequest: the body is not a JSON object, or the model in it is not a name.
+        BadRequest: the body is not a JSON object, or the model in the body is not a name.
     """
     whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
     if endpoint.takes_audio:
@@ -68,8 +68,8 @@ def inspect(
         fields |= ending(body)
     if endpoint is Endpoint.INVOCATIONS:
         endpoint = invoked(fields)
-    asked, previous = _model(fields), _previous_response(endpoint, fields)
-    model = model_of(asked, previous)
+    requested, previous = _model(fields), _previous_response(endpoint, fields)
+    model = model_of(requested, previous)
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
@@ -85,13 +85,13 @@ def inspect(
     if endpoint.decodes and not (cut or previous or (limit and size.tokens >= limit)):
         prefix = _prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
     if not prefix.tokens:
-        # The replica counts its tokens as it does all.
+        # The replica still counts all tokens of the prompt.
         prefix = replace(NO_PREFIX, tokens=float(prompt_tokens))
     stream, responses = flag(fields.get("stream")), endpoint is Endpoint.RESPONSES
     return RequestProfile(
         endpoint=endpoint,
         model=model,
-        requested_model=asked,
+        requested_model=requested,
         prompt_tokens=prompt_tokens,
         prompt_bytes=0 if previous else size.bytes,  # earlier turns are not in the body
         output_bound=bound,
@@ -116,10 +116,10 @@ def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
 
 
 def names_model(endpoint: Endpoint, body: bytes) -> bool:
-    """The beginning of a body tells which model it is for.
+    """Return True if the beginning of a body names the model.
 
     Raises:
-        BadRequest: it is not the beginning of a JSON object.
+        BadRequest: ``body`` is not the beginning of a JSON object.
     """
     if endpoint.takes_audio:
         return model_in_form(body) is not None
@@ -129,12 +129,12 @@ def names_model(endpoint: Endpoint, body: bytes) -> bool:
 def _beginning(part: bytes) -> dict[str, object]:
     fields = decode(part, partial=True)
     if next(reversed(fields), None) == "model":
-        del fields["model"]  # perhaps only its beginning
+        del fields["model"]  # the name may be cut off
     return fields
 
 
 def _model(fields: dict[str, object]) -> str:
-    """The model's name; empty where none is named: a replica then serves the model it has."""
+    """Return the model's name; empty: none, so that a replica serves the model that it has."""
     model = fields.get("model")
     if model is None:
         return ""
@@ -159,7 +159,7 @@ def _prefix(
 
 
 class _Size(NamedTuple):
-    """Fields of the profile: a prompt's tokens, and what a report of their number teaches."""
+    """Fields of the profile: a prompt's tokens, and the figures that a report of them teaches."""
 
     tokens: int
     longest_share: float = 1.0
@@ -180,19 +180,19 @@ def _measure(
     if not tokens and reading.empty:
         tokens = _by_length(body, model, counter)
     if limit:
-        kept = min(tokens, limit * reading.prompts)
-        return _Size(kept, min(share * tokens, limit) / max(kept, 1))
+        read_tokens = min(tokens, limit * reading.prompts)
+        return _Size(read_tokens, min(share * tokens, limit) / max(read_tokens, 1))
     if images and not media:
         image_tokens = images * counter.image_tokens(model)
         return _Size(tokens, share, images=images, image_tokens=image_tokens)
     if media or not of_text:
         return _Size(tokens, share)
-    # Template and token ids enter at the model's ratio: the share they have of the tokens is the
-    # share they have of the bytes, so the ratio learned from both is that of the text.
+    # Template and token ids enter at the model's own ratio, so they do not change the ratio that is
+    # learned from all bytes and tokens.
     return _Size(tokens, share, bytes=round(tokens * counter.bytes_per_token(model)))
 
 
 def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimated tokens of a body without a prompt that is known here, by what its middle is."""
+    """Estimate the tokens of a body without a known prompt, by the bytes in its middle."""
     density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
     return round(len(body) * density) or media_tokens(len(body), model, counter)

@@ -1,4 +1,4 @@
-"""Bodies that count by their length: audio in a form, and those too large to be read."""
+"""Profiles by the length of a body: audio in a form, and bodies too large to be read."""
 
 import re
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from extproc.request.tokens import TokenCounter
 
 _BYTES_PER_S = 16_000  # MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, Opus 3,000 to 8,000
 _TOKENS_PER_S = 25  # Qwen2-Audio, Qwen2.5-Omni; Whisper makes 50, Voxtral 12.5, Ultravox 6.25
-_CLIP_S = 30  # vLLM transcribes clips of that length, each a prompt (max_audio_clip_s)
+_CLIP_S = 30  # vLLM transcribes clips of this length, each a prompt (max_audio_clip_s)
 
-CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of which not even the size is known
+CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of unknown size
 
 LARGE_BODY = 8 * 2**20
 """Bytes. Behind Envoy 1.40 a body of 8 MB reached the router after 30 ms, one of 40 MB after 240 to
 380 ms; by default Envoy waits 200 ms."""
 _MEDIUM = 2**20  # bytes: about one image
-_LOOKED_AT = 16_384  # bytes at either end of a form in which its fields stand
+_ENDS = 16_384  # bytes at either end of a form that are searched for its fields
 _FIELD = re.compile(
     rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part
     rb"(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{1,512})\r\n"
@@ -30,7 +30,7 @@ _FIELD = re.compile(
 def of_length(
     endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
 ) -> RequestProfile:
-    """A request whose body of ``length`` bytes is audio or images: nobody writes that much text."""
+    """Return the profile of a request whose body of ``length`` bytes is audio or images."""
     if endpoint.takes_audio:
         prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
         prompt_tokens = audio_tokens(length)
@@ -50,7 +50,7 @@ def of_length(
 
 
 def media_tokens(length: int, model: str, tokens: TokenCounter) -> int:
-    """Tokens of ``length`` bytes of images, or other data in base64."""
+    """Estimate the tokens of ``length`` bytes of images, or other data in base64."""
     return tokens.image_tokens(model) * ceil(length / _MEDIUM)
 
 
@@ -61,30 +61,33 @@ def of_form(
     tokens: TokenCounter,
     model_of: Callable[[str, str], str],
 ) -> RequestProfile:
-    """A transcription or translation, as far as its body came; ``length`` in bytes of all of it
-    gives the seconds of audio. ``model_of`` is as in :func:`~extproc.request.inspect.inspect`."""
+    """Return the profile of a transcription or translation from the ``body`` received so far.
+
+    ``length``: bytes of the whole body, most of which is audio; ``model_of``: as in
+    :func:`~extproc.request.inspect.inspect`.
+    """
     found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
-    asked = found.get(b"model", "")
-    model = model_of(asked, "")
+    requested = found.get(b"model", "")
+    model = model_of(requested, "")
     profile = of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))
-    return replace(profile, requested_model=asked)
+    return replace(profile, requested_model=requested)
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:
-    """Begin and end of the model's name in a form."""
+    """Return begin and end of the model's name in a form; None: not found."""
     ends = _ends(body)
     spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
     if not spans:
         return None
     first, last = spans[-1]
-    left_out = len(body) - len(ends) if first >= _LOOKED_AT else 0
-    return first + left_out, last + left_out
+    skipped = len(body) - len(ends) if first >= _ENDS else 0
+    return first + skipped, last + skipped
 
 
 def _ends(body: bytes) -> bytes:
-    return body[:_LOOKED_AT] + body[_LOOKED_AT:][-_LOOKED_AT:]
+    return body[:_ENDS] + body[_ENDS:][-_ENDS:]
 
 
 def audio_tokens(size: int) -> int:
-    """Tokens of ``size`` bytes of audio."""
+    """Estimate the tokens of ``size`` bytes of audio."""
     return ceil(size * _TOKENS_PER_S / _BYTES_PER_S)

@@ -1,4 +1,4 @@
-"""A prompt's beginnings as numbers, equal where the beginnings are equal."""
+"""Keys of prompt prefixes: numbers that are equal for equal beginnings of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,35 +11,35 @@ from numpy.typing import NDArray
 Keys = NDArray[np.uint64]
 Ids = NDArray[np.uint32]  # token ids
 
-UNIT_BYTES = 256  # of a prompt: some 64 tokens of text. Smaller units find more and take memory
+UNIT_BYTES = 256  # of a prompt: some 64 tokens of text; smaller units need more memory
 _MOST_UNITS = 4096
-MOST_BYTES = _MOST_UNITS * UNIT_BYTES  # prompts are told apart up to here: 262,000 tokens
+MOST_BYTES = _MOST_UNITS * UNIT_BYTES  # keys cover this much of a prompt: 262,000 tokens
 
 _UNIT_WORDS = UNIT_BYTES // 4
 
 _MOST_BLOCKS = 16_384  # as many tokens in blocks of 16
-_FACTOR = 0x9E3779B97F4A7C15  # odd, without structure, as the next: any such will do
+_FACTOR = 0x9E3779B97F4A7C15  # any odd number without structure, as is the next
 _MIX = np.array(0xD6E8FEB86659FD93, np.uint64)
-_HALF = np.array(32, np.uint64)  # arrays: numpy takes twice as long for a scalar
+_HALF = np.array(32, np.uint64)  # an array: numpy takes twice as long for a scalar
 _POWERS = np.full(_MOST_BLOCKS, _FACTOR, np.uint64).cumprod()
 _INVERSES = np.full(_MOST_BLOCKS, pow(_FACTOR, -1, 2**64), np.uint64).cumprod()
 
 _NO_IDS = np.zeros(0, np.uint32)
 
 
-@dataclass(slots=True, eq=False)  # not frozen: to make one would take ten times as long
+@dataclass(slots=True, eq=False)  # not frozen: construction would take ten times as long
 class Prefix:
-    """The part of a prompt that may be found in a prefix cache."""
+    """Part of a prompt that a prefix cache may hold."""
 
-    keys: Keys  # for each whole unit one that stands for all up to the end of the unit
+    keys: Keys  # for each whole unit, of the prompt up to the end of the unit
     unit: float  # tokens in a unit
-    tokens: float  # of all the prompt, also of what fills no unit or is not known
+    tokens: float  # of the whole prompt, including the parts without keys
     whole: int = 0  # key of the whole prompt; 0: not known
     previous_key: int = 0
-    """Key of the prompt of the last answer in it; 0: there is none. The replica that gave the
-    answer has it in its cache, too."""
+    """Key of the prompt that led to the last answer in this prompt; 0: no answer. The replica that
+    gave the answer has the answer in its cache, too."""
     previous_tokens: float = 0.0  # tokens up to the end of that answer
-    ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all its tokens, where they are known
+    ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all tokens, if known
     salt: str = ""  # only prompts with the same salt share the cache
 
 
@@ -47,9 +47,9 @@ NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
 
 
 def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
-    """The prefix of a prompt of so many tokens in three parts: all up to the last answer in it,
-    that answer (empty: there is none, nor anything before), and what follows."""
-    data = before + answer + after  # no copy where only one is not empty
+    """Return the prefix of a prompt in three parts: up to the last answer, that answer (if empty,
+    ``before`` is empty as well), and the rest; ``tokens``: of the whole prompt."""
+    data = before + answer + after  # no copy if two of them are empty
     if not data:
         return NO_PREFIX
     keys = unit_keys(data, seed)
@@ -66,22 +66,22 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
 
 @lru_cache(maxsize=1024)
 def seed_of(*names: str) -> int:
-    """A number for what a cache tells apart beside the prompts: model or adapter, and salt."""
+    """Return the key before the first unit, for all that separates caches: model and salt."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """The keys of the units of ``data``, whose bytes are taken for numbers of four."""
+    """Return the keys of the units of ``data``, read as 32-bit numbers."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 
 
 def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
-    """The keys of whole blocks of token ids.
+    """Return the keys of whole blocks of token ids.
 
-    ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for one and the same odd F. The powers of F
-    and of its inverse give all keys at once, in a tenth of the time of a cryptographic hash. A
-    collision makes the router err about where two prompts are cached, and of nothing else.
+    ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for a fixed odd F. The powers of F and of its
+    inverse give all keys at once, in a tenth of the time of a cryptographic hash. A collision only
+    makes the router err about the replicas that have two prompts cached.
 
     Args:
         ids: token ids.
@@ -89,7 +89,7 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
         before: key of the block before them; for the first of a prompt :func:`seed_of`.
 
     Raises:
-        OverflowError, TypeError, ValueError: the ids are no token ids.
+        OverflowError, TypeError, ValueError: ``ids`` are no token ids.
     """
     blocks = min(len(ids) // block_size, _MOST_BLOCKS)
     tokens = np.asarray(ids[: blocks * block_size], np.uint32).reshape(blocks, block_size)
@@ -114,7 +114,7 @@ def _mixed(values: Keys) -> Keys:
 
 
 def _key_at(end: int, data: bytes, keys: Keys, seed: int) -> int:
-    """The key of all before ``end``: of the units there and the bytes after the last of them."""
+    """Return the key of all bytes before ``end``; 0: beyond ``MOST_BYTES``."""
     if end > MOST_BYTES:
         return 0
     units = end // UNIT_BYTES

@@ -1,4 +1,4 @@
-"""Prompts in a request body: the text, token ids and media that a replica reads."""
+"""Prompts in a request body: the texts, token ids and media that a replica reads."""
 
 from array import array
 from dataclasses import replace
@@ -15,11 +15,11 @@ from extproc.request.prefix import MOST_BYTES, NO_PREFIX, Prefix, prefix_of
 from extproc.request.tokens import TokenCounter
 
 TOKENS_PER_MESSAGE = 5
-"""Tokens that a chat template wraps around a message: ``<|im_start|>``, role, newline,
+"""Tokens that a chat template adds to a message: ``<|im_start|>``, role, newline,
 ``<|im_end|>``, newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``,
 blank line, ``<|eot_id|>`` in Llama 3."""
 
-TOKENS_TO_REPLY = 4  # the header of the answer that closes a chat prompt, in the same templates
+TOKENS_TO_REPLY = 4  # the header of the answer that ends a chat prompt, in these templates
 
 _IMAGES = frozenset({"image", "image_embeds", "image_pil", "image_url", "input_image"})
 _AUDIO = frozenset({"audio_embeds", "audio_url", "input_audio"})
@@ -27,11 +27,11 @@ _VIDEO = frozenset({"video_embeds", "video_url"})
 _MEDIA = _IMAGES | _AUDIO | _VIDEO
 
 VIDEO_TOKENS = 32 * 256
-"""vLLM samples 32 frames (``num_frames``), of which InternVL makes 256 tokens each, LLaVA-OneVision
-196, Qwen2-VL up to 384."""
+"""vLLM samples 32 frames (``num_frames``) of 256 tokens each in InternVL; LLaVA-OneVision has 196,
+Qwen2-VL up to 384."""
 
-_BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; for token ids exact
-_IMAGE_TOKENS = 576  # of any image in keys; what is learned would shift what follows
+_BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; exact for token ids
+_IMAGE_TOKENS = 576  # of any image in keys; a learned number would change all later keys
 
 _SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
 """Marks before a message, or before the tools, in the bytes that keys are made of."""
@@ -46,12 +46,12 @@ _ROLES = {
 
 _BILLING = "x-anthropic-billing-header"
 
-_SCHEME_WITHIN = 16  # characters within which an address has its ``://``; base64 has none
+_SCHEME_WITHIN = 16  # characters that contain the ``://`` of an address; base64 has none
 
 _PRINTED = frozenset(
     {"text", "name", "arguments", "refusal", "thinking"}
     | {"content", "tool_calls", "function", "function_call", "output", "summary", "input"}
-)  # fields of messages and their parts: texts, and further parts
+)  # fields of messages and their parts that are texts or contain further parts
 
 _INPUTS = {
     Endpoint.COMPLETIONS: ("prompt",),
@@ -59,7 +59,7 @@ _INPUTS = {
     Endpoint.EMBEDDINGS: ("input", "texts"),
     Endpoint.POOLING: ("input",),
     Endpoint.CLASSIFY: ("input",),
-}  # names of texts, token ids or lists of them
+}  # fields with a text, token ids or a list of them
 _CHATS = {Endpoint.RESPONSES: ("input", "instructions")}
 _PAIRS = (
     ("query", "documents"),
@@ -68,23 +68,20 @@ _PAIRS = (
     ("queries", "documents"),
     ("queries", "items"),
     ("data_1", "data_2"),
-)  # names under which vLLM takes the two sides of what it scores or ranks
+)  # fields in which vLLM takes the two sides of a pair to score or rank
 
 
 class Prompt:
-    """Collects the pieces of a prompt, in the order in which the model reads them.
-
-    A piece of the wrong type is passed over.
-    """
+    """Collects the pieces of a prompt in the order of the model; ignores those of a wrong type."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.tokens = 0  # tokens that need no estimate: token ids, chat template
         self.images = 0
-        self.media = 0  # tokens of audio and video, by rough estimate
-        self._rendered: list[str] = []  # texts, marks of roles, digests of media: for keys
-        self._answer = slice(0, 0)  # the last messages of the assistant in there, side by side
-        self._media_room = MOST_BYTES  # bytes that digests may take yet: further ones have no key
+        self.media = 0  # tokens of audio and video, roughly estimated
+        self._rendered: list[str] = []  # for keys: texts, marks of roles, digests of media
+        self._answer = slice(0, 0)  # of ``_rendered``: last consecutive messages of the assistant
+        self._media_left = MOST_BYTES  # bytes that further digests may take
         self._ids: list[int] = []
 
     @property
@@ -113,8 +110,8 @@ class Prompt:
         )
 
     def add_inputs(self, value: object) -> list[int]:
-        """Add the input of completions and embeddings: a text, token ids, a conversation, or a list
-        of these; returns the length of each prompt, in characters, token ids or messages."""
+        """Add the input of completions or embeddings: a text, token ids, a conversation, or a list
+        of these. Return the length of each prompt, in characters, token ids or messages."""
         several = isinstance(value, list) and value and isinstance(value[0], (str, list))
         prompts = value if isinstance(value, list) and several else [value]
         for prompt in prompts:
@@ -128,10 +125,10 @@ class Prompt:
         return [len(prompt) if isinstance(prompt, (str, list)) else 0 for prompt in prompts]
 
     def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
-        """Add a conversation as most chat templates print it: system, tools, other messages.
+        """Add a conversation in the order of most chat templates: system, tools, other messages.
 
-        The messages are OpenAI's or Anthropic's, items of the Responses API, or a text; ``system``
-        says how to answer where none of them does.
+        ``messages``: of OpenAI, of Anthropic, items of the Responses API, or a text; ``system``: a
+        system prompt in a field of its own.
         """
         if system:
             self._add_message({"role": "system", "content": system})
@@ -141,7 +138,7 @@ class Prompt:
             self.tokens += TOKENS_TO_REPLY
         given = messages if isinstance(messages, list) else []
         messages = [message for message in given if isinstance(message, dict)]
-        leading = list(takewhile(lambda one: _role(one) == _SYSTEM, messages))
+        leading = list(takewhile(lambda message: _role(message) == _SYSTEM, messages))
         for message in leading:
             self._add_message(message)
         if tools:
@@ -151,7 +148,7 @@ class Prompt:
             self._add_message(message)
 
     def _add_message(self, message: dict[str, object]) -> None:
-        """Add one message: its frame, its content, its calls of tools or their results."""
+        """Add a message: its frame, its content, its tool calls or their results."""
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
@@ -161,8 +158,8 @@ class Prompt:
         else:
             self.add_content(message)
         if role == _ANSWER:
-            goes_on = start == self._answer.stop
-            self._answer = slice(self._answer.start if goes_on else start, len(self._rendered))
+            continues = start == self._answer.stop
+            self._answer = slice(self._answer.start if continues else start, len(self._rendered))
 
     def _add_text(self, text: str) -> None:
         if text.startswith(_BILLING):
@@ -187,26 +184,26 @@ class Prompt:
 
     def _add_medium(self, kind: str, part: dict[str, object]) -> None:
         source = _source(kind, part)
-        known = source or _as_json(part)
+        identity = source or _as_json(part)
         if kind in _IMAGES:
             self.images += 1
             tokens = _IMAGE_TOKENS
         else:
-            embedded = "://" not in source[:_SCHEME_WITHIN]  # in base64; else an address
+            embedded = "://" not in source[:_SCHEME_WITHIN]  # base64, not an address
             audio = audio_tokens(len(source) * 3 // 4 if embedded else 0) or CLIP_TOKENS
             tokens = VIDEO_TOKENS if kind in _VIDEO else audio
             self.media += tokens
-        if room := min(tokens * _BYTES_PER_TOKEN, self._media_room):
-            self._media_room -= room
-            digest = f"{crc32(known.encode(errors='replace')):08x}"
+        if room := min(tokens * _BYTES_PER_TOKEN, self._media_left):
+            self._media_left -= room
+            digest = f"{crc32(identity.encode(errors='replace')):08x}"
             self._rendered.append(digest.ljust(room))
 
 
 class Reading(NamedTuple):
-    """The prompts of one request."""
+    """Prompts of a request."""
 
-    pieces: list[tuple[Prompt, int]]  # pieces, and how many times each is read
-    lengths: list[int]  # of each prompt, to compare them: characters of text, or token ids
+    pieces: list[tuple[Prompt, int]]  # with the number of times that the replica reads each
+    lengths: list[int]  # of each prompt, for comparison: characters of text, or token ids
 
     @property
     def prompts(self) -> int:
@@ -218,18 +215,18 @@ class Reading(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Nothing of a prompt was found."""
+        """True if no piece of a prompt was found."""
         return not any(prompt.size or prompt.tokens for prompt, _ in self.pieces)
 
     @property
     def longest_share(self) -> float:
-        """Share of the longest prompt in all of them."""
+        """Share of the longest prompt in the length of all prompts."""
         total = sum(self.lengths)
         return max(self.lengths) / total if total else 1 / self.prompts
 
 
 def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
-    """Collect the prompts of a request; fields of the wrong type are passed over."""
+    """Collect the prompts of a request; ignore fields of the wrong type."""
     if endpoint in (Endpoint.SCORE, Endpoint.RERANK):
         return _read_pairs(fields)
     messages, system = map(fields.get, _CHATS.get(endpoint, ("messages", "system")))
@@ -264,10 +261,8 @@ def _lengths(values: object) -> list[int]:
 
 
 def without_billing(text: str) -> str:
-    """A text without the line that Claude Code writes anew for each request.
-
-    vLLM leaves the line out, too: behind it prompts would share nothing.
-    """
+    """Remove the line that Claude Code writes anew for each request, as vLLM does: with that line
+    no two prompts would begin alike."""
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
@@ -276,16 +271,16 @@ def _as_bytes(pieces: list[str]) -> bytes:
 
 
 def _medium(part: dict[str, object]) -> str:
-    """Which kind of medium a content part is; empty: none."""
+    """Return the kind of medium of a content part; empty: none."""
     kind = part.get("type")
     if isinstance(kind, str):
         return kind if kind in _MEDIA else ""
-    # vLLM takes media parts without a type, too.
+    # vLLM accepts media parts without a type.
     return next((key for key in part if key in _MEDIA), "")
 
 
 def _printed(part: dict[str, object]) -> list[object]:
-    """The fields of a part that templates print; the input of a tool is printed as JSON."""
+    """Return the fields of a part that templates print, the input of a tool as JSON."""
     return [
         _as_json(value) if field == "input" else value
         for field, value in part.items()
@@ -294,12 +289,12 @@ def _printed(part: dict[str, object]) -> list[object]:
 
 
 def _as_json(value: object) -> str:
-    """A structure as chat templates print it, such as the schemas of tools."""
+    """Return a structure, such as the schemas of tools, as chat templates print it."""
     return to_json(value).decode()
 
 
 def _role(message: dict[str, object]) -> str:
-    """The mark of a message's role; items of the Responses API have a type instead of some."""
+    """Return the mark of a message's role; some items of the Responses API have a type instead."""
     if isinstance(role := message.get("role"), str):
         return _ROLES.get(role, _OTHER)
     kind = message.get("type")
@@ -310,7 +305,7 @@ def _role(message: dict[str, object]) -> str:
 
 
 def _source(kind: str, part: dict[str, object]) -> str:
-    """The data of a medium, in base64, or its address."""
+    """Return the data of a medium in base64, or its address."""
     value = next((part[field] for field in (kind, "image_url", "source") if field in part), None)
     if isinstance(value, dict):
         value = value.get("data") or value.get("url")

@@ -18,10 +18,10 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
-    """``body`` with ``name`` as its model; itself where it names none, or cannot be read.
+    """Replace the model in ``body``; a body without a model, or an unreadable one, stays as it is.
 
-    The bytes of all other values stay. Of a body that was cut the first model that counts is
-    renamed, as of one with numbers that JSON does not have, such as NaN.
+    The bytes of all other values stay. A body that was cut, or has numbers unknown to JSON such as
+    NaN, gets the first model that a decoder would read replaced.
     """
     if endpoint.takes_audio:
         span = model_in_form(body)
@@ -43,10 +43,10 @@ def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
 
 
 def with_priority(body: bytes, priority: int) -> bytes:
-    """``body``, a whole JSON object, with this ``priority`` of vLLM: the lower goes first.
+    """Set vLLM's ``priority``, the lower first, in ``body``, a whole JSON object.
 
-    The field comes last: of several, whoever decodes a body takes the last one, so that no client
-    sets its own, whatever else is in its body.
+    The field is appended: decoders take the last of several equal names, so that no client sets
+    a priority of its own.
     """
     end = body.rfind(b"}")
     before, after = body[:end], body[end:]

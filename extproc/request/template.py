@@ -15,10 +15,10 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class ChatTemplate:
-    """A template in Jinja that makes one text of a conversation, and may print special tokens.
+    """Jinja template that renders a conversation as text, special tokens included.
 
     Raises:
-        ValueError: the source is no template.
+        ValueError: ``source`` is no Jinja template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -34,15 +34,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"not a Jinja template: {error}") from None
         self._special_tokens = dict(special_tokens)
-        # Of a content in parts it prints each; else it prints a content as it is.
+        # A template that loops over contents takes parts; any other prints a content as it is.
         self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
 
     @classmethod
     def of_folder(cls, folder: Path) -> "ChatTemplate":
-        """The template beside a model's tokenizer.
+        """Read the template beside a model's tokenizer.
 
         Raises:
-            OSError, ValueError: the folder has none, or it cannot be read.
+            OSError, ValueError: the folder has no template, or the template cannot be read.
         """
         file = folder / "tokenizer_config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
@@ -54,15 +54,15 @@ class ChatTemplate:
         return cls(source, {name: token for name, token in special.items() if token is not None})
 
     def render(self, variables: dict[str, Any]) -> str | None:
-        """The text of a conversation; None: the template refuses it."""
+        """Return the text of a conversation; None: the template rejects the conversation."""
         try:
             return self._template.render(self._special_tokens | variables)
-        except Exception:  # a template may do anything with what a client sent
+        except Exception:  # a template may fail in any way on a client's input
             return None
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks text of the model; its content is printed."""
+    """Tag ``{% generation %}``, which marks text of the model; prints its content."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

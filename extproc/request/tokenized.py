@@ -1,4 +1,4 @@
-"""Token ids of long texts that begin as earlier ones did."""
+"""Token ids of long texts, whose beginnings were mostly tokenised before."""
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,36 +11,36 @@ from extproc.request.prefix import Ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_MOST_CHARACTERS = 16_384  # tokenised by one call, in some 10 ms; longer texts take several
+_MOST_CHARACTERS = 16_384  # tokenised in one call, in some 10 ms
 _UNIT = 256  # characters whose tokens are remembered together
-_MOST_UNITS = 65_536  # of all texts, units remembered: 16 million characters in some 50 MB
-_OVERLAP = 8  # tokens that must come out the same again before those after them are believed
+_MOST_UNITS = 65_536  # remembered of all texts: 16 million characters in some 50 MB
+_OVERLAP = 8  # remembered tokens that must come out again, or all are tokenised anew
 
 
 class Tokenized(NamedTuple):
-    """The tokens of a text, as far as they are known."""
+    """Tokens of a text, as far as known."""
 
     ids: Ids
-    tokens: int  # of all of the text; estimated where ``ids`` are not all
-    complete: bool
+    tokens: int  # of the whole text, estimated unless ``complete``
+    complete: bool  # ``ids`` are all of the text's
 
 
 class _Unit(NamedTuple):
-    start: int  # of its first token, in the text
-    ids: bytes  # of the tokens that begin in it
+    start: int  # of the first token, in the text
+    ids: bytes  # of the tokens that begin in the unit
 
 
 class Tokenizations:
-    """Tokenises texts, of which the beginnings are mostly known.
+    """Tokenises texts, and remembers the tokens of their beginnings by units of 256 characters.
 
     A token depends on the text after it, so the tokens that begin in a unit are remembered by the
-    text up to the end of the next unit. Tokenisation starts again a unit before the first unknown
-    one; if the last tokens of that unit come out as they are known, nothing before it mattered.
+    text up to the end of the next unit. Tokenisation starts with the last remembered unit. If the
+    last tokens of that unit come out as remembered, the earlier units are valid, too.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
-        # By the text that their tokens depend on; the one longest unused first.
+        # By the text that the tokens depend on; the least recently used first.
         self._units: OrderedDict[int, _Unit] = OrderedDict()
 
     def of(self, text: str) -> Tokenized:
@@ -68,7 +68,8 @@ class Tokenizations:
         return known
 
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
-        """Ids from ``start`` on, where each begins in the text, and where the sure ones end."""
+        """Return the ids from ``start`` on that are final, where each begins in the text, and where
+        the last of them ends."""
         part = text[start : start + _MOST_CHARACTERS]
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
@@ -86,7 +87,7 @@ class Tokenizations:
         last = min(len(keys) - 1, end // _UNIT)
         borders = np.searchsorted(starts, np.arange(first, last + 1) * _UNIT).tolist()
         for unit, begin, stop in zip(range(first, last), borders, borders[1:], strict=False):
-            if begin == stop:  # a token longer than the unit
+            if begin == stop:  # a token is longer than the unit
                 return
             key = keys[unit + 1]
             self._units[key] = _Unit(int(starts[begin]), ids[begin:stop].tobytes())
@@ -96,7 +97,7 @@ class Tokenizations:
 
 
 def _keys(text: str) -> list[int]:
-    """A number for each whole unit that stands for the text up to its end, in this process."""
+    """Return a number for each whole unit: a hash of the text up to the end of the unit."""
     keys, key = [], 0
     for end in range(_UNIT, len(text) + 1, _UNIT):
         key = hash((key, text[end - _UNIT : end]))

@@ -1,4 +1,4 @@
-"""Prompt tokens: by a ratio learned per model, or by the model's tokenizer and template."""
+"""Counts of prompt tokens: by a ratio learned per model, or by its tokenizer and template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,18 +9,18 @@ from extproc.request.endpoint import Endpoint
 if TYPE_CHECKING:
     from extproc.request.exact import ExactPrompt, ExactPrompts
 
-PLAUSIBLE = (0.5, 32.0)  # bytes per token that a report must lie between to be learned from
+PLAUSIBLE = (0.5, 32.0)  # bytes per token; reports outside are not learned from
 
-_PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence the configured ratio counts for
+_PRIOR_TOKENS = 2_000.0  # weight of the configured ratio, in tokens
 _MEMORY_TOKENS = 200_000.0  # prompt tokens after which older reports weigh 1/e as much
-_REPORT_TOKENS = 20_000.0  # weight of one report at most: no odd document turns the ratio
+_REPORT_TOKENS = 20_000.0  # largest weight of a report, so that no odd document decides alone
 
-_PRIOR_IMAGES = 4.0  # images' worth of evidence that ``request.image_tokens`` counts for
+_PRIOR_IMAGES = 4.0  # weight of ``request.image_tokens``, in images
 _MEMORY_IMAGES = 200.0  # images after which older reports weigh 1/e as much
-_MOST_IMAGE_TOKENS = 16_384  # of one image, as many as Qwen2-VL makes: more are of something else
+_MOST_IMAGE_TOKENS = 16_384  # of an image, as in Qwen2-VL; a larger report is not of an image
 
-_MAX_MODELS = 1_000  # models remembered; the one not reported on for the longest is dropped
-_MAX_TEXTS = 1_024  # messages, texts and media of a prompt whose token ids are made
+_MAX_MODELS = 1_000  # remembered, those with the latest reports
+_MAX_TEXTS = 1_024  # messages, texts and media of a prompt that is tokenised
 
 
 class TokenSettings(Protocol):
@@ -35,12 +35,12 @@ class TokenSettings(Protocol):
 
 
 class TokenizerError(ValueError):
-    """A configured tokenizer cannot be used; the message says what to install or correct."""
+    """Unusable configured tokenizer; the message says what to install or correct."""
 
 
 class _Ratio:
-    """A ratio of two sums by model, such as Σ bytes ÷ Σ tokens of reports. Both sums decay
-    exponentially with the lower one, and begin with the configured ratio."""
+    """Ratio of two sums by model, such as Σ bytes ÷ Σ tokens of reports. Both sums begin with the
+    configured ratio, and decay exponentially with the second sum."""
 
     def __init__(self, prior: float, evidence: float, memory: float) -> None:
         self._begin = prior * evidence, evidence
@@ -68,38 +68,36 @@ class TokenCounter:
         self._exact = {model: _load(model, path) for model, path in settings.tokenizers.items()}
 
     def count(self, model: str, texts: Sequence[str]) -> int:
-        """Tokens of the texts together, without special tokens."""
+        """Estimate the tokens of the texts together, without special tokens."""
         sizes = (len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts)
         return round(sum(sizes) / self.bytes_per_token(model))
 
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
     ) -> "ExactPrompt | None":
-        """The token ids of a request's only prompt, where the model's chat template is known.
+        """Return the token ids of a request's only prompt; None: the chat template is not known.
 
-        ``size``: its messages, texts and media; of too many no ids are made.
+        ``size``: number of messages, texts and media; prompts with too many get no ids.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
 
     def bytes_per_token(self, model: str) -> float:
-        """The ratio for a model; the configured one until a replica has reported on it."""
+        """Return the learned ratio of a model; without reports, the configured ratio."""
         return self._bytes.of(model)
 
     def image_tokens(self, model: str) -> int:
-        """Tokens of an image; the configured ones until a replica reported on some."""
+        """Return the learned tokens of an image; without reports, the configured number."""
         return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
-        """Learn from the tokens of images, beyond the text, unless they cannot be true."""
+        """Learn from the reported tokens of images, beside the text; ignore absurd numbers."""
         if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn from the tokens that a replica reports of a prompt.
-
-        Prompts of 0 bytes, and ratios outside ``PLAUSIBLE``, change nothing.
-        """
+        """Learn from the tokens that a replica reports for a prompt; ignore prompts of 0 bytes and
+        ratios outside ``PLAUSIBLE``."""
         if prompt_bytes <= 0 or prompt_tokens <= 0:
             return
         ratio = prompt_bytes / prompt_tokens
