@@ -187,7 +187,8 @@ def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
     limit = services.config.route.max_ttft_s
     if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
         late = f"the first token would come in {soonest:.0f} s"
-        raise Saturated(f"every replica is busy: {late}", "saturated", soonest - limit)
+        message = f"every replica is busy: {late}"
+        raise Saturated(message, code="saturated", retry_after=soonest - limit)
 
 
 def _refuse_late(services: Services, decision: Decision) -> None:
@@ -197,4 +198,5 @@ def _refuse_late(services: Services, decision: Decision) -> None:
         return
     if (late := least(lateness)) > 0.0:
         message = f"on every replica it would miss its target, by {late:.2f} s at least"
-        raise Saturated(message, "too_late", max(services.queue.retry_after_s(), late))
+        retry_after = max(services.queue.retry_after_s(), late)
+        raise Saturated(message, code="too_late", retry_after=retry_after)

@@ -18,7 +18,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it sta
         message: for the client.
         param: the field of the body at fault, if any.
         code: a reason for programs to read, as in OpenAI's API.
-        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: not said.
+        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: as usual for the class.
     """
 
     status = 500  # of the HTTP answer
@@ -68,9 +68,7 @@ class NoReplica(Refusal):
     status = 503
     kind = "service_unavailable_error"
     anthropic_kind = "overloaded_error"
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message, retry_after=retry_after or 1.0)
+    retry_after = 1
 
 
 class Saturated(Refusal):
@@ -78,9 +76,7 @@ class Saturated(Refusal):
 
     status = 429
     kind = anthropic_kind = "rate_limit_error"
-
-    def __init__(self, message: str, code: str, retry_after: float) -> None:
-        super().__init__(message, code=code, retry_after=retry_after or 1.0)
+    retry_after = 1
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:

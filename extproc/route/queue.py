@@ -237,7 +237,8 @@ class Queue:
         if decides and self._decide(request, self._clock(), last_chance=True):
             return
         self._leave(request)
-        full = Saturated(f"every replica is full: {why}", code, self.retry_after_s())
+        message = f"every replica is full: {why}"
+        full = Saturated(message, code=code, retry_after=self.retry_after_s())
         request.resolve(full if request.unserved_since is None else None)
 
     def _leave(self, request: Waiting) -> None:

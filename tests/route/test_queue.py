@@ -555,7 +555,7 @@ def test_what_is_refused_when_it_is_decided_anew_costs_its_tenant_nothing() -> N
     assert refused is not None
 
     def refuses(place: Place) -> Decision | None:
-        raise Saturated("late", "too_late", 1.0)
+        raise Saturated("late", code="too_late")
 
     refused.decide = refuses
     system.end("first")
