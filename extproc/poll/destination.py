@@ -1,4 +1,4 @@
-"""Takers of what a poller sees of replicas; they also divide replicas among pollers."""
+"""Destinations of what a poller reads from replicas; they also divide replicas among pollers."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -11,45 +11,44 @@ from extproc.share.drains import Drains
 
 
 class Destination:
-    """Takes what a poller sees and divides replicas among pollers; this base class drops all and
-    shares nothing."""
+    """Receives states and KV blocks. This base class drops them, and the poller is the only one."""
 
     def __init__(self) -> None:
         self.drains = Drains()
 
     def put(self, state: ReplicaState) -> None:
-        """Takes a replica's newest state."""
+        """Takes the newest state of a replica."""
 
     def remove(self, replica: str) -> None:
-        """The replica left the pool."""
+        """Deletes the state of a replica that left the pool."""
 
     def forget(self, replica: str) -> None:
-        """Another poller has the replica now, or is to: nothing more is said of it."""
+        """Neither writes nor deletes the replica's state: another poller scrapes it from now on."""
 
-    async def share(self, replicas: Collection[str]) -> Assignment:
-        """Returns the part of these replicas that is this poller's until the next call."""
+    async def claim(self, replicas: Collection[str]) -> Assignment:
+        """Returns which of these replicas this poller scrapes until the next call."""
         return Assignment(frozenset(replicas))
 
     async def release(self) -> None:
         """Gives up all replicas."""
 
-    async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """Returns the last states that any poller wrote, by replica; those unknown are missing."""
+    async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
+        """Returns the last state that any poller wrote for each of these replicas, if any did."""
         return {}
 
-    async def changed(self, replica: str, blocks: KvBlocks) -> None:
-        """The replica's KV blocks may have changed."""
+    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
+        """Takes notice that the replica's KV blocks may have changed."""
 
-    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Keeps what ``dump`` gives of its blocks for the next poller, where there can be one."""
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
+        """Stores ``dump()`` for the replica's next poller, where another poller may follow."""
 
-    async def load(self, replica: str) -> bytes:
-        """Returns what any poller saved last; empty: nothing."""
+    async def load_blocks(self, replica: str) -> bytes:
+        """Returns the bytes that any poller saved last; empty: no poller did."""
         return b""
 
 
 class IntoFleet(Destination):
-    """Brings what is seen straight into the fleet of the only router: nothing needs Redis."""
+    """Brings states and KV blocks straight into the fleet of the only router, without Redis."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__()
@@ -61,12 +60,12 @@ class IntoFleet(Destination):
     def remove(self, replica: str) -> None:
         self._fleet.remove(replica)
 
-    async def share(self, replicas: Collection[str]) -> Assignment:
-        """Returns all of them; the fleet is known once each was scraped, or could not be."""
+    async def claim(self, replicas: Collection[str]) -> Assignment:
+        """Returns all replicas; marks the fleet as known once each was scraped or failed to be."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.members_known.set()
-        return await super().share(replicas)
+        return await super().claim(replicas)
 
-    async def changed(self, replica: str, blocks: KvBlocks) -> None:
-        if (told := blocks.news()) and self._fleet.blocks.follows(replica, told[0]):
-            await in_turns(self._fleet.blocks.apply(replica, told[0]))
+    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
+        if (update := blocks.next_update()) and self._fleet.blocks.follows(replica, update[0]):
+            await in_turns(self._fleet.blocks.apply(replica, update[0]))

@@ -1,5 +1,4 @@
-"""Discovery of replicas: addresses from the configuration, DNS names, Services of Kubernetes, a
-watched file."""
+"""Discovery of replicas: addresses, DNS names, Services of Kubernetes, and a watched file."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -26,40 +25,41 @@ if TYPE_CHECKING:
     from extproc.poll.kubernetes import ServiceWatch
 
 RESOLVE_S = 2.0
-"""Seconds between two looks at DNS names and the replicas file, and for an answer to the first."""
+"""Seconds between two looks at DNS names and the replicas file, and to wait for a DNS answer."""
 _UNNAMED_S = 10.0
-"""Seconds without an answer that names an address after which it drains: partial answers of a name
-server that has many addresses name each of them sooner."""
+"""Seconds after which an address drains that DNS answers no longer name. A name server may answer
+with a part of its addresses, but names each of them within this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A replica to scrape."""
 
-    id: str  # ``ip:port``: Envoy picks an upstream by nothing else
+    id: str  # ``ip:port``, by which Envoy picks an upstream
     name: str
     profile: str
-    kv_events_ports: tuple[int, int] | None = None  # to subscribe at, and to ask for a replay
-    draining: bool = field(default=False, compare=False)  # by command, or its pod terminates
-    ready: bool = field(default=True, compare=False)  # False: Kubernetes says so
+    kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
+    draining: bool = field(default=False, compare=False)  # by a command, or its pod terminates
+    ready: bool = field(default=True, compare=False)  # False: so its EndpointSlice says
 
     def marked(self, state: ReplicaState) -> ReplicaState:
+        """Returns the state with what discovery knows: draining, or not ready."""
+        state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
-            update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
-            state = structs.replace(state, **update)
-        if self.draining != state.draining:
-            state = structs.replace(state, draining=self.draining)
+            problem = "not ready, by its EndpointSlice"
+            state = structs.replace(state, healthy=False, problem=problem)
         return state
 
     @property
-    def who(self) -> str:
+    def title(self) -> str:
         return with_name(self.id, self.name)
 
 
 class Discovery:
-    """Looks up the replicas, again and again; what fails keeps its last answer.
+    """Looks up the replicas of all sources; a source that fails keeps its last answer.
 
-    An address that DNS no longer names stays while the replica answers, and drains after a while.
+    An address that DNS no longer names stays while the replica answers, and drains after
+    ``_UNNAMED_S``.
     """
 
     def __init__(
@@ -70,10 +70,9 @@ class Discovery:
         resolve: Resolve = resolve_host,
         drains: Drains | None = None,
         random: Random | None = None,
-        answers: Callable[[str], bool] = lambda _: False,
+        answers: Callable[[str], bool] = lambda _: False,  # does this replica answer scrapes?
         clock: Clock = monotonic,
     ) -> None:
-        """``answers``: tells whether a replica answers its scrapes."""
         self._sources = tuple(sources)
         self._file = file and WatchedFiles("replicas file", partial(read_replicas, file), file)
         self._listed: tuple[ReplicaSource, ...] = ()
@@ -88,7 +87,7 @@ class Discovery:
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Returns the replicas as of now; an address named twice counts once, the first."""
+        """Returns the replicas as of now. Of targets with the same address the first counts."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -96,7 +95,9 @@ class Discovery:
         self._follow({source.kubernetes for source in sources if source.kubernetes})
         services = (service.look_up() for service in self._services.values())
         await asyncio.gather(self._look_up(hosts), *services)
-        self._named_at = {one: self._named(one) for one in sources if not one.kubernetes}
+        self._named_at = {
+            source: self._named(source) for source in sources if not source.kubernetes
+        }
         found: dict[str, Target] = {}
         for source in sources:
             for target in self._targets_of(source):
@@ -108,12 +109,14 @@ class Discovery:
         )
 
     def unlisted(self) -> list[str]:
+        """Returns the Services of Kubernetes that no API server has listed yet."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
     def problems(self) -> list[str]:
-        hosts, services = self._hosts.values(), self._services.values()
-        found = [*(one.problem for one in hosts), *(one.problem for one in services)]
-        return [problem for problem in found if problem]
+        """Returns why names and Services could not be looked up."""
+        problems = [host.problem for host in self._hosts.values()]
+        problems += [service.problem for service in self._services.values()]
+        return [*filter(None, problems)]
 
     def stop(self) -> None:
         self._follow(set())
@@ -132,7 +135,7 @@ class Discovery:
             yield target(address, name or address, draining=last - at > _UNNAMED_S)
 
     def _named(self, source: ReplicaSource) -> dict[str, float]:
-        """Returns the addresses of a source, and when an answer named each last."""
+        """Returns each address of a source with the time of the last answer that named it."""
         host, port = source.host_and_port
         addresses = self._hosts[host].addresses
         named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]
@@ -144,14 +147,14 @@ class Discovery:
         for gone in self._services.keys() - services:
             self._services.pop(gone).stop()
         for service in services - self._services.keys():
-            from extproc.poll.kubernetes import ServiceWatch  # its client is an extra
+            from extproc.poll.kubernetes import ServiceWatch  # imports an optional package
 
             wake = self._drains.changed.set
             self._services[service] = ServiceWatch(service, wake, self._timeout_s, self._random)
 
     async def _look_up(self, names: set[str]) -> None:
         for gone in self._hosts.keys() - names:
-            if self._hosts[gone].is_asked:  # kept, so that it is not asked twice
+            if self._hosts[gone].is_pending:  # a name that returns then starts no second lookup
                 self._hosts[gone].addresses = ()
             else:
                 del self._hosts[gone]
@@ -161,7 +164,7 @@ class Discovery:
 
 
 def names_replicas(config: Config) -> bool:
-    """Tells whether the configuration names any replica, or a file that may.
+    """Tells whether the configuration names any replica or a file of replicas.
 
     Raises:
         ValueError: as :func:`require_client`.
@@ -171,25 +174,25 @@ def names_replicas(config: Config) -> bool:
 
 
 def require_client(config: Config) -> None:
-    """Refuses Services of Kubernetes where their client is missing.
+    """Checks that the optional package is installed that Services of Kubernetes need.
 
     Raises:
-        ValueError: the extra ``kubernetes`` is not installed.
+        ValueError: lightkube is needed and missing.
     """
     sources = (source for pool in config.each_pool for source in pool.replicas)
     if any(source.kubernetes for source in sources) and find_spec("lightkube") is None:
         raise ValueError(
-            "replicas: a Service of Kubernetes is found by lightkube, which is not installed: "
+            "replicas: a Service of Kubernetes needs lightkube, which is not installed: "
             "pip install 'extproc[kubernetes]'"
         )
 
 
 def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
-    """Reads a YAML list in the form of the configuration's ``replicas``.
+    """Reads a YAML file that has the form of the setting ``replicas``.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not such a list, or as :func:`require_client`; the message is one line.
+        OSError: the file cannot be read.
+        ValueError: the file has another form, or as :func:`require_client`; one line.
     """
     listed = read_yaml(path)
     if not isinstance(listed, list):

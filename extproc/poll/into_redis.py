@@ -1,4 +1,4 @@
-"""``extproc poll``: replicas' states and KV blocks, brought into Redis for every router."""
+"""``extproc poll``: writes states and KV blocks of replicas into Redis, for every router."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ from extproc.share.replicas import StateReader, StateWriter
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.02
-"""Seconds to wait for more to write: a round trip costs as much as ten states, or thousands of KV
-blocks."""
+"""Seconds to collect changes before a write: a round trip costs as much as ten states, or thousands
+of KV blocks."""
 _STUCK_S = 10.0
-"""Seconds without a round of all replicas: five times as long as a round takes in which Redis
-answers each question at the last moment."""
+"""Seconds without a heartbeat after which the poller is not live: five times as long as a heartbeat
+takes whose Redis commands all but time out."""
 
 
 async def run_poller(config: Config) -> None:
@@ -50,11 +50,11 @@ async def run_poller(config: Config) -> None:
     if config.state == "memory":
         raise ValueError(
             "state is 'memory': the router polls its replicas itself; "
-            "for pollers of their own, or several routers, set it to 'redis'"
+            "to run pollers, or several routers, set it to 'redis'"
         )
     if not names_replicas(config):
         log.warning(
-            "no replicas are configured, nothing is polled: name them (replicas, replicas_file)"
+            "no replicas are configured: set replicas or replicas_file, else nothing is polled"
         )
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -69,41 +69,43 @@ async def run_poller(config: Config) -> None:
         ready=health.ready,
         setting="poll.admin",
     ) as address:
-        log.info("poller ready", extra={"pool": ", ".join(names), "admin": address})
+        log.info("poller started", extra={"pool": ", ".join(names), "admin": address})
         await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))
 
 
 class Health:
-    """Answers of a poller's ``/livez`` and ``/readyz``; empty: well."""
+    """Reasons why a poller fails ``/livez`` and ``/readyz``, over all pools; empty: it passes."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
         self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
-    def watch(
+    def add(
         self, pool: str, owners: Assigner, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
     ) -> None:
         self._starting.discard(pool)
         self._pools[pool] = owners, outage, unlisted
 
     def live(self) -> str:
-        """Returns why the process has to be started again: its rounds have ended."""
+        """Returns why the process has to be restarted: heartbeats of a pool have ended."""
         now = self._clock()
         return "; ".join(
-            f"pool {pool}: no round of its replicas for {now - owners.beat_at:.0f} s"
+            f"pool {pool}: no heartbeat for {now - owners.beat_at:.0f} s"
             for pool, (owners, *_) in self._pools.items()
             if owners.beat_at is not None and now - owners.beat_at > _STUCK_S
         )
 
     def ready(self) -> str:
-        """Returns why routers do not hear of what the poller sees."""
+        """Returns why the poller's states do not reach routers."""
         pools = self._pools.items()
-        starting = self._starting | {pool for pool, (one, *_) in pools if one.beat_at is None}
-        reasons = [f"pool {pool}: no round of its replicas yet" for pool in starting]
+        starting = self._starting | {pool for pool, (owners, *_) in pools if owners.beat_at is None}
+        reasons = [f"pool {pool}: no heartbeat yet" for pool in starting]
         for pool, (_, writes, unlisted) in pools:
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
-            reasons += [f"pool {pool}: {one} was never listed: see the log" for one in unlisted()]
+            reasons += [
+                f"pool {pool}: {service} was never listed: see the log" for service in unlisted()
+            ]
         return "; ".join(reasons) or self.live()
 
 
@@ -113,19 +115,19 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
-        health.watch(config.pool, into.owners, into.outage, poller.unlisted)
-        await into.look()
+        health.add(config.pool, into.owners, into.outage, poller.unlisted)
+        await into.read_drains()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(poller.run())
             tasks.create_task(into.run())
 
 
 class IntoRedis(Destination):
-    """Writes states and changes of KV blocks into Redis; no caller waits for the writing.
+    """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    After an outage Redis may be empty, so everything is written again. What a poller saw that stood
-    still for longer than its heartbeat lives is not written: another one has seen more. ``name`` is
-    unlike any other poller's.
+    Rewrites everything after an outage, since Redis may be empty then. Writes nothing of what the
+    poller read before it stood still for longer than its heartbeat lives: another poller has newer
+    states. ``name`` is unique among pollers.
     """
 
     def __init__(
@@ -141,28 +143,28 @@ class IntoRedis(Destination):
         self._drain_store = DrainStore(redis, pool, skips)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
-        self._changed: set[str] = set()  # replicas whose current state is not written yet
-        self._leaving: set[str] = set()  # replicas whose state is not deleted yet
-        self._some_states = asyncio.Event()
-        self._blocks: dict[str, KvBlocks] = {}  # those that may have changed
-        self._some_blocks = asyncio.Event()
+        self._changed: set[str] = set()  # replicas whose current state has to be written
+        self._leaving: set[str] = set()  # replicas whose state has to be deleted
+        self._states_due = asyncio.Event()
+        self._changed_blocks: dict[str, KvBlocks] = {}
+        self._blocks_due = asyncio.Event()
 
-    async def look(self) -> None:
+    async def read_drains(self) -> None:
         await self.drains.look(self._drain_store, monotonic())
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._write_all(self._some_states, self._write_states))
-            tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))
+            tasks.create_task(self._keep_writing(self._states_due, self._write_states))
+            tasks.create_task(self._keep_writing(self._blocks_due, self._write_blocks))
             tasks.create_task(self.owners.watch())
             tasks.create_task(self.drains.follow(self._drain_store, monotonic))
 
-    async def _write_all(self, some: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
+    async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting(self._random)
         while True:
-            await some.wait()
+            await due.wait()
             await asyncio.sleep(_GATHER_S)
-            some.clear()
+            due.clear()
             if self.owners.paused or await write():
                 backoff.reset()
             else:
@@ -172,69 +174,68 @@ class IntoRedis(Destination):
         self._current[state.id] = state
         self._changed.add(state.id)
         self._leaving.discard(state.id)
-        self._some_states.set()
+        self._states_due.set()
 
     def remove(self, replica: str) -> None:
         self.forget(replica)
         self._leaving.add(replica)
-        self._some_states.set()
+        self._states_due.set()
 
     def forget(self, replica: str) -> None:
-        """Neither writes nor deletes the replica's state."""
         self._current.pop(replica, None)
         self._changed.discard(replica)
         self._leaving.discard(replica)
-        self._blocks.pop(replica, None)
+        self._changed_blocks.pop(replica, None)
 
     async def _write_states(self) -> bool:
         leaving = frozenset(self._leaving)
         try:
-            await self._writer.remove([*leaving])  # first: a full Redis takes nothing new
+            await self._writer.remove([*leaving])  # first: a full Redis stores nothing new
             self._leaving -= leaving
             changed, self._changed = self._changed, set()
             await self._writer.put([self._current[replica] for replica in changed])
         except (RedisError, OSError) as error:
             self._changed.update(self._current)
-            self._some_states.set()
+            self._states_due.set()
             self.outage.failed(error)
             return False
         self.outage.recovered()
         return True
 
-    async def share(self, replicas: Collection[str]) -> Assignment:
+    async def claim(self, replicas: Collection[str]) -> Assignment:
         return await self.owners.beat(replicas)
 
     async def release(self) -> None:
         await self.owners.release()
 
-    async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
+    async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         try:
             return {state.id: state for state in (await self._reader.read(replicas)).states}
-        except (RedisError, OSError):  # the write of states logs the outage
+        except (RedisError, OSError):  # _write_states logs the outage
             return {}
 
-    async def changed(self, replica: str, blocks: KvBlocks) -> None:
-        self._blocks[replica] = blocks
-        self._some_blocks.set()
+    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
+        self._changed_blocks[replica] = blocks
+        self._blocks_due.set()
 
-    async def _tell_blocks(self) -> bool:
-        changed, self._blocks = self._blocks, {}
-        told = {replica: blocks.news() for replica, blocks in changed.items()}
-        news = {replica: new for replica, new in told.items() if new}
+    async def _write_blocks(self) -> bool:
+        changed, self._changed_blocks = self._changed_blocks, {}
+        due = {replica: blocks.next_update() for replica, blocks in changed.items()}
+        updates = {replica: update for replica, update in due.items() if update}
         try:
-            for replica in await self._block_writer.tell(news):
-                changed[replica].not_kept()
+            for replica in await self._block_writer.tell(updates):
+                changed[replica].resend_all(backs_off=True)
         except (RedisError, OSError):
-            for replica in news:
-                changed[replica].repeat()
+            for replica in updates:
+                changed[replica].resend_all()
             return False
         return True
 
-    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
         with suppress(RedisError, OSError):
             await self._block_writer.save(replica, dump())
 
-    async def load(self, replica: str) -> bytes:
+    async def load_blocks(self, replica: str) -> bytes:
         with suppress(RedisError, OSError):
             return await self._block_writer.load(replica)
         return b""

@@ -1,8 +1,7 @@
-"""The pods of a Service of Kubernetes, by its EndpointSlices; needs the extra ``kubernetes``.
+"""Pods of a Service of Kubernetes, read from its EndpointSlices; needs the extra ``kubernetes``.
 
-Slices and not pods: they say all that matters here (address, port, readiness, whether a pod is
-about to end), follow the Service's selector, and whoever reads them need not be allowed to read
-pods.
+Unlike pods, EndpointSlices follow the Service's selector, and need no right to read pods. They have
+everything needed here: address, port, readiness, and whether a pod is terminating.
 """
 
 import asyncio
@@ -31,37 +30,36 @@ from extproc.ground.runtime import Backoff
 log = logging.getLogger(__name__)
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder in which kubelet keeps a pod's token and CA; kubelet renews the token."""
+"""Folder with a pod's token and CA; kubelet renews the token."""
 
 _CONNECT_S = 5.0
 _LIST_S = 10.0
 _WATCH_S = 40
-"""Seconds after which a watch ends and the next list begins: what stands between may hang up on a
-connection that is silent for a minute, and a server that vanished is found out."""
-_LATE_S = 5.0
+"""Seconds until the API server ends a watch, and the next list begins: proxies may cut connections
+that are silent for a minute, and a list reveals a server that vanished."""
+_LATE_S = 5.0  # seconds after which a watch that should have ended is cut
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A replica, as Kubernetes sees it."""
+    """A pod, or another endpoint of the Service."""
 
-    name: str  # empty: the endpoint is no pod
+    name: str  # empty: not a pod
     ready: bool
-    terminating: bool  # takes nothing new, and may still be serving
+    terminating: bool  # takes no new requests, but may serve those in flight
 
 
 class ServiceWatch:
-    """Lists the EndpointSlices of a Service, watches them for a while, and begins again.
+    """Pods of a Service: lists its EndpointSlices, watches them for ``_WATCH_S``, and repeats.
 
-    A failure keeps the last answer. Each round reads token and authority anew, for kubelet renews
-    them.
+    A failure keeps the last pods. Each round reads token and CA, since kubelet renews them.
 
     Args:
         wanted: the Service.
-        changed: called when its pods have changed.
-        timeout_s: how long :meth:`look_up` waits for the first list.
+        changed: called when the pods have changed.
+        timeout_s: longest wait of :meth:`look_up`.
         random: spreads attempts after failures.
     """
 
@@ -78,20 +76,23 @@ class ServiceWatch:
         self._changed = changed
         self._timeout_s = timeout_s
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
-        who, text = str(wanted), "Kubernetes does not tell of a Service, keeping its last pods"
-        again = "Kubernetes tells of the Service again"
-        self._untold = OutageLog(log, text, again, logging.ERROR, each=True, service=who)
-        self._empty = OutageLog(log, "a Service has no replicas", each=True, service=who)
+        service, begins = (
+            str(wanted),
+            "Service cannot be watched: keeping its last pods and retrying",
+        )
+        over = "Service is watched again"
+        self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, service=service)
+        self._empty = OutageLog(log, "Service has no replicas", each=True, service=service)
         self._tried = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
 
     @property
     def problem(self) -> str:
-        """Why the Service is not known, or has no pods; empty: all is well."""
-        return self._untold.problem or self._empty.problem or ("" if self.listed else "no answer")
+        """Reason why the pods are unknown, or there are none; empty: no problem."""
+        return self._outage.problem or self._empty.problem or ("" if self.listed else "no answer")
 
     async def look_up(self) -> None:
-        """Waits until the Service was listed for the first time, or could not be."""
+        """Waits until the first list has succeeded or failed, at most ``timeout_s``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._tried.wait()
@@ -104,76 +105,73 @@ class ServiceWatch:
             try:
                 await self._list_and_watch()
             except (httpx2.HTTPError, ConfigError, OSError, KeyError) as error:
-                self._untold.failed(_problem(error))
-            except Exception as error:  # the other Services go on
-                self._untold.failed(f"{type(error).__name__}: {error}", error)
+                self._outage.failed(_problem(error))
+            except Exception as error:  # must not end the watches of other Services
+                self._outage.failed(f"{type(error).__name__}: {error}", error)
             self._tried.set()
             await asyncio.sleep(self._backoff.next())
 
     async def _list_and_watch(self) -> None:
         config = KubeConfig.from_service_account(ACCOUNT)
-        transport = _Transport(
-            self._watching, ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
-        )
+        authority = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
+        transport = _Transport(self._watch_began, authority)
         times = httpx2.Timeout(_LIST_S, connect=_CONNECT_S)
         client = AsyncClient(config, timeout=times, trust_env=False, transport=transport)
         labels: Any = {"kubernetes.io/service-name": self._wanted.service}
-        asked = {"namespace": self._wanted.namespace, "labels": labels}
+        selected = {"namespace": self._wanted.namespace, "labels": labels}
         try:
-            listed = client.list(EndpointSlice, **asked)
-            slices = {_name(one): one async for one in listed}
-            self._look(slices.values())
+            listed = client.list(EndpointSlice, **selected)
+            slices = {_name(item): item async for item in listed}
+            self._read(slices.values())
             version = listed.resourceVersion
             events = client.watch(
-                EndpointSlice, server_timeout=_WATCH_S, resource_version=version, **asked
+                EndpointSlice, server_timeout=_WATCH_S, resource_version=version, **selected
             )
             async with asyncio.timeout(_WATCH_S + _LATE_S):
-                async for kind, one in events:
+                async for kind, item in events:
                     if kind in ("ADDED", "MODIFIED"):
-                        slices[_name(one)] = one
+                        slices[_name(item)] = item
                     elif kind == "DELETED":
-                        slices.pop(_name(one), None)
-                    self._look(slices.values())
+                        slices.pop(_name(item), None)
+                    self._read(slices.values())
         except (httpx2.TransportError, TimeoutError, msgspec.DecodeError) as error:
             if not transport.watched or isinstance(error, msgspec.ValidationError):
-                raise  # else the watch was cut off, perhaps within a line
+                raise  # otherwise the watch was cut, perhaps within a line
         finally:
             await client.close()
 
-    def _watching(self) -> None:
-        self._untold.recovered()
+    def _watch_began(self) -> None:
+        self._outage.recovered()
         self._backoff.reset()
 
-    def _look(self, slices: Collection[EndpointSlice]) -> None:
+    def _read(self, slices: Collection[EndpointSlice]) -> None:
         self.listed = True
         pods = pods_of(slices, self._wanted.port)
         if pods != self.pods:
             self.pods = pods
             self._changed()
         if not slices:
-            why = "it has no EndpointSlices: is there such a Service in that namespace?"
-            self._empty.failed(why)
-        elif not pods and any(one.endpoints for one in slices):
-            why = f"none of its endpoints has an IP address and the port {self._wanted.port}"
-            self._empty.failed(why)
+            self._empty.failed("no EndpointSlices: does the Service exist in that namespace?")
+        elif not pods and any(item.endpoints for item in slices):
+            port = self._wanted.port
+            self._empty.failed(f"none of its endpoints has an IP address and the port {port}")
         else:
             self._empty.recovered()
         self._tried.set()
 
 
 class _Transport(httpx2.AsyncHTTPTransport):
-    """Takes one watch, and reads what the API server says of a refusal.
+    """Transport that allows a single watch, and raises the API server's reason for a refusal.
 
-    When a watch ends, lightkube begins another one at the last version. A server that came back
-    with older data takes that for a version yet to come, and tells nothing (kubernetes/kubernetes
-    issue 107457).
+    When a watch ends, lightkube would begin another at the last version. A server restored from
+    older data would wait for that version and send nothing (kubernetes/kubernetes issue 107457).
     """
 
-    def __init__(self, watching: Callable[[], None], authority: ssl.SSLContext) -> None:
-        # The default since Python 3.13 refuses authorities that clusters have made for years.
+    def __init__(self, watch_began: Callable[[], None], authority: ssl.SSLContext) -> None:
+        # Python 3.13 sets this flag by default; many clusters' authorities do not pass with it.
         authority.verify_flags &= ~ssl.VERIFY_X509_STRICT
         super().__init__(verify=authority)
-        self._watching = watching
+        self._watch_began = watch_began
         self.watched = False
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -185,7 +183,7 @@ class _Transport(httpx2.AsyncHTTPTransport):
             raise httpx2.HTTPStatusError(refusal, request=request, response=response)
         if "watch" in request.url.params:
             self.watched = True
-            self._watching()
+            self._watch_began()
         return response
 
 
@@ -210,39 +208,39 @@ def _problem(error: Exception) -> str:
         case ApiError():
             return f"the watch failed ({error.status.code}): {error}"
         case KeyError():
-            return f"{error.args[0]} is not set, as it is in every pod: is this one?"
+            return f"{error.args[0]} is not set, as it is in every pod: run this process in a pod"
         case ssl.SSLError():
             return f"{ACCOUNT / 'ca.crt'} holds no certificate (PEM): {error}"
         case ConfigError() | OSError():
             return (
-                f"{ACCOUNT}: {error}: a pod has it that has a service account and does not set "
+                f"{ACCOUNT}: {error}: give the pod a service account, and do not set "
                 "automountServiceAccountToken to false"
             )
     return f"no answer from the API server: {str(error) or type(error).__name__}"
 
 
-def _name(one: EndpointSlice) -> str | None:
-    return one.metadata.name if one.metadata else None
+def _name(item: EndpointSlice) -> str | None:
+    return item.metadata.name if item.metadata else None
 
 
 def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
-    """Returns the pods in all slices of a Service by ``ip:port``: its IPv4, or else its IPv6.
+    """Returns the pods of a Service by ``ip:port``; a pod with IPv4 and IPv6 counts once, as IPv4.
 
     Args:
-        slices: all of the Service. A pod may be in two of them for a moment, and the older one may
-            say less.
-        port: a pod's own, or the name by which slices have it.
+        slices: all slices of the Service; a pod may be in two slices for a moment, and is ready or
+            terminating if either says so.
+        port: number, or name of the port in the slices.
     """
     families: dict[str, str] = {}  # by pod
     found: dict[str, Pod] = {}
-    for one in sorted(slices, key=lambda one: one.addressType):
-        number = _number(one, port)
-        if number is None or one.addressType not in ("IPv4", "IPv6"):
+    for item in sorted(slices, key=lambda item: item.addressType):
+        number = _number(item, port)
+        if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
-        for endpoint in one.endpoints or ():
+        for endpoint in item.endpoints or ():
             address = join_address(endpoint.addresses[0], number)  # others are the same pod's
             pod = _pod(endpoint)
-            if families.setdefault(pod.name or address, one.addressType) != one.addressType:
+            if families.setdefault(pod.name or address, item.addressType) != item.addressType:
                 continue
             other = found.get(address, pod)
             found[address] = Pod(
@@ -251,20 +249,20 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     return dict(sorted(found.items()))
 
 
-def _number(one: EndpointSlice, port: int | str) -> int | None:
+def _number(item: EndpointSlice, port: int | str) -> int | None:
     if isinstance(port, int):
         return port
-    return next((known.port for known in one.ports or () if known.name == port), None)
+    return next((named.port for named in item.ports or () if named.name == port), None)
 
 
 def _pod(endpoint: Endpoint) -> Pod:
-    """Reads what is not said as Kubernetes defines: a pod is ready, and serves if it is ready.
+    """Reads an endpoint. Missing conditions default as in Kubernetes: ready, and serving if ready.
 
-    A pod that terminates is not ready, whether or not it serves still.
+    A terminating pod that still serves counts as ready, although its condition says otherwise.
     """
-    said, target = endpoint.conditions, endpoint.targetRef
-    ready = said is None or said.ready is not False
-    terminating = said is not None and bool(said.terminating)
-    serving = ready if said is None or said.serving is None else said.serving
+    conditions, target = endpoint.conditions, endpoint.targetRef
+    ready = conditions is None or conditions.ready is not False
+    terminating = conditions is not None and bool(conditions.terminating)
+    serving = ready if conditions is None or conditions.serving is None else conditions.serving
     name = target.name if target and target.name else ""
     return Pod(name, ready or (terminating and serving), terminating)

@@ -1,4 +1,4 @@
-"""KV blocks that one replica holds, as its events tell."""
+"""KV blocks that one replica holds according to its events."""
 
 import math
 from random import Random
@@ -12,20 +12,16 @@ from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.request.prefix import seed_of, token_keys
 
-_MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16: no replica holds as many
-_WHOLE_EVERY_S = 900.0
-"""Seconds after which all is told again at the latest: Redis drops what was told after a while."""
-_REPEAT_S = 1.0
-"""Seconds between telling all and telling all again: a Redis that is full takes nothing."""
-_REPEAT_MOST_S = 16.0  # the same, where Redis goes on taking nothing
-_FEW = 512  # keys that may be told before all are told again, however few are held
-
-_KEYS_OF_A_HEADER = 4  # keys that take as much room as the header of an update
+_MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
+_WHOLE_EVERY_S = 900.0  # seconds between two whole updates, at most: Redis drops old ones
+_RESEND_S = 1.0  # seconds between two whole updates, at least: a full Redis stores nothing
+_RESEND_MOST_S = 16.0  # the same, where Redis keeps storing nothing
+_FEW = 512  # keys in changes that do not yet make a whole update due, however few blocks are held
+_KEYS_OF_A_HEADER = 4  # keys that take as many bytes as the header of an update
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of attention whose blocks are all needed for a hit. vLLM may keep blocks of other layers in
-groups of their own."""
+"""Kinds of attention that need every block for a hit; other layers may have groups of their own."""
 _HASH_BITS = 2**64 - 1
 
 
@@ -36,8 +32,8 @@ class Mark(NamedTuple):
     digest: bytes
 
 
-class _Kept(msgspec.Struct, array_like=True, tag=1):
-    """State from which another poller continues; the tag is the version."""
+class _Saved(msgspec.Struct, array_like=True, tag=1):
+    """State from which another poller continues; the tag is the format version."""
 
     number: int
     digest: bytes
@@ -52,84 +48,85 @@ _NUMBERS = np.dtype("<u8")
 
 
 class KvBlocks:
-    """The blocks of one engine, by the engine's hashes and by keys that a router can compute.
+    """Blocks of one engine, by the engine's hash and by a key that a router can compute.
 
-    The engine's hashes cannot be made from a prompt, so each block gets a key: of its tokens, and
-    of the key of its parent. Blocks with images in them, and what follows them, have none: a router
-    does not know their tokens. Nor have those of adapters that are told by number.
+    A router cannot compute the engine's hashes from a prompt, so each block gets a key, made of its
+    tokens and its parent's key. Blocks are left out if a router does not know their tokens or
+    adapter: blocks with images and those after them, and blocks of adapters named only by number.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
-        self.complete = False  # the replica holds nothing but what its events told
-        # Of the last update; its multiple of NUMBERS is this poller's alone. A step without an
-        # update voids all updates before.
+        self.complete = False  # the events named every block that the replica holds
+        # Number of the last update, from a range that only this poller uses. Skipping a number
+        # invalidates all earlier updates.
         self.number = random.randrange(1, 2**31) * NUMBERS
         self._clock = clock
         self._block_size = 0
         self._group: int | None = None
         self._keys: dict[int, int] = {}  # by hash
-        # By hash, blocks beside the first: sequences computed at the same time have one each.
+        # By hash, blocks beyond the first: sequences computed at the same time have a block each.
         self._copies: dict[int, int] = {}
-        self._changes: dict[int, bool] = {}  # by key, not told yet: held now?
-        self._missed = True  # changes were lost on the way
-        self._repeat_s = _REPEAT_S
-        self._told = 0  # keys told since all were, headers counted as keys
+        self._changes: dict[int, bool] = {}  # by key, since the last update: held now?
+        self._resends = True  # a whole update is due: a router or Redis may have missed changes
+        self._resend_s = _RESEND_S
+        self._sent_keys = 0  # since the last whole update, headers counted as keys
         self._whole_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def start(self, complete: bool) -> None:
-        """Forgets all blocks; ``complete``: the replica holds none."""
+    def reset(self, complete: bool) -> None:
+        """Forgets all blocks; ``complete``: the replica holds no block."""
         self._keys.clear()
         self._copies.clear()
         self._changes.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
-        self.number += 1  # voids what routers heard until now
+        self.number += 1  # invalidates earlier updates
         self._whole_at = -math.inf
-        self.repeat()
+        self.resend_all()
 
     def dump(self, mark: Mark) -> bytes:
-        """Encodes the blocks as of a batch, in 16 bytes a block."""
+        """Encodes the blocks as they were after the batch ``mark``, in 16 bytes a block."""
         parts = [*self._keys], [*self._keys.values()]
         hashes, keys = (np.array(part, _NUMBERS).tobytes() for part in parts)
-        kept = _Kept(*mark, self._block_size, self._group, hashes, keys, self._copies)
-        return msgspec.msgpack.encode(kept)
+        saved = _Saved(*mark, self._block_size, self._group, hashes, keys, self._copies)
+        return msgspec.msgpack.encode(saved)
 
     def restore(self, data: bytes) -> Mark | None:
-        """Goes on from what :meth:`dump` gave; None: ``data`` is no dump."""
+        """Takes over the result of :meth:`dump` and returns its mark; None: ``data`` is no dump."""
         try:
-            kept = msgspec.msgpack.decode(data, type=_Kept)
-            parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (kept.hashes, kept.keys))
+            saved = msgspec.msgpack.decode(data, type=_Saved)
+            parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (saved.hashes, saved.keys))
             held = dict(zip(*parts, strict=True))
         except (msgspec.MsgspecError, ValueError):
             return None
-        self.start(complete=True)
-        self._keys, self._copies = held, kept.copies
-        self._block_size, self._group = kept.block_size, kept.group
-        return Mark(kept.number, kept.digest)
+        self.reset(complete=True)
+        self._keys, self._copies = held, saved.copies
+        self._block_size, self._group = saved.block_size, saved.group
+        return Mark(saved.number, saved.digest)
 
-    def repeat(self) -> None:
-        """Tells all blocks again, within a second: a router may have missed updates."""
-        self._missed, self._repeat_s = True, _REPEAT_S
+    def resend_all(self, backs_off: bool = False) -> None:
+        """Makes a whole update due, within a second: a router may have missed updates.
 
-    def not_kept(self) -> None:
-        """Tells all blocks again, ever later, and changes meanwhile: routers heard the last update,
-        but Redis did not keep it."""
-        self._missed = True
+        ``backs_off``: routers received the last update, but Redis did not store it; the waits
+        between whole updates double, and changes are sent meanwhile.
+        """
+        self._resends = True
+        if not backs_off:
+            self._resend_s = _RESEND_S
 
     def apply(self, event: Event) -> None:
         """Applies the next event.
 
         Raises:
-            OverflowError, ValueError: its tokens are no tokens, or the blocks are too many.
+            OverflowError, ValueError: invalid token ids, or more than ``_MOST_BLOCKS`` blocks.
         """
         match event:
             case AllBlocksCleared():
-                self.start(complete=True)
+                self.reset(complete=True)
             case _ if not self.complete:
-                pass  # the blocks before are not known
+                pass  # earlier blocks are unknown
             case BlockStored():
                 if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
                     self._store(event)
@@ -138,32 +135,32 @@ class KvBlocks:
                     for hash_ in map(_number_of, event.block_hashes):
                         self._remove(hash_)
 
-    def news(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
-        """Returns the update not told yet, and all blocks where that is due; None: neither."""
+    def next_update(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
+        """Returns the update for routers, and all blocks for Redis where due; None: no change."""
         since = self._clock() - self._whole_at
         if not self.complete:
             return None
-        repeat = self._missed and since >= self._repeat_s
-        long_ago = since > _WHOLE_EVERY_S or self._told > max(len(self._keys), _FEW)
-        if not (self._changes or repeat or long_ago):
+        resend = self._resends and since >= self._resend_s
+        refresh = since > _WHOLE_EVERY_S or self._sent_keys > max(len(self._keys), _FEW)
+        if not (self._changes or resend or refresh):
             return None
         previous, self.number = self.number, self.number + 1
         stored = [key for key, held in self._changes.items() if held]
         removed = [key for key, held in self._changes.items() if not held]
-        self._told += len(self._changes) + _KEYS_OF_A_HEADER
+        self._sent_keys += len(self._changes) + _KEYS_OF_A_HEADER
         self._changes.clear()
-        changes = self._news(previous, stored, removed)
-        if not (repeat or long_ago):
+        changes = self._update(previous, stored, removed)
+        if not (resend or refresh):
             return changes, None
-        whole = self._news(0, [*self._keys.values()], [])
-        new = whole if self._missed else changes
-        if repeat:
-            longer = min(2 * self._repeat_s, _REPEAT_MOST_S)
-            self._repeat_s = longer if since < 2 * self._repeat_s else _REPEAT_S
-        self._missed, self._told, self._whole_at = False, 0, self._clock()
-        return new, whole
+        whole = self._update(0, [*self._keys.values()], [])
+        update = whole if self._resends else changes
+        if resend:
+            longer = min(2 * self._resend_s, _RESEND_MOST_S)
+            self._resend_s = longer if since < 2 * self._resend_s else _RESEND_S
+        self._resends, self._sent_keys, self._whole_at = False, 0, self._clock()
+        return update, whole
 
-    def _news(self, previous: int, stored: list[int], removed: list[int]) -> BlockUpdate:
+    def _update(self, previous: int, stored: list[int], removed: list[int]) -> BlockUpdate:
         keys = (np.array(keys, np.uint64) for keys in (stored, removed))
         return BlockUpdate(self.number, previous, self._block_size, *keys)
 
@@ -172,12 +169,11 @@ class KvBlocks:
             self._block_size, self._group = event.block_size, event.group_idx
         if (event.block_size, event.group_idx) != (self._block_size, self._group):
             return
-        before = self._before(event)
-        if before is None:
+        parent = self._parent_key(event)
+        if parent is None:
             return
-        plain = _plain(event)
-        keys = token_keys(event.token_ids, event.block_size, before).tolist()
-        for hash_, key in zip(map(_number_of, event.block_hashes), keys[:plain], strict=False):
+        keys = token_keys(event.token_ids, event.block_size, parent).tolist()[: _computable(event)]
+        for hash_, key in zip(map(_number_of, event.block_hashes), keys, strict=False):
             if hash_ in self._keys:
                 self._copies[hash_] = self._copies.get(hash_, 0) + 1
             else:
@@ -186,11 +182,11 @@ class KvBlocks:
         if len(self._keys) > _MOST_BLOCKS:
             raise ValueError(f"more than {_MOST_BLOCKS} blocks")
 
-    def _before(self, event: BlockStored) -> int | None:
-        """Key of the block before; None: that block is not known."""
+    def _parent_key(self, event: BlockStored) -> int | None:
+        """Returns the key from which those of the event's blocks follow; None: unknown."""
         if event.parent_block_hash is not None:
             return self._keys.get(_number_of(event.parent_block_hash))
-        if event.lora_id and not event.lora_name:  # older vLLM: the adapter is not known
+        if event.lora_id and not event.lora_name:  # older vLLM: no name of the adapter
             return None
         return seed_of(event.lora_name or "", _salt(event))
 
@@ -203,29 +199,28 @@ class KvBlocks:
 
 
 def _number_of(hash_: int | bytes) -> int:
-    """Last 64 bits of a hash, which vLLM sends whole or as that number."""
+    """Returns the last 64 bits of a hash; vLLM sends the whole hash or this number."""
     return (int.from_bytes(hash_, "big") if isinstance(hash_, bytes) else hash_) & _HASH_BITS
 
 
-def _beside_tokens(event: BlockStored, block: int) -> list[object]:
+def _other_keys(event: BlockStored, block: int) -> list[object]:
+    """Returns the inputs of a block's hash beside its tokens and the adapter's name."""
     keys = event.extra_keys[block] if event.extra_keys else None
     return [key for key in keys or () if key != event.lora_name]
 
 
 def _salt(event: BlockStored) -> str:
-    """Salt of a sequence, which stands alone with its first block."""
-    match _beside_tokens(event, 0) if event.parent_block_hash is None else ():
+    """Returns the salt, which vLLM adds to the first block of a sequence; empty: none."""
+    match _other_keys(event, 0) if event.parent_block_hash is None else ():
         case [str(salt)]:
             return salt
     return ""
 
 
-def _plain(event: BlockStored) -> int:
-    """Blocks up to the first whose hash covers more than tokens, adapter and salt."""
-    if not any(event.extra_keys or ()):
-        return len(event.block_hashes)
-    salted = bool(_salt(event))
-    for block in range(salted, len(event.extra_keys or ())):
-        if _beside_tokens(event, block):
+def _computable(event: BlockStored) -> int:
+    """Counts the blocks before the first whose hash covers more than tokens, adapter and salt."""
+    extra_keys = event.extra_keys or ()
+    for block in range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ():
+        if _other_keys(event, block):
             return block
     return len(event.block_hashes)

@@ -1,16 +1,18 @@
-"""vLLM's events of its KV blocks (``vllm/distributed/kv_events.py``), in the forms of its versions:
-a struct is a map, or an array of its fields in order with its name first."""
+"""vLLM's events about its KV blocks (``vllm/distributed/kv_events.py``).
+
+Depending on vLLM's version an event is a map, or an array: its name, then its fields in order.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, get_args
 
 import msgspec
 
-_LARGEST_BLOCK = 2**20  # tokens; no real one comes near
+_LARGEST_BLOCK = 2**20  # tokens; far above real block sizes
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Consecutive blocks of a sequence can be hit from now on."""
+    """Consecutive blocks of a sequence that can be hit from now on."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -19,15 +21,15 @@ class BlockStored(msgspec.Struct, tag=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    # Of each block, what its hash covers beside tokens: the adapter's name, an identifier of each
-    # image with its place, the salt, digests of embeddings.
+    # For each block, inputs of its hash beside tokens: the adapter's name, the salt, identifiers
+    # and places of images, digests of embeddings.
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
-    """Blocks were evicted."""
+    """Evicted blocks."""
 
     block_hashes: list[int | bytes]
     medium: str | None = None
@@ -35,20 +37,20 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """No block can be hit any more."""
+    """Removal of all blocks."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _USUAL = msgspec.msgpack.Decoder(tuple[float, list[Event], int | None])
-"""Reads at once what vLLM 0.32 sends: a batch that is an array, of events that are maps."""
+"""Fast path for vLLM 0.32, whose batches are arrays of maps."""
 _KINDS: dict[Any, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
-    """Reads the events of a batch, and skips unknown kinds.
+    """Reads the events of a batch; skips unknown kinds.
 
     Raises:
-        ValueError: ``data`` is no batch.
+        ValueError: ``data`` is not a batch.
     """
     try:
         return _USUAL.decode(data)[1]

@@ -1,7 +1,7 @@
-"""The few figures a router needs, of the 60 kB that vLLM answers to ``GET /metrics``.
+"""Parser of vLLM's ``/metrics`` page that reads only the series a router needs.
 
-A general parser of the format takes milliseconds a page; this one searches for the lines it needs.
-Names differ between versions of vLLM: the newest comes first.
+A general parser takes milliseconds for the 60 kB of a page. Names of series differ between versions
+of vLLM: the newest name comes first.
 """
 
 import re
@@ -10,15 +10,14 @@ from typing import Any
 
 from extproc.predict.windows import EngineCounts
 
-_LARGEST = 2.0**53  # counters are exact up to here; nothing true is larger
-
+_LARGEST = 2.0**53  # counters are exact up to here
 _BLOCK_SIZE_ON_GPUS = 16
 
 _RUNNING = b"num_requests_running"
 _KV_USAGE = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
 _STEPS = b"iteration_tokens_total_count"
 _CACHED = (b"prompt_tokens_cached_total", b"prompt_tokens_cached")
-_CACHED_EARLY = (  # vLLM up to 0.15: counted when a request is admitted
+_CACHED_EARLY = (  # vLLM up to 0.15: counted at admission
     b"prefix_cache_hits_total",
     b"prefix_cache_hits",
     b"gpu_prefix_cache_hits_total",
@@ -41,18 +40,16 @@ _MAX_LORAS = re.compile(rb'[{,]max_lora="(\d{1,6})"')
 _RUNNING_ADAPTERS = re.compile(rb'[{,]running_lora_adapters="((?:[^"\\]|\\.)*)"')
 _WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
-
-
-_FOR_ESTIMATOR = ("finished", "prefill_s", "decode_s", "cached_early")  # not in a state
+_FOR_ESTIMATOR = ("finished", "prefill_s", "decode_s", "cached_early")  # no fields of a state
 
 
 class MetricsError(ValueError):
-    """The page is not vLLM's, or holds a value that no vLLM reports."""
+    """The page is not vLLM's, or has a value that no vLLM reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """Figures of a page, its engines (data parallel) summed; fields as in ``ReplicaState``."""
+    """Figures of a page, summed over its data-parallel engines; fields as in ``ReplicaState``."""
 
     models: tuple[str, ...]
     running: int
@@ -67,35 +64,34 @@ class EngineFigures:
     first_tokens: float
     accepted_tokens: float
     preemptions: float
-    finished: float  # counter of requests
+    finished: float  # requests
     prefill_s: float = 0.0  # seconds of finished requests, from admission to first token
     decode_s: float = 0.0  # seconds of finished requests, from first token to last
     cached_early: bool = False  # cached tokens count at admission (vLLM up to 0.15)
     output_lengths: tuple[tuple[float, float], ...] = ()
     engines: int = 1
-    prefix_caching: bool = True  # also where the page does not tell
+    prefix_caching: bool = True  # also if the page does not say
     max_loras: int = 0
     adapters_in_use: tuple[str, ...] = ()
-    asleep: bool = False  # also where the page does not tell
-    started_at: float = 0.0  # also where several processes serve the page
+    asleep: bool = False  # also if the page does not say
+    started_at: float = 0.0  # s since the epoch; 0: several processes serve the page
 
     def fields(self) -> dict[str, Any]:
-        """Fields of a ``ReplicaState``, not copied: ``dataclasses.asdict`` takes 100 µs."""
+        """Returns fields of a ``ReplicaState``; ``dataclasses.asdict`` would take 100 µs."""
         return {name: getattr(self, name) for name in self.__slots__ if name not in _FOR_ESTIMATOR}
 
     def counts(self, at: float) -> EngineCounts:
-        """Returns the figures, read at that time, that step times are learned from.
+        """Returns the counts, read at the time ``at``, from which step times are learned.
 
-        vLLM tells the share of KV blocks in use, and the last block of a sequence is half full on
-        average. With large blocks (128 tokens on CPUs) a quarter of what is in use would be counted
-        as KV tokens and is none.
+        KV tokens follow from the fraction of KV blocks in use; a sequence's last block counts as
+        half full. Counted as full, blocks of 128 tokens (CPUs) overstated the KV tokens by a third.
         """
         unfilled = self.running * self.block_size / 2
         return EngineCounts(
             at=at,
             steps=self.steps,
             computed_tokens=self.prompt_tokens - self.cached_tokens,
-            # A step gives a sequence one token and those drafted before that were right.
+            # A step gives a sequence one token and the accepted drafts.
             generated_tokens=self.generated_tokens - self.accepted_tokens,
             in_flight=self.running + self.waiting,
             kv_tokens=max(self.kv_usage * self.kv_tokens - unfilled, 0.0),
@@ -112,10 +108,10 @@ def read_metrics(page: bytes) -> EngineFigures:
     """Reads the text of a ``/metrics`` page.
 
     Raises:
-        MetricsError: the page is not vLLM's, or a value is none that vLLM reports.
+        MetricsError: the page is not vLLM's, or has a value that no vLLM reports.
     """
     shortened = bytearray(b"\n" + page)
-    forget_old_sets(shortened)
+    drop_old_adapter_sets(shortened)
     page = bytes(shortened)
     running = _series(page, _RUNNING)
     if not running:
@@ -135,7 +131,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
         kv_tokens=kv_tokens,
         block_size=block_size,
-        # A sequence gets a token from each step of its own engine, not of all.
+        # Average per engine: a sequence advances only with the steps of its own engine.
         steps=_sum(_STEPS, steps) / max(len(steps), 1),
         prompt_tokens=_total(page, b"prompt_tokens_total", b"prompt_tokens"),
         cached_tokens=_sum(_CACHED[0], cached or early),
@@ -154,29 +150,29 @@ def read_metrics(page: bytes) -> EngineFigures:
         prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),
         max_loras=max_loras,
         adapters_in_use=adapters,
-        # All engines of a server are put to sleep together; a request may go to any of them.
+        # vLLM puts all engines of a server to sleep together.
         asleep=any(_AWAKE in line and not _value(_SLEEP, line) for line in _series(page, _SLEEP)),
         started_at=_sum(_START, _lines(page, b"\n" + _START)),
     )
 
 
-def forget_old_sets(page: bytearray) -> None:
-    """Takes the sets of adapters that no longer run together out of a page, or its beginning.
+def drop_old_adapter_sets(page: bytearray) -> None:
+    """Removes all but the latest set of running LoRA adapters from a page or its first part.
 
-    vLLM keeps a line for each order of each set that ever ran, megabytes of them; the value is the
-    time at which the set ran last.
+    vLLM keeps a line for each order of each set that ever ran, up to megabytes; the value of a line
+    is the time at which the set ran last.
 
     Raises:
-        MetricsError: a line has no such value.
+        MetricsError: a line has no valid value.
     """
-    last = page.rfind(_SET)  # its end may be missing
+    last = page.rfind(_SET)  # may be incomplete
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
         _, *sets = page[begin:last].split(_SET)
         page[begin:last] = _SET + max(sets, key=lambda line: _value(_ADAPTERS, line))
 
 
 def _series(page: bytes, *names: bytes) -> list[bytes]:
-    """Lines of the first name that has any, without the name: ``{labels} value [timestamp]``."""
+    """Returns the lines of the first name on the page: ``{labels} value [timestamp]``."""
     return next((found for name in names if (found := _lines(page, b"\nvllm:" + name))), [])
 
 
@@ -186,7 +182,7 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
         return []
     end = page.find(b"\n#", begin)
     lines = page[begin : end if end >= 0 else len(page)].split(start)
-    # Any other next byte belongs to a longer name.
+    # Another next byte belongs to a longer name.
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 
@@ -214,11 +210,11 @@ def _value(name: bytes, line: bytes | bytearray) -> float:
 
 
 def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
-    """Returns tokens in a block, and in the KV caches of all engines; 0: not known.
+    """Returns tokens in a block, and in the KV caches of all engines; 0: unknown.
 
-    The label ``num_gpu_blocks`` of each engine counts the blocks of all engines, and with several
-    kinds of attention a block does not hold ``block_size`` tokens of a sequence: vLLM's own sum per
-    engine goes first. A model without KV cache has one unused block per engine.
+    ``kv_cache_size_tokens`` comes first: ``num_gpu_blocks`` of each engine counts the blocks of all
+    engines, and with several kinds of attention a block does not hold ``block_size`` tokens. Models
+    without a KV cache have one unused block per engine.
     """
     block_size = max(_labels(_BLOCK_SIZE, configs), default=_BLOCK_SIZE_ON_GPUS)
     tokens = sum(_labels(_KV_TOKENS, configs))
@@ -229,7 +225,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Requests in each bucket of generated tokens, of vLLM's cumulative counts."""
+    """Returns upper edge and requests of each bucket of generated tokens."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):
@@ -244,7 +240,7 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
 
 
 def _adapters(page: bytes) -> tuple[int, tuple[str, ...]]:
-    """Returns how many adapters a batch may have (0: not known), and those in use."""
+    """Returns how many adapters a batch may have (0: unknown), and the adapters in use."""
     if page.rfind(_SET) < 0:  # a search from the beginning takes five times as long
         return 0, ()
     line = max(_series(page, _ADAPTERS), key=lambda line: _value(_ADAPTERS, line))

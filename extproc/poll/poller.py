@@ -1,4 +1,4 @@
-"""Scrapes the replicas of one pool that are this poller's, as replicas and pollers come and go."""
+"""Scrapes this poller's replicas of one pool while replicas and pollers come and go."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class _Polled:
 
 
 class Poller:
-    """Scrapes those of the discovered replicas that ``into`` assigns to this poller."""
+    """Scrapes the discovered replicas that ``into`` assigns to this poller."""
 
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
@@ -64,14 +64,14 @@ class Poller:
         )
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
-        self._leaving: set[str] = set()  # scraped until they left this poller's list
+        self._leaving: set[str] = set()  # no longer discovered; their states are to be deleted
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
         metrics.healthy.labels(config.pool).set_function(
             lambda: sum(polled.replica.healthy for polled in self._polled.values())
         )
 
     async def run(self) -> None:
-        """Polls until cancelled; states in Redis then live on for their TTL."""
+        """Polls until cancelled; states then stay in Redis for their TTL."""
         try:
             async with open_session(self._settings.give_up_s) as session:
                 with zmq.asyncio.Context() as context:
@@ -80,7 +80,7 @@ class Poller:
                         await self._discover()
                         tasks.create_task(self._rediscover())
                         while True:
-                            await self._follow(start)
+                            await self._update_part(start)
                             await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
@@ -114,17 +114,17 @@ class Poller:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
             self._leaving.discard(replica)
-            self._into.forget(replica)  # undoes a removal that Redis has not taken yet
+            self._into.forget(replica)  # cancels a removal that was not written yet
         before, self._targets = self._targets, targets
         for replica in before.keys() & targets.keys() & self._polled.keys():
             was, now, polled = before[replica], targets[replica], self._polled[replica].replica
             polled.target = now
             if polled.state and (was.draining, was.ready) != (now.draining, now.ready):
-                self._publish(polled.state)  # at once: a terminating pod takes nothing new
+                self._publish(polled.state)  # routers must not wait for the next scrape
 
-    async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
+    async def _update_part(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
-        part = await self._into.share(targets)
+        part = await self._into.claim(targets)
         lost = {*self._polled} if part.paused else self._polled.keys() - part.replicas
         for replica in lost:
             self._stop(replica)
@@ -133,24 +133,24 @@ class Poller:
         for replica in self._leaving - part.listed_by_others:
             self._leaving.remove(replica)
             self._into.remove(replica)
-            log.info("replica left", extra={"replica": replica})
+            log.info("replica left the pool", extra={"replica": replica})
         if part.redis_was_emptied:
             for polled in self._polled.values():
-                polled.replica.tell_again()
+                polled.replica.resend_all()
         new = part.replicas - self._polled.keys()
-        known = await self._into.known(new) if new else {}
+        known = await self._into.last_states(new) if new else {}
         for replica in new:
             self._polled[replica] = start(targets[replica], known.get(replica))
         if new or lost:
-            extra = {"taken": len(new), "lost": len(lost), "scraped": len(self._polled)}
-            log.info("replicas to scrape changed", extra=extra)
+            extra = {"added": len(new), "removed": len(lost), "scraped": len(self._polled)}
+            log.info("replicas scraped by this poller changed", extra=extra)
         for replica, polled in list(self._polled.items()):
-            if polled.target != targets[replica]:  # it got another name or profile
+            if polled.target != targets[replica]:  # its name or profile changed
                 self._stop(replica)
                 self._polled[replica] = start(targets[replica], polled.replica.state)
 
     def _publish(self, state: ReplicaState) -> None:
-        if target := self._targets.get(state.id):  # else the replica left
+        if target := self._targets.get(state.id):  # None: the replica left
             self._into.put(target.marked(state))
 
     def _stop(self, replica: str) -> None:

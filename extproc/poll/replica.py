@@ -1,4 +1,4 @@
-"""Scrapes one replica."""
+"""Repeated scrapes of one replica, and what they say of its health, models and speed."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from extproc.poll.scrape import (
     SilentError,
     UnreachableError,
     read_models,
-    says_anything,
+    responds,
     scrape,
 )
 from extproc.predict.estimator import Estimator, FleetPrior, coefficients
@@ -34,21 +34,22 @@ from extproc.replica_state import TTL_S, ReplicaState, checked
 
 log = logging.getLogger(__name__)
 
-BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of a failing replica
-HEALTH_EVERY_S = 2.0  # seconds between two looks at a healthy replica's `/health`
-MODELS_EVERY_S = 10.0  # a LoRA adapter may be loaded at any time, and `/v1/models` alone tells
+BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of an unhealthy replica
+HEALTH_EVERY_S = 2.0  # between two requests for `/health` of a healthy replica
+MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
 SILENCE_STEP_S = 0.1
-"""Step in which the silence of a replica is counted; and by how much later than the scrape before
-its figures must be for the poller to doubt it."""
+"""Step in which the silence of a replica is counted. The count begins when a scrape takes a step
+longer than the scrape before."""
 STALL_S = 1.0
-"""Seconds of silence from which on routers are told: a busy API server stalls for less, and serves
-what it has nonetheless."""
-_SILENT_SCRAPES = 2  # scrapes without an answer in a row that make a replica unhealthy
+"""Seconds of silence after which routers hear of them; a busy API server may stall for less while
+its requests proceed."""
+_SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
+_NO_MODELS = "replica does not list its models: using the model names in its metrics"
 
 
 class PolledReplica:
-    """Scrapes one replica; publishes its state after each scrape, good or bad."""
+    """Scrapes one replica, and publishes its state after each scrape, successful or not."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class PolledReplica:
         wall: Clock,
         random: Random,
     ) -> None:
-        self.target = target  # the poller sets ``draining`` and ``ready`` anew
+        self.target = target  # the poller replaces it when ``draining`` or ``ready`` changes
         self._session = session
         self._publish_state = publish
         self._metrics = metrics
@@ -75,7 +76,7 @@ class PolledReplica:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, BACKOFF_MOST_S, random)
-        self._doubt: asyncio.Task[None] | None = None  # None: the replica owes no figures
+        self._silence: asyncio.Task[None] | None = None  # None: no scrape is unanswered
         self._kv_stream = kv_stream
         self._identity: dict[str, Any] = {
             "id": target.id,
@@ -84,7 +85,7 @@ class PolledReplica:
             "by_priority": by_priority,
             "life_s": TTL_S,
         }
-        # What was published last, at first by whichever poller had the replica before.
+        # The state published last; at first by the poller that scraped the replica before.
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
@@ -92,18 +93,23 @@ class PolledReplica:
         self._prior = prior
         self._start = hardware_profile(target.profile).step
         self._estimator = Estimator(self._start, _learned(known, target.profile))
-        self._models = Models(self._tell, self._models_changed, target.who, _listed(known))
+        self._models = Models(
+            self._read_models,
+            self._update,
+            OutageLog(log, _NO_MODELS, replica=target.title),
+            _listed(known),
+        )
 
     @property
     def healthy(self) -> bool:
         return self.state is not None and self.state.healthy
 
-    def tell_again(self) -> None:
-        """Publishes state and KV blocks anew: Redis may have lost them."""
+    def resend_all(self) -> None:
+        """Publishes state and KV blocks again: Redis may have lost them."""
         if self.state is not None:
             self._publish_state(self.state)
         if self._kv_stream is not None:
-            self._kv_stream.tell_again()
+            self._kv_stream.resend_all()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -113,32 +119,32 @@ class PolledReplica:
 
     async def _scrape(self) -> None:
         try:
-            # Many replicas may begin at once: their second scrapes are spread over an interval.
+            # Spreads the scrapes of many replicas that start at once: the first wait is shorter.
             share_of_wait = self._random.random()
             while True:
                 try:
                     wait_s = await self._scrape_once()
-                except Exception as error:  # the other replicas go on
-                    self._start_anew(error)
+                except Exception as error:  # must not end the polls of other replicas
+                    self._failed_unexpectedly(error)
                     wait_s = self._backoff.next()
                 await asyncio.sleep(wait_s * share_of_wait)
                 share_of_wait = 1.0
         finally:
-            self._clear_doubt()
+            self._stop_counting_silence()
             self._models.forget()
             self._prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
         started = self._monotonic()
-        if self._doubt is None:
+        if self._silence is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds
-            self._doubt = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
+            self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
         try:
-            figures = await scrape(self._session, self.target.id, self._asks_health(started))
+            figures = await scrape(self._session, self.target.id, self._health_is_due(started))
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
-        self._clear_doubt()
+        self._stop_counting_silence()
         seconds = self._monotonic() - started
         before = self.state
         if self._restarted(figures):
@@ -147,8 +153,9 @@ class PolledReplica:
             self._estimator = Estimator(self._start)
         if seconds <= self._settings.timeout_s:
             self._metrics.good.inc()
-            self._calibrate(figures, started + seconds / 2)
-        else:  # the moment of the figures is known too roughly
+            self._estimator.poll(figures.counts(started + seconds / 2), self._prior.prior)
+            self._prior.report(self.target.id, self._estimator.evidence)
+        else:  # the time of the figures is too uncertain to learn step times from them
             self._metrics.late.inc()
             self._estimator.interrupted()
         batch = batch_fields(before or self._blank(), figures)
@@ -158,19 +165,21 @@ class PolledReplica:
         spent = self._monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
-    def _asks_health(self, now: float) -> bool:
-        """An answered ``/metrics`` proves the server alive. ``/health`` tells of a dead engine
-        behind it, and is asked less often, unless the last scrape failed."""
-        asks = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
-        if asks:
+    def _health_is_due(self, now: float) -> bool:
+        """Tells whether to request ``/health`` too, which shows a dead engine behind a live server.
+
+        A healthy replica is asked every ``HEALTH_EVERY_S``, an unhealthy replica at each scrape.
+        """
+        due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
+        if due:
             self._health_asked_at = now
-        return asks
+        return due
 
     def _succeeded(
         self, figures: EngineFigures, batch: dict[str, Any], scraped_at: float, seconds: float
     ) -> None:
         if not self.healthy:
-            log.info("replica is healthy", extra={"replica": self.target.who})
+            log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
         self._silent_scrapes = 0
         self._metrics.seconds.observe(seconds)
@@ -183,27 +192,25 @@ class PolledReplica:
         values = {**figures.fields(), **self._models.fields, **learned, **batch, **times}
         self._publish(checked(self._blank(**values, kv_news=self._kv_news(figures))))
 
-    def _calibrate(self, figures: EngineFigures, at: float) -> None:
-        self._estimator.poll(figures.counts(at), self._prior.prior)
-        self._prior.report(self.target.id, self._estimator.evidence)
-
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
         self._metrics.failed.inc()
         self._estimator.interrupted()
         self._prior.report(self.target.id, None)
         if self._kv_stream is not None:
-            self._kv_stream.doubt()
+            self._kv_stream.invalidate()
         is_silent = isinstance(error, SilentError)
         self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
         if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
-            self._publish(self.state)  # routers hear that the poller is there
+            self._publish(self.state)  # unchanged: shows routers that the poller is alive
             return
         if self.state is None or self.healthy:
-            extra = {"replica": self.target.who, "problem": problem}
-            log.warning("replica is not healthy", extra=extra)
+            extra = {"replica": self.target.title, "problem": problem}
+            log.warning(
+                "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
+            )
         if isinstance(error, UnreachableError):
-            self._models.forget()  # it may come back with others
+            self._models.forget()  # the next process may serve other models
         last = self.state or self._blank()
         update = {
             "healthy": False,
@@ -212,22 +219,21 @@ class PolledReplica:
             "refuses": isinstance(error, RefusedError),
         }
         if not is_silent:
-            self._clear_doubt()
+            self._stop_counting_silence()
             update["unanswered_s"] = 0.0
         self._publish(structs.replace(last, **update))
 
     async def _count_silence(self, due_s: float) -> None:
-        """Publishes the seconds for which the replica has answered nothing at all, counted from
-        ``due_s`` on until cancelled; 0: it answers again.
+        """Publishes for how many seconds the replica has answered no request at all, from ``due_s``
+        on until cancelled; 0: the replica answers again.
 
-        The count is of this task's own steps: while the poller itself is held up, no time is held
-        against the replica.
+        Counts this task's own steps, so that delays of the poller do not count as silence.
         """
         await asyncio.sleep(due_s)
         while True:
             silent_s, answered = 0.0, False
             while not answered:
-                asking = asyncio.ensure_future(says_anything(self._session, self.target.id))
+                asking = asyncio.ensure_future(responds(self._session, self.target.id))
                 try:
                     while not (await asyncio.wait([asking], timeout=SILENCE_STEP_S))[0]:
                         silent_s += SILENCE_STEP_S
@@ -240,19 +246,23 @@ class PolledReplica:
                 self._update(unanswered_s=0.0)
             await asyncio.sleep(SILENCE_STEP_S)
 
-    def _clear_doubt(self) -> None:
-        if self._doubt is not None:
-            self._doubt.cancel()
-        self._doubt = None
+    def _stop_counting_silence(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = None
 
-    def _start_anew(self, error: Exception) -> None:
-        """Drops all that the replica told: any of it may have led to the unforeseen error."""
+    def _failed_unexpectedly(self, error: Exception) -> None:
+        """Drops everything learned from the replica, since any of it may have caused the error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state is None or self.state.problem != problem:
-            extra = {"replica": self.target.who}
-            log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
+            extra = {"replica": self.target.title}
+            log.error(
+                "replica became unhealthy: polling it raised an error, retrying",
+                extra=extra,
+                exc_info=error,
+            )
         self._metrics.failed.inc()
-        self._clear_doubt()
+        self._stop_counting_silence()
         self._figures = None
         self._estimator = Estimator(self._start)
         self._models.forget()
@@ -262,29 +272,25 @@ class PolledReplica:
         self.state = state
         self._publish_state(state)
 
-    async def _tell(self) -> dict[str, Any]:
+    async def _read_models(self) -> dict[str, Any]:
         fields = await read_models(self._session, self.target.id)
-        fields["takes_priority"] |= self._identity["by_priority"] or self._models.fields.get(
-            "takes_priority", False
-        )
+        before = self._models.fields.get("takes_priority", False)
+        fields["takes_priority"] |= self._identity["by_priority"] or before
         return fields
-
-    def _models_changed(self) -> None:
-        self._update(**self._models.fields)
 
     def _update(self, **values: Any) -> None:
         if self.state is not None:
             self._publish(structs.replace(self.state, **values))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
-        """Number of the last update; several engines have none: a request may go to any."""
+        """Number of the last block update; None for several engines, whose caches are separate."""
         return self._kv_stream.number if self._kv_stream and figures.engines == 1 else None
 
     def _restarted(self, figures: EngineFigures) -> bool:
         last = self._figures or self.state
         if last is None or self._another_model(figures):
             return last is not None
-        if last.started_at and figures.started_at:  # else fallen counters tell
+        if last.started_at and figures.started_at:  # else counters that fell show a restart
             return last.started_at != figures.started_at
         return (
             figures.steps < last.steps
@@ -303,65 +309,70 @@ class PolledReplica:
 
 
 class Models:
-    """The models of one replica, asked for beside its scrapes so that a slow answer delays none.
+    """Models of one replica, read beside its scrapes so that a slow answer delays no scrape.
 
     Args:
-        ask: returns fields of a ``ReplicaState``.
-        changed: called when they differ from those before.
-        who: name of the replica in the log.
-        known: what another poller was told before.
+        read: returns fields of a ``ReplicaState``; raises ScrapeError.
+        changed: called with the fields when they have changed.
+        outage: logs failures.
+        known: fields that another poller read before.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Awaitable[Mapping[str, Any]]],
-        changed: Callable[[], None],
-        who: str,
+        read: Callable[[], Awaitable[Mapping[str, Any]]],
+        changed: Callable[..., None],
+        outage: OutageLog,
         known: Mapping[str, Any],
     ) -> None:
-        self.fields = known  # empty: nothing is known
-        self._ask = ask
+        self.fields = known  # empty: unknown
+        self._read = read
         self._changed = changed
-        self._asking: asyncio.Task[None] | None = None
-        self._asked_at: float | None = None
-        self._trouble = OutageLog(log, "replica does not tell its models", replica=who)
+        self._outage = outage
+        self._reading: asyncio.Task[None] | None = None
+        self._read_at = -inf
 
     def refresh(self, now: float) -> None:
-        """Starts asking the replica, at most once in ``MODELS_EVERY_S``."""
-        if self._asking is not None and not self._asking.done():
+        """Starts to read the models, at most once in ``MODELS_EVERY_S``."""
+        if self._reading is not None and not self._reading.done():
             return
-        if self._asked_at is None or now - self._asked_at >= MODELS_EVERY_S:
-            self._asked_at = now
-            self._asking = asyncio.create_task(self._refresh())
+        if now - self._read_at >= MODELS_EVERY_S:
+            self._read_at = now
+            self._reading = asyncio.create_task(self._refresh())
 
     def forget(self) -> None:
-        """Drops what a process told, or is about to tell, that is gone."""
-        if self._asking is not None:
-            self._asking.cancel()
-        self._asking = self._asked_at = None
-        self.fields = {}
+        """Drops the models of a process that is gone, and an answer that is still to come."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading, self._read_at, self.fields = None, -inf, {}
 
     async def _refresh(self) -> None:
         try:
-            fields = await self._ask()
+            fields = await self._read()
         except ScrapeError as error:
-            self._trouble.failed(error)
+            self._outage.failed(error)
             return
-        self._trouble.recovered()
+        self._outage.recovered()
         if fields != self.fields:
             self.fields = fields
-            self._changed()
+            self._changed(**fields)
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
+    """Returns the step times that another poller learned, if usable."""
     if known is None or not known.measured or known.profile != profile:
         return None
     model = known.learned
-    if model is None or not all(0.0 <= one < inf for one in coefficients(model)) or not model.c0:
+    if (
+        model is None
+        or not all(0.0 <= value < inf for value in coefficients(model))
+        or not model.c0
+    ):
         return None
     return model
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
+    """Returns the models that another poller read, if it read them."""
     names = ("models", "listed", "adapters", "max_model_len", "takes_priority")
     return {name: getattr(known, name) for name in names} if known and known.listed else {}

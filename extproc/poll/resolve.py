@@ -1,7 +1,7 @@
-"""Host names to addresses: a lookup that hangs holds up nothing but itself.
+"""Resolution of host names; a lookup that hangs delays nothing but itself.
 
-The system's resolver can be neither cancelled nor bounded. The loop's own ``getaddrinfo`` has a few
-threads for all lookups and connections (uvloop four), and a silent name server would fill them.
+A lookup by the system's resolver can be neither cancelled nor given a timeout. The event loop's own
+``getaddrinfo`` shares a few threads (uvloop: four), which a silent name server would occupy.
 """
 
 import asyncio
@@ -17,31 +17,31 @@ from extproc.ground.runtime import in_daemon_thread
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
-"""Host name to IP addresses, perhaps none; raises ``OSError`` when no name server tells."""
+"""Host name to IP addresses, perhaps none; raises ``OSError`` if no name server answers."""
 
-_NONE = socket.EAI_NONAME, socket.EAI_NODATA
+_NO_ADDRESS = socket.EAI_NONAME, socket.EAI_NODATA
 
 
 async def resolve_host(host: str) -> Sequence[str]:
     """Asks the system's resolver, on a thread of its own.
 
     Raises:
-        OSError: no name server tells whether the name has addresses.
-        UnicodeError: no host can have that name.
+        OSError: no name server says whether the name has addresses.
+        UnicodeError: the name is no valid host name.
     """
     ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     try:
         return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
     except socket.gaierror as error:
-        if error.errno in _NONE:
+        if error.errno in _NO_ADDRESS:
             return []
         raise
 
 
 class Host:
-    """A host name, or an address, looked up again and again; a failure keeps the last answer.
+    """A host name or an IP address, resolved repeatedly; a failure keeps the last addresses.
 
-    An answer that takes longer than ``timeout_s`` serves the next look.
+    An answer that takes longer than ``timeout_s`` is used by the next :meth:`look_up`.
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
@@ -50,45 +50,44 @@ class Host:
         self._resolve = resolve
         self._timeout_s = timeout_s
         self._lookup: asyncio.Future[Sequence[str]] | None = None
-        begins, over = "replica's host does not resolve, retrying", "replica's host resolves again"
-        self._trouble = OutageLog(log, begins, over, host=name)
+        begins = "replica's host does not resolve: keeping its last addresses and retrying"
+        self._outage = OutageLog(log, begins, "replica's host resolves again", host=name)
 
     @property
-    def is_asked(self) -> bool:
+    def is_pending(self) -> bool:
         return self._lookup is not None and not self._lookup.done()
 
     @property
     def problem(self) -> str:
-        """Why the last look failed; empty: it did not."""
-        return self._trouble.problem
+        """Reason why the last lookup failed; empty: it succeeded."""
+        return self._outage.problem
 
     async def look_up(self) -> None:
         try:
-            self.addresses = one_family(await self._found())
+            self.addresses = _one_family(await self._resolved())
         except (OSError, UnicodeError) as error:
-            self._trouble.failed(error)
+            self._outage.failed(error)
         else:
             if self.addresses:
-                self._trouble.recovered()
+                self._outage.recovered()
             else:
-                self._trouble.failed("the name has no address")
+                self._outage.failed("the name has no address")
 
-    async def _found(self) -> Sequence[str]:
-        if is_address(self._name):
+    async def _resolved(self) -> Sequence[str]:
+        if _is_address(self._name):
             return [self._name]
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._resolve(self._name))
-            # asyncio would log a failure that no look asks for any more.
+            # Retrieves the exception of an abandoned lookup; asyncio would log it otherwise.
             self._lookup.add_done_callback(lambda lookup: lookup.cancelled() or lookup.exception())
         await asyncio.wait([self._lookup], timeout=self._timeout_s)
-        if self.is_asked:
+        if self.is_pending:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
         lookup, self._lookup = self._lookup, None
         return lookup.result()
 
 
-def is_address(host: str) -> bool:
-    """Tells an IP address from a name."""
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -96,7 +95,7 @@ def is_address(host: str) -> bool:
     return True
 
 
-def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Sorts the addresses; of a replica with IPv4 and IPv6 it keeps IPv4."""
+def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Sorts the addresses and drops duplicates; keeps only IPv4 where both families occur."""
     ips = sorted(map(ipaddress.ip_address, addresses), key=lambda ip: (ip.version, int(ip)))
     return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))

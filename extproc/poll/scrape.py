@@ -1,4 +1,4 @@
-"""HTTP requests to one replica: bounded in time and in memory, whatever it answers."""
+"""HTTP requests to one replica, bounded in time and memory."""
 
 import asyncio
 import os
@@ -13,23 +13,27 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, Field, ValidationError
 from yarl import URL
 
-from extproc.poll.metrics_text import EngineFigures, MetricsError, forget_old_sets, read_metrics
+from extproc.poll.metrics_text import (
+    EngineFigures,
+    MetricsError,
+    drop_old_adapter_sets,
+    read_metrics,
+)
 
 MAX_BYTES = 4 * 2**20
-"""Largest answer that is kept; ``/metrics`` of one or two engines has 60 kB, beside old sets of
-adapters."""
-_LONG = 2**18  # bytes after which an answer is shortened, where possible
+"""Largest accepted answer; ``/metrics`` of one or two engines has 60 kB without LoRA adapters."""
+_LONG = 2**18  # bytes after which old sets of adapters are dropped from an answer
 
 _SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
-_LONGEST_CONTEXT = 2**40  # tokens; nothing true is longer
+_LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
 _NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
 _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_TAKES_PRIORITY = 0, 11  # version of vLLM
+_TAKES_PRIORITY = 0, 11  # first version of vLLM
 
 
 class PollMetrics:
-    """Prometheus metrics of a poller; no label per replica, so that the page stays small."""
+    """Prometheus metrics of a poller, without a label per replica: the page stays small."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         scrapes = Counter(
@@ -66,23 +70,23 @@ class PollMetrics:
 
 
 class ScrapeError(Exception):
-    """The replica is dead or hangs, or no healthy vLLM would answer this; the text says which."""
+    """The replica failed a scrape: no answer, or an answer that no healthy vLLM gives."""
 
 
 class UnreachableError(ScrapeError):
-    """No connection: the replica's process is gone, or its machine."""
+    """No connection to the replica: its process or its machine is gone."""
 
 
 class RefusedError(UnreachableError):
-    """The replica's machine refuses the connection: no process listens."""
+    """The replica's machine refused the connection: no process listens."""
 
 
 class SilentError(ScrapeError):
-    """The replica, or its machine, takes connections and does not answer."""
+    """The replica or its machine does not answer."""
 
 
 class VanishedError(UnreachableError, SilentError):
-    """The replica's machine neither takes nor refuses connections."""
+    """The replica's machine neither accepts nor refuses the connection."""
 
 
 class _Model(BaseModel):
@@ -98,7 +102,7 @@ class _Version(BaseModel):
 
     @property
     def takes_priority(self) -> bool:
-        """A body may have ``priority``: vLLM answered 400 before 0.11, unless it ran
+        """True from 0.11 on. Before, vLLM answered 400 to ``priority`` in a body unless it ran with
         ``--scheduling-policy priority``."""
         number = _NUMBER.match(self.version)
         return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
@@ -108,27 +112,27 @@ class _ModelList(BaseModel):
     data: tuple[_Model, ...]
 
     def fields(self) -> dict[str, Any]:
-        """Fields of a ``ReplicaState``; none where no model is named."""
+        """Returns fields of a ``ReplicaState``; none if the list is empty."""
         if not self.data:
             return {}
         return {
             "models": tuple(model.id for model in self.data),
             "listed": True,
             "adapters": tuple(model.id for model in self.data if model.parent),
-            # Adapters have the length of their model.
+            # An adapter has null here: it has the length of its model.
             "max_model_len": next(
-                (one.max_model_len for one in self.data if one.max_model_len), None
+                (model.max_model_len for model in self.data if model.max_model_len), None
             ),
         }
 
 
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Returns a session that keeps connections to replicas open; close it after use."""
+    """Returns a session with persistent connections; the caller closes the session."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2),
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Compression would cost the replica CPU for a neighbour.
+        # Compression would take CPU time from the replica.
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
     )
@@ -137,43 +141,42 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
 async def scrape(
     session: aiohttp.ClientSession, replica: str, health: bool = True
 ) -> EngineFigures:
-    """Asks a replica for its metrics and, with ``health``, at the same time for its health.
+    """Requests a replica's ``/metrics`` and, with ``health``, ``/health`` at the same time.
 
     Args:
         session: from :func:`open_session`.
         replica: ``ip:port``.
-        health: asks ``/health``, too.
 
     Raises:
-        ScrapeError: either failed.
+        ScrapeError: a request failed.
     """
     paths = _SCRAPED if health else _SCRAPED[:1]
-    asked = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
+    requests = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
     try:
-        page, *_ = await asyncio.gather(*asked)
+        page, *_ = await asyncio.gather(*requests)
         return read_metrics(page)
     except MetricsError as error:
         raise ScrapeError(str(error)) from None
     finally:
-        for one in asked:
-            one.cancel()
+        for request in requests:
+            request.cancel()
 
 
-async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Tells whether the replica at ``ip:port`` begins to answer a scrape, with an error or not, or
-    refuses connections."""
-    asked = [asyncio.ensure_future(_answers(session, replica, path)) for path in _SCRAPED]
+async def responds(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Tells whether the replica at ``ip:port`` begins an answer, even an error, or refuses the
+    connection."""
+    requests = [asyncio.ensure_future(_responds(session, replica, path)) for path in _SCRAPED]
     try:
-        for one in asyncio.as_completed(asked):
-            if await one:
+        for request in asyncio.as_completed(requests):
+            if await request:
                 return True
         return False
     finally:
-        for task in asked:
+        for task in requests:
             task.cancel()
 
 
-async def _answers(session: aiohttp.ClientSession, replica: str, path: str) -> bool:
+async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> bool:
     try:
         async with _answer(session, replica, path):
             return True
@@ -182,10 +185,10 @@ async def _answers(session: aiohttp.ClientSession, replica: str, path: str) -> b
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Asks the replica at ``ip:port`` for its models and version; returns fields of its state.
+    """Requests models and version of the replica at ``ip:port``; returns fields of its state.
 
     Raises:
-        ScrapeError: the replica does not name its models.
+        ScrapeError: the replica does not list its models.
     """
     body = await _get(session, replica, "/v1/models")
     try:
@@ -196,7 +199,7 @@ async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str,
 
 
 async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
-    try:  # another server than vLLM, or a proxy before it, tells no version
+    try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
         body = await _get(session, replica, "/version")
         return _Version.model_validate_json(body).takes_priority
     except (ScrapeError, ValidationError):
@@ -229,7 +232,7 @@ async def _answer(
         raise ScrapeError(f"{path} failed: {_reason(error)}") from None
 
 
-@lru_cache(maxsize=10_000)  # parsing a URL takes a tenth of a scrape
+@lru_cache(maxsize=10_000)  # parsing a URL takes a tenth of a scrape's time
 def _url(replica: str, path: str) -> URL:
     return URL(f"http://{replica}{path}")
 
@@ -240,7 +243,7 @@ async def _read(response: aiohttp.ClientResponse, path: str) -> bytes:
     while chunk := await response.content.readany():
         body += chunk
         if len(body) > long:
-            forget_old_sets(body)
+            drop_old_adapter_sets(body)
             if len(body) > MAX_BYTES:
                 raise ScrapeError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
             long = len(body) + _LONG

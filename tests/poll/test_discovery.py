@@ -228,9 +228,12 @@ async def test_host_that_is_not_configured_is_forgotten(tmp_path: Path, logged: 
         file.write_text(content)
         assert await ids(found) == expected
         names.zone = {}
-    assert [line["host"] for line in logged.lines("replica's host does not resolve, retrying")] == [
-        "gpu"
-    ]
+    assert [
+        line["host"]
+        for line in logged.lines(
+            "replica's host does not resolve: keeping its last addresses and retrying"
+        )
+    ] == ["gpu"]
 
 
 async def test_the_systems_resolver() -> None:

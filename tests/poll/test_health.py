@@ -30,7 +30,7 @@ async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logg
             return await says("/readyz") == (503, lost)
 
         async with polling(settings):
-            await logged.line("poller ready")
+            await logged.line("poller started")
             await until(ready)
             await redis_server.kill()
             await until(alone)
@@ -42,15 +42,15 @@ async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logg
 async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redis) -> None:
     clock = ManualClock()
     health = Health(["one"], clock)
-    assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
+    assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")
     outage = outage_of(redis_client)
     owners = Assigner(redis_client, "one", "poller", outage, clock)
-    health.watch("one", owners, outage, list)
+    health.add("one", owners, outage, list)
     clock.advance(60)
-    assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
+    assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")
     await owners.beat(["10.0.0.1:8000"])
     assert (health.live(), health.ready()) == ("", "")
     clock.advance(12)
-    assert health.live() == health.ready() == "pool one: no round of its replicas for 12 s"
+    assert health.live() == health.ready() == "pool one: no heartbeat for 12 s"
     await owners.beat(["10.0.0.1:8000"])
     assert (health.live(), health.ready()) == ("", "")

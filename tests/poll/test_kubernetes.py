@@ -34,8 +34,8 @@ from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
-LOST = "Kubernetes does not tell of a Service, keeping its last pods"
-FOUND = "Kubernetes tells of the Service again"
+LOST = "Service cannot be watched: keeping its last pods and retrying"
+FOUND = "Service is watched again"
 TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
 
 
@@ -270,7 +270,7 @@ async def test_what_it_lacks_in_a_pod_is_named(
     (api.account / "ca.crt").write_text("nothing")
     assert "ca.crt holds no certificate (PEM)" in await problem(2)
     (api.account / "token").unlink()
-    assert "account/token': a pod has it" in await problem(3)
+    assert "account/token': give the pod a service account" in await problem(3)
     monkeypatch.delenv("KUBERNETES_SERVICE_PORT")
     api.mount_token("any")
     assert "KUBERNETES_SERVICE_PORT is not set" in await problem(4)
@@ -279,7 +279,7 @@ async def test_what_it_lacks_in_a_pod_is_named(
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        ({"service": "vlm"}, "is there such a Service"),
+        ({"service": "vlm"}, "does the Service exist"),
         ({"port": "grpc"}, "none of its endpoints has an IP address and the port grpc"),
     ],
 )
@@ -288,7 +288,7 @@ async def test_service_without_replicas_is_logged_with_the_reason(
 ) -> None:
     found = Found(**said)
     assert await found.pods() == {}
-    line = await logged.line("a Service has no replicas")
+    line = await logged.line("Service has no replicas")
     assert problem in str(line["error"])
     service = said.get("service", "vllm")
     assert line["service"] == f"Service {service}, port {said.get('port', 8000)}"
@@ -482,7 +482,7 @@ async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
         async def says(text: str) -> None:
             await until_read(ready, lambda now: now == text)
 
-        await logged.line("poller ready")
+        await logged.line("poller started")
         await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
         api.forbidden = set()
         await says("ok\n")

@@ -63,7 +63,7 @@ class Told:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.blocks = KvBlocks(Random(1), self.clock)
-        self.blocks.start(complete=True)
+        self.blocks.reset(complete=True)
         self._held: set[int] = set()
         self.wholes = 0
 
@@ -72,7 +72,7 @@ class Told:
             self.blocks.apply(event)
 
     def held(self) -> set[int]:
-        if told := self.blocks.news():
+        if told := self.blocks.next_update():
             news, whole = told
             self.wholes += whole is not None
             if news.whole:
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
     @rule(restart=st.booleans())
     def clear(self, restart: bool) -> None:
         if restart:
-            self.router.blocks.start(complete=True)
+            self.router.blocks.reset(complete=True)
         else:
             self.router.hear(CLEARED)
         self.known = True
@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def lose_events(self) -> None:
-        self.router.blocks.start(complete=False)
+        self.router.blocks.reset(complete=False)
         self.known = False
         self.copies.clear()
 
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 2.0, 901.0]), kept=st.booleans())
     def wait(self, seconds: float, kept: bool) -> None:
         if not kept:
-            self.router.blocks.not_kept()
+            self.router.blocks.resend_all(backs_off=True)
         self.router.clock.advance(seconds)
 
     @invariant()
@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
             expected = {KEYS[block] for block, copies in self.copies.items() if copies}
             assert self.router.held() == expected
         else:
-            assert self.router.blocks.news() is None
+            assert self.router.blocks.next_update() is None
 
 
 Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
@@ -217,7 +217,7 @@ def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None
         told.hear(removed(11, 12))
         told.held()
     assert told.wholes == 7
-    assert told.blocks.news() is None
+    assert told.blocks.next_update() is None
     told.clock.advance(901)
     assert told.held() == set()
     assert told.wholes == 8
@@ -229,7 +229,7 @@ def test_who_heard_of_a_process_that_is_gone_is_not_up_to_date_before_all_is_tol
     told.held()
     heard = told.blocks.number
     assert is_up_to(heard, told.blocks.number)
-    told.blocks.start(complete=True)
+    told.blocks.reset(complete=True)
     assert not is_up_to(heard, told.blocks.number)
     assert told.held() == set()
     assert is_up_to(told.blocks.number, heard)
@@ -239,13 +239,13 @@ def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_on
     told = Told()
     told.held()
     for second in range(60):
-        told.blocks.not_kept()
+        told.blocks.resend_all(backs_off=True)
         told.clock.advance(1)
         odd = second % 2
         told.hear(removed(11) if odd else stored(0, [11]))
         assert told.held() == ({KEYS[0]} if not odd else set())
     assert 5 < told.wholes < 9
-    told.blocks.repeat()
+    told.blocks.resend_all()
     told.clock.advance(1)
     wholes = told.wholes
     told.held()
@@ -254,7 +254,7 @@ def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_on
 
 def test_of_what_is_not_told_nothing_is_kept() -> None:
     told = Told()
-    told.blocks.start(complete=False)
+    told.blocks.reset(complete=False)
     tracemalloc.start()
     try:
         for number in range(2_000):

@@ -24,8 +24,8 @@ from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
 
-UNTOLD = "replica's KV events do not tell its blocks"
-TOLD = "replica's KV events tell its blocks again"
+UNTOLD = "replica's KV blocks are unknown: routers estimate its prefix cache"
+TOLD = "replica's KV blocks are known again"
 
 
 class Engine:
@@ -103,15 +103,15 @@ class Followed(Destination):
         self.held: set[int] = set()
         self._some = asyncio.Event()
 
-    async def load(self, replica: str) -> bytes:
+    async def load_blocks(self, replica: str) -> bytes:
         return self.kept
 
-    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
         self.kept = dump()
         self.saves += 1
 
-    async def changed(self, replica: str, blocks: KvBlocks) -> None:
-        if told := self._blocks.news():
+    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
+        if told := self._blocks.next_update():
             if told[0].whole:
                 self.held.clear()
             self.held -= {*told[0].removed.tolist()}
@@ -134,7 +134,7 @@ class Followed(Destination):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stream, "CHECK_S", 0.05)
-    monkeypatch.setattr("extproc.poll.kv_blocks._REPEAT_S", 0.0)
+    monkeypatch.setattr("extproc.poll.kv_blocks._RESEND_S", 0.0)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ async def test_restarted_engine_is_empty(followed: Followed, engine: Engine, mor
 async def test_doubted_replica_is_believed_later(followed: Followed, engine: Engine) -> None:
     await engine.tell(stored(0, [11]))
     await followed.holds(KEYS[0])
-    followed.stream.doubt()
+    followed.stream.invalidate()
     assert followed.stream.number is None
     await engine.stop()
     await engine.start()
@@ -260,7 +260,7 @@ async def test_next_poller_goes_on_from_save(context: zmq.asyncio.Context, engin
         await second.holds(*KEYS[:3])
     del engine.kept[0]  # too late: what follows is not all there
     async with following(context, engine, first.kept) as third:
-        await third.until(lambda: bool(third.stream._trouble.problem))
+        await third.until(lambda: bool(third.stream._outage.problem))
         assert third.stream.number is None
     await engine.stop()
     await engine.start()
@@ -285,7 +285,7 @@ async def test_what_has_not_changed_is_not_saved_again(
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
         assert followed.saves == 2
-        followed.stream.tell_again()  # nobody may have it any more
+        followed.stream.resend_all()  # nobody may have it any more
         await followed.until(lambda: followed.saves == 3)
 
 
@@ -296,8 +296,8 @@ class Itself(IntoFleet):
         super().__init__(Fleet(OutputLengths()))
         self.looks: asyncio.Queue[None] = asyncio.Queue()
 
-    async def changed(self, replica: str, blocks: KvBlocks) -> None:
-        await super().changed(replica, blocks)
+    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
+        await super().blocks_changed(replica, blocks)
         self.looks.put_nowait(None)
 
 
@@ -309,7 +309,7 @@ async def test_a_router_that_polls_itself_dumps_nothing(
     async with following(context, engine) as followed:
         await followed.holds()
         followed.stream._into = router = Itself()
-        followed.stream.tell_again()
+        followed.stream.resend_all()
         dumps.clear()
         for _ in range(4):
             await asyncio.wait_for(router.looks.get(), PATIENCE_S)
@@ -330,7 +330,7 @@ async def tell_garbage(engine: Engine) -> None:
     ("mislead", "error"),
     [
         (skip_a_number, "a batch of its events is lost"),
-        (tell_garbage, "not understood"),
+        (tell_garbage, "malformed"),
     ],
 )
 async def test_misleading_engine_is_logged_once_until_it_clears_its_cache(

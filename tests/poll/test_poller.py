@@ -159,10 +159,12 @@ async def test_a_sick_replica_is_told_of_and_comes_back(
             assert (await seen.replica(well, healthy=True)).problem == ""
             sick.answers[path] = good
             assert (await seen.replica(sick, healthy=True)).problem == ""
-        (line,) = logged.lines("replica is not healthy")
+        (line,) = logged.lines("replica became unhealthy: routers avoid it until a scrape succeeds")
         assert line["replica"] == sick.id
         assert problem in str(line["problem"])
-        assert [line["replica"] for line in logged.lines("replica is healthy")].count(sick.id) == 2
+        assert [line["replica"] for line in logged.lines("replica became healthy")].count(
+            sick.id
+        ) == 2
 
 
 async def test_late_replica_stays_in(
@@ -405,7 +407,9 @@ async def test_replica_keeps_models_secret(
         state = await seen.replica(replica, healthy=True)
         assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
         assert not state.listed, "it may serve others, too"
-        line = await logged.line("replica does not tell its models")
+        line = await logged.line(
+            "replica does not list its models: using the model names in its metrics"
+        )
         assert line["error"] == "/v1/models answered 401"
 
 
@@ -446,7 +450,7 @@ async def test_a_replica_that_leaves_while_redis_hangs(
             os.kill(redis_server.pid, signal.SIGSTOP)
             await logged.line("redis is lost, retrying")
             file.write_text(f"['{two.id}']")
-            await logged.line("replica left")
+            await logged.line("replica left the pool")
             os.kill(redis_server.pid, signal.SIGCONT)
             await seen.until(lambda states: set(states) == {two.id})
 
@@ -457,7 +461,7 @@ async def test_poller_goes_on_without_redis_and_fills_it_again(
     dead = Replica()
     settings = config(redis_server, replica, dead)
     async with watching(settings) as seen:
-        ready = await logged.line("poller ready")
+        ready = await logged.line("poller started")
         await seen.until(lambda states: len(states) == 2)
         await redis_server.kill()
         await logged.line("redis is lost, retrying", times=2)  # the reader's and the poller's
@@ -492,7 +496,7 @@ async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServ
 async def test_poller_without_replicas_says_so(redis_server: RedisServer, logged: Logged) -> None:
     async with polling(config(redis_server)):
         await logged.line(
-            "no replicas are configured, nothing is polled: name them (replicas, replicas_file)"
+            "no replicas are configured: set replicas or replicas_file, else nothing is polled"
         )
 
 

@@ -11,7 +11,7 @@ from extproc.poll.scrape import (
     SilentError,
     open_session,
     read_models,
-    says_anything,
+    responds,
     scrape,
 )
 from tests.poll.replica import (
@@ -121,17 +121,17 @@ async def test_sets_of_adapters_are_no_measure_of_a_page() -> None:
         (hang, hang, False),
     ],
 )
-async def test_whether_it_says_anything(metrics: Handler, health: Handler, anything: bool) -> None:
+async def test_whether_it_responds(metrics: Handler, health: Handler, anything: bool) -> None:
     async with serving() as replica, open_session(PATIENCE_S if anything else 0.2) as session:
         replica.answers |= {"/metrics": metrics, "/health": health}
-        assert await says_anything(session, replica.id) is anything
+        assert await responds(session, replica.id) is anything
 
 
 async def test_nobody_there() -> None:
     async with open_session(1) as session:
         with pytest.raises(ScrapeError, match="cannot connect: connection refused"):
             await scrape(session, f"127.0.0.1:{free_port()}")
-        assert await says_anything(session, f"127.0.0.1:{free_port()}"), "a refusal tells, too"
+        assert await responds(session, f"127.0.0.1:{free_port()}"), "a refusal tells, too"
 
 
 async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
@@ -142,7 +142,7 @@ async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
                 replica = f"127.0.0.1:{address[1]}"
                 with pytest.raises(SilentError, match="cannot connect: timed out"):
                     await scrape(session, replica)
-                assert not await says_anything(session, replica)
+                assert not await responds(session, replica)
 
 
 async def test_models_and_adapters(replica: Replica, session: ClientSession) -> None:

@@ -135,8 +135,8 @@ async def test_blocks_of_another_pollers_replica_are_not_told(redis_server: Redi
     async with router(redis_server.url) as one, publishing(redis_server.url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
-            blocks.start(complete=True)
-            await into.changed(replica(number), blocks)
+            blocks.reset(complete=True)
+            await into.blocks_changed(replica(number), blocks)
         into.forget(replica(1))
         await one.holds(set(), number=2)
     assert one.held.keys() == {replica(2)}
