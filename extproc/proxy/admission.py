@@ -26,18 +26,16 @@ async def admit(
     partial: bool = False,
     unread_model: str = "",
 ) -> bytes:
-    """Sends the request to the best replica, now or after a wait in the queue.
+    """Sends the request to the best replica, now or after a wait; returns the reply to the phase.
 
-    Returns the reply to the phase. Where Envoy has a fallback and the router no usable replica, the
-    reply leaves the choice to Envoy.
+    Where no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
 
     Args:
         exchange: the request; its body becomes the body for the chosen replica.
         phase: the phase to reply to.
         headers: the request's headers.
         partial: the exchange holds only the beginning of the body.
-        unread_model: the model of a large body that Envoy keeps: the router profiles the request by
-            its length.
+        unread_model: model of a large body that Envoy keeps; its length makes the profile.
 
     Raises:
         Refusal: the request is not to be served.
@@ -69,7 +67,7 @@ async def admit(
     else:
         if decision is None:
             _refuse_unserved(services, profile, exchange.has_fallback)
-        exchange.dispatch(headers, decision)
+        exchange.dispatch(headers.request_id, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
     return exchange.reply(phase, decision, partial, leave_body=unread_model != "")
 
@@ -126,7 +124,7 @@ async def _queue(
         result = result or NoReplica(NONE_READY)
         if not isinstance(result, Exception):
             try:
-                exchange.dispatch(headers, result, waited, waiting.why)
+                exchange.dispatch(headers.request_id, result, waited, waiting.why)
             except Exception as error:  # fails this request, not the queue
                 result = error
         outcome.set_result(result)

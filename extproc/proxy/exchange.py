@@ -22,8 +22,7 @@ HUNG = "the replica that had this request hangs: send it again"
 
 
 class Exchange:
-    """One request: what Envoy said of it, its body while the router holds it, and its place in
-    flight."""
+    """One request: its protocol, its body while the router holds it, its place in flight."""
 
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
         self.services = services
@@ -127,10 +126,9 @@ class Exchange:
     # -- its end ----------------------------------------------------------------------------
 
     def end_if_on(self, hung: Container[str]) -> bytes | None:
-        """Ends a request that is on a hung replica; returns the message for Envoy, or None.
+        """Ends a request that is on a hung replica; returns the message for Envoy, else None.
 
-        Envoy accepts the message at any time: it answers the client, or breaks off a response that
-        has begun.
+        At any time, Envoy accepts the message: it answers the client or aborts the response.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung:
             return None
@@ -170,15 +168,11 @@ class Exchange:
     async def pass_through(
         self, phase: str, values: Mapping[str, str], to_any: Callable[[], bytes]
     ) -> None:
-        """Answers a request that is no inference.
+        """Answers a request that is no inference; ``to_any`` makes the reply if any replica may
+        serve it.
 
         A request about a stored response goes to the replica that owns the response. The router
         answers ``GET /v1/models`` itself where ``route.models`` has names that no replica knows.
-
-        Args:
-            phase: the phase to reply to.
-            values: the request's headers.
-            to_any: makes the reply to a request that any replica may serve.
         """
         services, path = self.services, values.get(":path", "")
         services.metrics.requests.add("passed")
@@ -195,27 +189,16 @@ class Exchange:
         await self.write(reply)
 
     def dispatch(
-        self,
-        headers: RequestHeaders,
-        decision: Decision | None,
-        waited: float = 0.0,
-        reason: str = "",
+        self, request_id: str, decision: Decision | None, waited: float = 0.0, reason: str = ""
     ) -> None:
-        """Adds the request to the ledger, on the chosen replica.
-
-        Args:
-            headers: the request's headers.
-            decision: the choice; None: Envoy chooses.
-            waited: seconds in the queue.
-            reason: why the request waited.
-        """
+        """Adds the request to the ledger after ``waited`` seconds; without a decision, Envoy
+        chooses the replica. ``reason``: why the request waited."""
         services, trace = self.services, self._trace
         if decision is not None:
-            self._in_flight = InFlight(
-                services, decision, headers.request_id, self.response_visible, waited, reason
-            )
+            visible = self.response_visible
+            self._in_flight = InFlight(services, decision, request_id, visible, waited, reason)
             if trace is not None:
-                trace.sent(decision, headers.request_id, services.config.pool, waited)
+                trace.sent(decision, request_id, services.config.pool, waited)
             return
         services.metrics.requests.add("unrouted")
         if trace is not None:
@@ -241,13 +224,8 @@ class Exchange:
         """Reply that sends the request to the chosen replica; None: Envoy chooses.
 
         The body becomes the body for that replica: the model by the name that the replica serves,
-        and the priority of the request's objective in place of the client's.
-
-        Args:
-            phase: the phase to reply to.
-            decision: the choice.
-            partial: the router holds only the beginning of the body.
-            leave_body: Envoy sends the body to the replica only.
+        and the priority of the request's objective in place of the client's. A ``partial`` body is
+        only the beginning; with ``leave_body``, Envoy sends the body to the replica only.
         """
         if decision is None:
             return messages.proceed(phase)

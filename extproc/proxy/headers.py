@@ -69,21 +69,12 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
     """
     kinds = {(state.models, state.max_model_len) for state in states}
     listed = names.requestable(name for models, _ in kinds for name in models)
-    return to_json(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": created,
-                    "owned_by": "vllm",
-                    "max_model_len": min(_contexts(names, name, kinds), default=None),
-                }
-                for name in listed
-            ],
-        }
-    )
+    same = {"object": "model", "created": created, "owned_by": "vllm"}
+    models = [
+        {"id": name} | same | {"max_model_len": min(_contexts(names, name, kinds), default=None)}
+        for name in listed
+    ]
+    return to_json({"object": "list", "data": models})
 
 
 def _contexts(

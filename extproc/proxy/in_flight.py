@@ -30,13 +30,7 @@ class InFlight:
     ) -> None:
         """Adds the request to the ledger.
 
-        Args:
-            services: the router's parts.
-            decision: the choice of a replica.
-            request_id: as Envoy names the request.
-            response_visible: Envoy forwards the response to the router.
-            waited: seconds in the queue.
-            waited_for: why the request was queued.
+        ``response_visible``: Envoy forwards the response; ``waited``: seconds in the queue.
         """
         self._services = services
         self._response_visible = response_visible
@@ -94,8 +88,7 @@ class InFlight:
     def end(self, lost: bool = False) -> None:
         """Ends the request: the response is complete, or the client or Envoy gave up.
 
-        Args:
-            lost: the router ended the request, because its replica hangs.
+        ``lost``: the router ended the request, because its replica hangs.
         """
         services, outcome, profile = self._services, self.outcome, self._forecast.profile
         unanswered = outcome.status is None
@@ -137,12 +130,8 @@ class InFlight:
         services.queue.request_ended(self.served_by)
 
     def _served(self, upstream: str) -> None:
-        """Notes which replica answered, with which status.
-
-        Args:
-            upstream: ``ip:port``. An address that no replica has is a tunnel's or a sidecar's: the
-                chosen replica served then.
-        """
+        """Records which replica answered. An ``upstream`` address that no replica has is a
+        tunnel's or a sidecar's: the chosen replica served then."""
         services, chosen = self._services, self.served_by
         if upstream != chosen and upstream in services.fleet.members:
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)

@@ -104,13 +104,10 @@ def send_to(
     leave_body: bool = False,
     priority: int | None = None,
 ) -> bytes:
-    """Reply to request headers or body: forward the request.
+    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
 
-    Args:
-        phase: ``request_headers`` or ``request_body``.
-        destination: ``ip:port[,ip:port]``.
-        leave_body: in a reply to headers, Envoy sends the body to the replica only.
-        priority: replaces the client's priority header; None: that header stays.
+    With ``leave_body``, in a reply to headers, Envoy sends the body to the replica only;
+    ``priority`` replaces the client's priority header.
     """
     reply = ProcessingResponse()
     if leave_body:
@@ -140,13 +137,8 @@ def with_metadata(reply: bytes, metadata: Mapping[str, str | float]) -> bytes:
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """The reply to a request's body, which replaces the body.
-
-    Args:
-        reply: built by :func:`send_to`.
-        body: in place of the client's.
-        length: bytes of the whole body that the replica gets; None: unknown.
-    """
+    """The reply to a request's body, with another body; ``length``: bytes of the whole body that
+    the replica gets, None if unknown."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
     common.body_mutation.body = body

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from logging import ERROR
 from math import inf
 from types import MappingProxyType
 
@@ -10,6 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.ground.outage_log import OutageLog
 from extproc.proxy.call import Call
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.services import Services
@@ -20,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 POOL = "x-extproc-pool"  # metadata of the gRPC stream: the pool that a request is for
-_UNKNOWN_POOLS_LOGGED = 100
-_NO_FURTHER_POOLS: Mapping[str, Services] = MappingProxyType({})
 
 _READINESS = "", SERVICE, "readiness"
 """Health services: Envoy asks for one of the first two, gateways for the last."""
@@ -42,6 +42,8 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+_REFUSES = "streams refused: serve.max_streams are open, and Envoy serves further requests itself"
+_ACCEPTS = "streams accepted again: fewer than half of serve.max_streams are open"
 _KEEPALIVE_S = 20.0
 _CHECK_READINESS_EVERY_S = 0.05
 _CHECK_HUNG_EVERY_S = 1.0
@@ -59,26 +61,23 @@ class GrpcServer:
     def __init__(
         self,
         services: Services,
-        pools: Mapping[str, Services] = _NO_FURTHER_POOLS,
+        pools: Mapping[str, Services] = MappingProxyType({}),
         keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """Creates a server that does not listen yet.
+        """Creates a server that does not listen yet; ``pools``: further pools by name.
 
-        Args:
-            services: parts of the router for its first pool.
-            pools: parts for further pools, by name.
-            keepalive_s: seconds of silence after which the server pings an Envoy. An Envoy that
-                does not answer within as many seconds again is gone, and its requests end.
+        After ``keepalive_s`` seconds of silence the server pings an Envoy. If the Envoy does not
+        answer within as many seconds again, its requests end.
         """
         self._services = services
         self._settings = serve = services.config.serve
         self._pools = {services.config.pool: services, **pools}
         self._unknown_pool = services.of_pool(services.config)
         """Parts without replicas, for pools that do not exist: Envoy's fallback serves."""
-        self._unknown_names: set[str] = set()
+        self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._opened_at = -inf  # when the last stream began
-        self._full = False  # streams were refused, and half of the limit is not free again
+        self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, ERROR)
         self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
         keepalive_ms = round(keepalive_s * 1000)
@@ -165,10 +164,11 @@ class GrpcServer:
 
     async def _serve(self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]) -> None:
         if len(self._exchanges) >= self._settings.max_streams:
-            await self._refuse_stream(context)
-        if self._full and len(self._exchanges) < self._settings.max_streams // 2:
-            self._full = False
-            logger.info("streams accepted again: fewer than half of serve.max_streams are open")
+            self._services.metrics.requests.add("overload")
+            self._overload.failed(f"{len(self._exchanges)} streams are open")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
+        if len(self._exchanges) < self._settings.max_streams // 2:
+            self._overload.recovered()
         metadata, traces = context.invocation_metadata() or (), self._services.traces
         pool = next((value for key, value in reversed(metadata) if key == POOL), None)
         trace = None if traces is None else traces.begin(metadata)
@@ -189,24 +189,13 @@ class GrpcServer:
         finally:
             del self._exchanges[exchange]
 
-    async def _refuse_stream(self, context: grpc.aio.ServicerContext) -> None:
-        self._services.metrics.requests.add("overload")
-        if not self._full:
-            self._full = True
-            logger.error(
-                "streams refused: serve.max_streams are open, and Envoy serves further requests "
-                "without the router",
-                extra={"streams": len(self._exchanges)},
-            )
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
-
     def _services_of(self, pool: str | None, context: grpc.aio.ServicerContext) -> Services:
         """``pool``: named by Envoy's route in the stream's metadata, which no client can set."""
         if pool is None:
             return self._services
         if pool in self._pools:
             return self._pools[pool]
-        if pool not in self._unknown_names and len(self._unknown_names) < _UNKNOWN_POOLS_LOGGED:
+        if pool not in self._unknown_names:
             self._unknown_names.add(pool)
             configured = ", ".join(self._pools)
             logger.error(

@@ -33,14 +33,8 @@ class Budget:
         self._as_of = 0.0
 
     def takes(self, now: float, amount: float, reserved: float = 0.0) -> bool:
-        """Spends the amount, even beyond what is left, if at least 1 and more than the reserve is
-        left.
-
-        Args:
-            now: seconds.
-            amount: to spend.
-            reserved: fraction of the limit that stays for others.
-        """
+        """Spends the amount, even below 0, if at least 1 is left, and more than the ``reserved``
+        fraction of the limit. ``now``: seconds."""
         self._left = min(self._left + (now - self._as_of) * self._per_s, self._limit)
         self._as_of = now
         if self._left < 1.0 or self._left <= reserved * self._limit:
