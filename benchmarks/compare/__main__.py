@@ -1,14 +1,14 @@
-"""This router beside what people use today: the same trace, one contender after the other.
+"""Compares this router with what people use today: the same trace, contender after contender.
 
     python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \\
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
-Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
-simulated replicas as processes. By default 16 s of arrivals at 4 times the trace's speed, from its
-third minute on. Each contender begins with fresh replicas, and a router with the hardware profiles
-of the fleet file (``believed``, right or wrong) and nothing else. The exit status is 0 when every
-contender did its own policy and answered every request, 1 when one did not, 2 when the comparison
-could not be made.
+Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and a
+process for each simulated replica. By default a turn is 16 s of arrivals at 4 times the trace's
+speed, from the third minute of the trace on. Each turn begins with fresh replicas. A router starts
+with the hardware profiles of the fleet file (``believed``, right or wrong) and nothing else. The
+exit status is 0 when every contender applied its own policy and answered every request, 1 when a
+turn went wrong, 2 when the comparison could not be made.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,27 @@ import aiohttp
 from benchmarks import arguments, fleet
 from benchmarks.arguments import about
 from benchmarks.compare import pickers
-from benchmarks.compare.contenders import Contender, Fleet
+from benchmarks.compare.contenders import Contender, SimulatedFleet
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
-from benchmarks.compare.envoy import EnvoyAlone, Router
-from benchmarks.compare.peers import PRODUCTS, Peer
-from benchmarks.compare.pickers import Picker
-from benchmarks.compare.play import FAULTS, Fault, play
+from benchmarks.compare.envoy import EnvoyContender, RouterContender
+from benchmarks.compare.peers import PROXIES, ProxyContender
+from benchmarks.compare.pickers import PickerContender
+from benchmarks.compare.play import FAULTS, play
 from benchmarks.compare.products import AIBrix, LlmD
 from benchmarks.report import figures
+from benchmarks.report.results import Fault
 from benchmarks.report.words import progress_header, progress_line, terminal_result
 from extproc.cli.arguments import number, probability
 from extproc.lab.harness.processes import ProcessError
 from extproc.route.policies import POLICIES
 
-_PICKERS = {one.name: one for one in (LlmD(), AIBrix())}
+_PICKERS = {product.name: product for product in (LlmD(), AIBrix())}
 _HERE = Path(__file__).parents[1]
 _SPEED = 4.0
-_FROM_S = 120.0  # of trace time: until then the Azure conversation trace speeds up
+_FROM_S = 120.0  # of trace time: the rate of the Azure conversation trace rises until then
 _DURATION_S, _REPEATS = 16.0, 2
 _QUICK_DURATION_S = 6.0
+_BUILD = "benchmarks/README.md#other-endpoint-pickers"
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
-        asyncio.run(_compare(args, contenders, Fleet(file), turns, logs))
+        asyncio.run(_compare(args, contenders, SimulatedFleet(file), turns, logs))
         status = int(bool(turns.not_run) or any(run["complaints"] for run in turns.runs))
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -88,98 +90,94 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _compare(
     args: argparse.Namespace,
     contenders: Sequence[Contender],
-    replicas: Fleet,
+    replicas: SimulatedFleet,
     turns: _Turns,
     logs: Path,
 ) -> None:
-    """Runs all contenders before the next repeat: changes on the machine meet all of them."""
-    for one in contenders:
-        print(f"{one.name:30}{one.about}")
+    """Runs all contenders before the next repeat, so that changes on the machine affect all."""
+    for contender in contenders:
+        print(f"{contender.name:30}{contender.about}")
     print("\n" + progress_header(), flush=True)
     for repeat in range(args.repeats):
         first = repeat % len(contenders)  # no contender is always the first on a machine
-        for one in (*contenders[first:], *contenders[:first]):
-            directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
+        for contender in (*contenders[first:], *contenders[:first]):
+            name = contender.name
+            directory = logs / f"{repeat}-{name.replace(':', '-')}"
             try:
-                turns.runs.append(await play(one, replicas, args, repeat, directory))
+                turns.runs.append(await play(contender, replicas, args, repeat, directory))
                 print(progress_line(turns.runs[-1]), flush=True)
             except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
-                turns.not_run.append({"name": one.name, "repeat": repeat, "why": str(error)})
-                print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)
+                turns.not_run.append({"name": name, "repeat": repeat, "why": str(error)})
+                print(f"{repeat + 1} {name}\n  wrong: not run: {error}", flush=True)
 
 
-def contender(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
-    """Contender of a name, ``kind:policy``; a kind alone stands for its usual policy.
+def contender_named(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
+    """Contender called ``kind:policy``; a kind alone stands for its usual policy.
 
-    ``fair`` puts pickers of the standard protocol behind this project's Envoy file. ValueError if
-    it is unknown or not installed, neither in ``programs`` nor on ``PATH``.
+    ``fair`` puts pickers of the standard protocol behind this project's Envoy file. Raises
+    ValueError if the contender is unknown or its program is neither in ``programs`` nor on
+    ``PATH``.
     """
     kind, _, policy = name.partition(":")
     if kind == "router":
-        return Router(_among(kind, policy or "completion", tuple(POLICIES)))
+        return RouterContender(_checked(kind, policy or "completion", tuple(POLICIES)))
     if kind == "envoy":
-        return EnvoyAlone(_among(kind, policy or "least_request", ENVOY_POLICIES))
+        return EnvoyContender(_checked(kind, policy or "least_request", ENVOY_POLICIES))
     if kind in _PICKERS:
         picker = _PICKERS[kind]
-        program = pickers.found(picker, programs)
+        program = pickers.find_program(picker, programs)
         if program is None:
-            raise ValueError(
-                f"{kind} needs the program {picker.program}: see docs/compare-build.md"
-            )
-        policy = _among(kind, policy or picker.policies[0], picker.policies)
-        return Picker(picker, policy, program, fair and picker.standard)
-    if kind not in PRODUCTS:
-        kinds = ", ".join(("router", "envoy", *PRODUCTS, *_PICKERS))
-        raise ValueError(f"there is no contender {kind!r}; there are: {kinds}")
-    product = PRODUCTS[kind]
-    if not product.installed:
-        raise ValueError(f"{kind} is not installed: run make peers ({product.command} is missing)")
-    return Peer(product, _among(kind, policy or product.best, product.policies))
+            raise ValueError(f"{kind} needs the program {picker.program}: see {_BUILD}")
+        policy = _checked(kind, policy or picker.policies[0], picker.policies)
+        return PickerContender(picker, policy, program, fair and picker.standard)
+    if kind not in PROXIES:
+        kinds = ", ".join(("router", "envoy", *PROXIES, *_PICKERS))
+        raise ValueError(f"no contender is called {kind!r}; known: {kinds}")
+    proxy = PROXIES[kind]
+    if not proxy.installed:
+        raise ValueError(f"{kind} is not installed: run make peers ({proxy.command} is missing)")
+    return ProxyContender(proxy, _checked(kind, policy or proxy.best, proxy.policies))
 
 
 def _with_part(
     fault: Fault | None, every: Sequence[Contender]
 ) -> tuple[list[Contender], list[str]]:
-    """Contenders that have the part a fault falls on, and the names of the others."""
+    """Contenders that have the part that the fault hits, and the names of the others."""
     if fault is None or fault.part == "replica":
         return [*every], []
-    having = [one for one in every if fault.part in one.parts]
+    having = [contender for contender in every if fault.part in contender.parts]
     if not having:
         raise ValueError(f"{fault.name}: no contender here has a {fault.part} of its own")
-    return having, [one.name for one in every if one not in having]
+    return having, [contender.name for contender in every if contender not in having]
 
 
-def _among(kind: str, policy: str, known: Sequence[str]) -> str:
+def _checked(kind: str, policy: str, known: Sequence[str]) -> str:
     if policy not in known:
-        raise ValueError(f"{kind} has no policy {policy!r}; it has: {', '.join(known)}")
+        raise ValueError(f"{kind} has no policy {policy!r}; known: {', '.join(known)}")
     return policy
 
 
 def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contender]:
     """Contenders of ``--contenders``, or this router, Envoy alone and the installed peers."""
-    unequal = len({*file.members.values()}) > 1
-    names = args.contenders or [
-        "router:completion",
-        "envoy:round_robin",
-        "envoy:least_request",
-        *(["envoy:least_request_weighted"] if unequal else []),
-        *(
-            f"{one.name}:{one.best}"
-            for one in PRODUCTS.values()
-            if one.installed and not args.quick
-        ),
-    ]
-    return [_named(args, name) for name in names]
+    names = args.contenders
+    if not names:
+        names = ["router:completion", "envoy:round_robin", "envoy:least_request"]
+        if len({*file.members.values()}) > 1:
+            names.append("envoy:least_request_weighted")
+        if not args.quick:
+            installed = [proxy for proxy in PROXIES.values() if proxy.installed]
+            names += [f"{proxy.name}:{proxy.best}" for proxy in installed]
+    return [_contender(args, name) for name in names]
 
 
-def _named(args: argparse.Namespace, name: str) -> Contender:
-    return contender(name, args.programs, args.envoy == "fair")
+def _contender(args: argparse.Namespace, name: str) -> Contender:
+    return contender_named(name, args.programs, args.envoy == "fair")
 
 
 def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
     ran = list(dict.fromkeys(run["run"]["name"] for run in turns.runs))
     kinds = {name.partition(":")[0] for name in ran}
-    peers = {one.name: one.version for one in PRODUCTS.values() if one.name in kinds}
+    peers = {name: proxy.version for name, proxy in PROXIES.items() if name in kinds}
     result = {
         "compare": {
             **origin,
@@ -192,10 +190,10 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
             "stream_share": args.stream_share,
             "seed": args.seed,
             "repeats": args.repeats,
-            "fault": asdict(args.fault) if args.fault else None,
+            "fault": args.fault.model_dump() if args.fault else None,
             "without_part": turns.without_part,
             "ours": [name for name in ran if name.startswith("router:")],
-            "contenders": {name: _named(args, name).about for name in ran},
+            "contenders": {name: _contender(args, name).about for name in ran},
         },
         "not_run": turns.not_run,
         "runs": turns.runs,
@@ -215,29 +213,30 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=arguments.count, metavar="N", help=turns)
     names, split = "kind:policy, see benchmarks/README.md", lambda text: text.split(",")
     add("--contenders", type=split, metavar="a,b,c", help=names)
-    programs = "where epp (llm-d) and gateway-plugins (AIBrix) are [PATH]"
+    programs = "folder of epp (llm-d) and gateway-plugins (AIBrix) [PATH]"
     add("--programs", type=Path, metavar="DIR", help=programs)
     behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"
     add("--envoy", choices=("own", "fair"), default="own", help=behind)
     add("--stream-share", type=probability, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
-    fault = f"what happens in each turn: {', '.join(FAULTS)}"
+    fault = f"part that fails in each turn, and how: {', '.join(FAULTS)}"
     add("--fault", choices=FAULTS, metavar="PART-WAY", help=fault)
-    add("--at", type=number, metavar="S", help="when it does [half of --duration]")
-    add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
+    add("--at", type=number, metavar="S", help="time of the fault [half of --duration]")
+    add("--quick", action="store_true", help="two minutes: without peers, a single turn of 6 s")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
     if args.at is not None and not (args.fault and args.at < args.duration):
-        parser.error("--at is when the --fault happens: some time before --duration has passed")
+        parser.error("--at is the time of the --fault, and less than --duration")
     try:
-        args.contenders = list(dict.fromkeys(_named(args, n).name for n in args.contenders or ()))
+        named = [_contender(args, name).name for name in args.contenders or ()]
     except ValueError as error:
         parser.error(f"--contenders: {error}")
+    args.contenders = list(dict.fromkeys(named))
     at_s = args.duration / 2 if args.at is None else args.at
-    args.fault = Fault(args.fault, at_s) if args.fault else None
+    args.fault = Fault(name=args.fault, at_s=at_s) if args.fault else None
     return args
 
 

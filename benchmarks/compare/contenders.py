@@ -1,4 +1,4 @@
-"""Simulated replicas of a comparison, and the contenders between them and the clients."""
+"""Simulated replicas of a comparison, and the contenders between clients and replicas."""
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 _READY_S = 30.0
 
 Servers = Mapping[str, str]  # name → `ip:port`
-Processes = Mapping[str, Process]  # the same by name
-Requests = Sequence[Mapping[str, Any]]  # as the load client recorded them
+Processes = Mapping[str, Process]  # by name
+Requests = Sequence[Mapping[str, Any]]  # records of the load client
 
 
-class Fleet:
+class SimulatedFleet:
     """Processes of ``extproc simulate``, as a fleet file describes them."""
 
     model = "llama-8b"
@@ -27,20 +27,23 @@ class Fleet:
     def __init__(self, file: FleetFile) -> None:
         """Raises ValueError for a file with events: only a simulation plays them."""
         if file.events:
-            raise ValueError("its events are played by benchmarks.simulate only: leave them out")
-        # Name → hardware profile that a router is told; name → true decode steps a second.
-        self.profiles = {name: one.name for name, one in file.believed.items()}
-        self.speeds = file.speeds
-        # Tokens of a prompt and its answer that every replica takes.
-        self.context = min(*(one.kv_tokens for one in file.members.values()), DEFAULT_MODEL_LEN)
+            raise ValueError(
+                "remove the events of the fleet: only benchmarks.simulate plays events"
+            )
+        # Names of the hardware profiles that a router is configured with.
+        self.profiles = {name: profile.name for name, profile in file.believed.items()}
+        self.speeds = file.speeds  # true decode steps a second, by name
+        # Tokens of a prompt and its answer that fit into every replica.
+        kv_tokens = (profile.kv_tokens for profile in file.members.values())
+        self.context = min(*kv_tokens, DEFAULT_MODEL_LEN)
         self._options = {
-            name: ["--profile", one.name, *_options(file.group(name))]
-            for name, one in file.members.items()
+            name: ["--profile", profile.name, *_options(file.group(name))]
+            for name, profile in file.members.items()
         }
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
-        """Starts the replicas anew, or raises ProcessError; logs go to ``directory``."""
+        """Starts new replicas, or raises ProcessError; logs go to ``directory``."""
         ports = pick_ports(dict.fromkeys(self._options, 0))
         servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
@@ -70,7 +73,7 @@ def _options(group: ReplicaGroup) -> list[str]:
 
 
 async def lateness(servers: Servers) -> dict[str, Any]:
-    """Lateness of each replica's steps until now; None for a replica that does not answer."""
+    """Lateness of each replica's steps so far; None for a replica that does not answer."""
     return {
         name: await get_json(f"http://{address}/simulate/late") for name, address in servers.items()
     }
@@ -82,21 +85,21 @@ async def no_decisions() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    url: str  # where clients send requests
-    # Reasons why the contender did not do its own policy for these requests.
+    url: str  # of the contender, for its clients
+    # Reasons why the contender did not apply its own policy to these requests.
     complaints: Callable[[Requests], Awaitable[list[str]]]
-    # Decisions made before the requests were sent, as this router's `/decisions` has them.
+    # Records of this router's decisions, in the form of `/decisions`.
     decisions: Callable[[], Awaitable[list[dict[str, Any]]]] = no_decisions
-    # Processes that a fault may fall on, by the names in `Contender.parts`.
+    # Processes that a fault may hit, by the names in `Contender.parts`.
     parts: Mapping[str, Process] = field(default_factory=dict)
 
 
 class Contender(Protocol):
     name: str  # `kind:policy`, for example `envoy:round_robin`
-    about: str  # description in a line
-    parts: tuple[str, ...]  # which of `picker`, `poller` and `redis` are processes of its own
+    about: str  # description of a line
+    parts: tuple[str, ...]  # processes of its own among `picker`, `poller` and `redis`
 
     def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AbstractAsyncContextManager[Front]:
-        """Starts it, ready to use every replica; its files go to ``directory``."""
+        """Starts the contender, ready to use every replica; its files go to ``directory``."""

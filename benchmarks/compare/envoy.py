@@ -1,4 +1,4 @@
-"""Envoy with a load balancing policy of its own, and behind it this project's router."""
+"""Envoy alone with its own load balancing policies, and Envoy with this project's router."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
+from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.discrete import poll_interval
 from benchmarks.processes import Attached, decisions, drop_ext_proc, get_text
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
@@ -26,10 +26,10 @@ _FASTEST = 100  # weight of the fastest replica
 _WORKERS = 2  # as many as the demo's stack gives the Envoy beside a router
 _READY_S = 30.0
 _DECISIONS_KEPT = 25_000
-_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # as the stack calls them
+_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # part → process of the stack
 
 
-class EnvoyAlone:
+class EnvoyContender:
     """Envoy with the project's file, without a router."""
 
     parts: tuple[str, ...] = ()
@@ -37,31 +37,34 @@ class EnvoyAlone:
     def __init__(self, policy: str) -> None:
         self.name = f"envoy:{policy}"
         name, weighted, _ = policy.partition("_weighted")
-        told = ", replicas weighted by their true speeds" if weighted else ""
-        self.about = f"Envoy's own {name.upper()}, no router{told}"
+        weights = ", replicas weighted by their true speeds" if weighted else ""
+        self.about = f"Envoy's own {name.upper()}, no router{weights}"
         self._policy = policy
         self._weighted = bool(weighted)
 
     @asynccontextmanager
     async def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports({"envoy": 0, "admin": 0})
         admin = f"http://127.0.0.1:{ports['admin']}"
 
         async def complaints(requests: Requests) -> list[str]:
-            found = await replica_trouble(admin, len(servers))
+            found = await replica_complaints(admin, len(servers))
             lines = (await get_text(f"{admin}/clusters")).splitlines()
             sent = [int(line.split("::")[-1]) for line in lines if "::rq_total::" in line]
-            uneven = max(sent, default=0) - min(sent, default=0) > _WORKERS  # each has its round
+            # Each worker goes round on its own.
+            uneven = max(sent, default=0) - min(sent, default=0) > _WORKERS
             if self._policy == "round_robin" and uneven:
-                found.append(f"round robin sent the replicas {sent} requests: not in turn")
+                found.append(f"round robin was uneven: it sent the replicas {sent} requests")
             return found
 
         async with await start_envoy(self._bootstrap(ports, fleet, servers), admin, directory):
             yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
-    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> Bootstrap:
+    def _bootstrap(
+        self, ports: Mapping[str, int], fleet: SimulatedFleet, servers: Servers
+    ) -> Bootstrap:
         bootstrap = addressed(
             listen=f"127.0.0.1:{ports['envoy']}",
             admin=f"127.0.0.1:{ports['admin']}",
@@ -69,7 +72,8 @@ class EnvoyAlone:
             replicas=servers.values(),
         )
         resources = bootstrap["static_resources"]
-        (replicas,) = (one for one in resources["clusters"] if one["name"] == "replicas")
+        clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}
+        replicas = clusters["replicas"]
         replicas["load_balancing_policy"] = _balancing(self._policy)
         (group,) = replicas["load_assignment"]["endpoints"]
         if self._weighted:
@@ -81,17 +85,17 @@ class EnvoyAlone:
 
 
 async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Process:
-    """Starts an Envoy that names the replica of each response; raises ProcessError."""
+    """Starts an Envoy that names the replica in each response; raises ProcessError."""
     config, log = directory / "envoy.yaml", directory / "envoy.log"
-    says_who(bootstrap)
+    name_replicas(bootstrap)
     add_access_log(bootstrap, directory / "access.log")
     config.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
     argv, ready = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
     return await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S)
 
 
-def says_who(bootstrap: Bootstrap) -> None:
-    """Makes Envoy name the replica in each response, as simulated replicas do and vLLM does not."""
+def name_replicas(bootstrap: Bootstrap) -> None:
+    """Adds ``x-served-by`` to each response: vLLM, unlike simulated replicas, does not."""
     manager_of(bootstrap)["route_config"]["response_headers_to_add"] = [
         {
             "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
@@ -100,8 +104,8 @@ def says_who(bootstrap: Bootstrap) -> None:
     ]
 
 
-def weights(fleet: Fleet, servers: Servers) -> list[int]:
-    """Weights of the servers, in their order and in proportion to their speeds."""
+def weights(fleet: SimulatedFleet, servers: Servers) -> list[int]:
+    """Weights of the servers in their order, proportional to their speeds."""
     fastest = max(fleet.speeds.values())
     return [max(round(_FASTEST * fleet.speeds[name] / fastest), 1) for name in servers]
 
@@ -114,18 +118,18 @@ def _balancing(policy: str) -> dict[str, Any]:
     }
 
 
-async def replica_trouble(admin: str, replicas: int) -> list[str]:
-    """Retries, overflows, failed connections and missing replicas that Envoy counts."""
+async def replica_complaints(admin: str, replicas: int) -> list[str]:
+    """Retries, overflows, failed connections and missing replicas, as Envoy counts them."""
     stats = await envoy_stats(admin)
     if not stats:
-        return [f"Envoy does not say what it did: {admin}/stats does not answer"]
+        return [f"Envoy's statistics are missing: {admin}/stats does not answer"]
     found = []
     healthy = stats.get("cluster.replicas.membership_healthy", 0)
     if healthy != replicas:
         found.append(f"Envoy uses {healthy} of {replicas} replicas")
     for name in ("upstream_rq_retry", "upstream_rq_pending_overflow", "upstream_cx_connect_fail"):
         if count := stats.get(f"cluster.replicas.{name}", 0):
-            found.append(f"Envoy counts {count} of {name}")
+            found.append(f"Envoy counts {count} {name}")
     return found
 
 
@@ -135,7 +139,7 @@ async def envoy_stats(admin: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
-class Router:
+class RouterContender:
     parts = tuple(_PARTS)
 
     def __init__(self, policy: str) -> None:
@@ -145,39 +149,45 @@ class Router:
 
     @asynccontextmanager
     async def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Runs the whole system anew, with the hardware profiles of ``Fleet.profiles``."""
+        """Starts a new stack, with the hardware profiles of ``SimulatedFleet.profiles``."""
         settings: dict[str, dict[str, object]] = {
             "route": {"policy": self._policy, "seed": seed},
             "poll": {"interval_s": poll_interval(self._policy)},
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
-        async with _Behind(directory, servers, fleet.profiles, settings) as stack:
-            told = partial(decisions, stack.router_admin)
+        async with _RouterStack(directory, servers, fleet.profiles, settings) as stack:
+            complaints = partial(self._complaints, stack)
+            records = partial(decisions, stack.router_admin)
             parts = {part: stack.process(name) for part, name in _PARTS.items()}
-            yield Front(stack.url, partial(self._complaints, stack), told, parts)
+            yield Front(stack.url, complaints, records, parts)
 
     async def _complaints(self, stack: Attached, requests: Requests) -> list[str]:
-        found = await replica_trouble(stack.envoy_admin, len(stack.replicas))
-        made = {one["request_id"]: one for one in await decisions(stack.router_admin)}
-        stats, records = await envoy_stats(stack.envoy_admin), made.values()
+        found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
+        records = await decisions(stack.router_admin)
+        decided = {record["request_id"] for record in records}
+        stats = await envoy_stats(stack.envoy_admin)
+        without_answer = stats.get("http.openai.ext_proc.failure_mode_allowed", 0)
         counts = {
-            "were not asked about": sum(one["request_id"] not in made for one in requests),
-            "were decided by another policy": sum(one["policy"] != self._policy for one in records),
-            "were decided in a fallback": sum(bool(one["fallback"]) for one in records),
-            "went on without the router's answer": stats.get(
-                "http.openai.ext_proc.failure_mode_allowed", 0
+            "bypassed the router": sum(
+                request["request_id"] not in decided for request in requests
             ),
-            "went elsewhere than the router said": sum(
-                one["outcome"]["served_by"] not in (None, one["replica"]) for one in records
+            "were decided by another policy": sum(
+                record["policy"] != self._policy for record in records
+            ),
+            "were decided by a fallback": sum(bool(record["fallback"]) for record in records),
+            "went on without the router's answer": without_answer,
+            "were served by another replica than the router chose": sum(
+                record["outcome"]["served_by"] not in (None, record["replica"])
+                for record in records
             ),
         }
-        return found + [f"{count} requests {what}" for what, count in counts.items() if count]
+        return found + [f"{count} requests {event}" for event, count in counts.items() if count]
 
 
-class _Behind(Attached):
+class _RouterStack(Attached):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
-        says_who(bootstrap)
+        name_replicas(bootstrap)
         return bootstrap

@@ -1,6 +1,6 @@
-"""Other routers, as their makers publish them: each a process that is an HTTP proxy itself.
+"""Other routers, as their makers publish them: each is an HTTP proxy in a process of its own.
 
-``make peers`` installs them into ``.peers``, each into an environment of its own.
+``make peers`` installs each into an environment of its own in ``.peers``.
 """
 
 from collections import Counter
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
+from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.processes import get_json, get_samples
 from extproc.lab.harness.processes import Process, pick_ports
 
-INSTALLED = Path(__file__).parents[2] / ".peers"  # where `make peers` puts them
+INSTALLED = Path(__file__).parents[2] / ".peers"  # of `make peers`
 
 _READY_S = 60.0
 
-# Endings of counters that say a policy was passed over: retries, circuit breakers, shed load.
+# Endings of counters of requests that bypassed the policy: retries, circuit breakers, shed load.
 _ALWAYS_ZERO = (
     *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
     *("overload_shed_total", "overload_fallback_total", "liveness_fallback_total"),
@@ -28,16 +28,16 @@ _ALWAYS_ZERO = (
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    name: str  # of its package and of its command
-    best: str  # its policy that looks at how busy replicas are
-    decisions: str  # its counter of decisions, by policy
-    words: tuple[str, ...] = ()  # further words of its command line, before the options
+class ProxyProduct:
+    name: str  # of the package and of the command
+    best: str  # policy that considers the load of the replicas
+    decisions: str  # counter of decisions, by policy
+    words: tuple[str, ...] = ()  # words of the command line before the options
     options: tuple[str, ...] = ()
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies that are known to work here; it has more."""
+        """Policies that are known to work here; the product has more."""
         return tuple(dict.fromkeys(("round_robin", self.best, "cache_aware")))
 
     @property
@@ -51,30 +51,30 @@ class Product:
     @property
     def version(self) -> str:
         packages = INSTALLED.glob(f"{self.name}/lib/python*/site-packages")
-        found = distributions(name=self.name, path=[str(one) for one in packages])
-        return next((one.version for one in found), "")
+        found = distributions(name=self.name, path=[str(folder) for folder in packages])
+        return next((package.version for package in found), "")
 
 
-PRODUCTS = {
-    one.name: one
-    for one in (
-        Product(
+PROXIES = {
+    product.name: product
+    for product in (
+        ProxyProduct(
             name="vllm-router",
             best="power_of_two",
             decisions="vllm_router_policy_decisions_total",
             options=("--worker-startup-timeout-secs", "20", "--worker-startup-check-interval", "1"),
         ),
-        Product(
+        ProxyProduct(
             name="smg",
             best="least_load",
             decisions="smg_worker_selection_total",
             words=("launch",),
             options=("--backend", "vllm", "--load-monitor-interval", "1"),
         ),
-        Product(
+        ProxyProduct(
             name="sglang-router",
-            # Not power_of_two: it asks replicas for /get_load, which vLLM does not have, takes each
-            # for equally busy then, and so picks at random.
+            # Not power_of_two: it asks for /get_load, which vLLM does not have, then takes all
+            # replicas for equally busy, and so picks at random.
             best="cache_aware",
             decisions="smg_worker_selection_total",
             words=("launch",),
@@ -83,10 +83,10 @@ PRODUCTS = {
 }
 
 
-class Peer:
-    parts: tuple[str, ...] = ()  # one process does it all
+class ProxyContender:
+    parts: tuple[str, ...] = ()  # a single process: none can fail alone
 
-    def __init__(self, product: Product, policy: str) -> None:
+    def __init__(self, product: ProxyProduct, policy: str) -> None:
         self.name = f"{product.name}:{policy}"
         self.about = f"{product.name} {product.version}, policy {policy}"
         self._product = product
@@ -94,25 +94,25 @@ class Peer:
 
     @asynccontextmanager
     async def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports({"proxy": 0, "metrics": 0})
         url = f"http://127.0.0.1:{ports['proxy']}"
         name = self._product.name
         argv = [*self._command(ports), *(f"http://{address}" for address in servers.values())]
 
-        async def knows_all() -> bool:
+        async def all_healthy() -> bool:
             return await _healthy(url) == len(servers)
 
         async def complaints(requests: Requests) -> list[str]:
             samples = await get_samples(f"http://127.0.0.1:{ports['metrics']}/metrics")
             found = self._complaints(samples, len(requests))
             if (healthy := await _healthy(url)) != len(servers):
-                found.append(f"it uses {healthy} of {len(servers)} replicas")
+                found.append(f"{name} uses {healthy} of {len(servers)} replicas")
             return found
 
         log = directory / f"{name}.log"
-        async with await Process.start(name, argv, log=log, ready=knows_all, ready_s=_READY_S):
+        async with await Process.start(name, argv, log=log, ready=all_healthy, ready_s=_READY_S):
             yield Front(url, complaints)
 
     def _command(self, ports: Mapping[str, int]) -> list[str]:
@@ -130,25 +130,25 @@ class Peer:
 
     def _complaints(self, samples: Sequence[Sample], requests: int) -> list[str]:
         by_policy: Counter[str] = Counter()
-        for one in samples:
-            if one.name == self._product.decisions:
-                by_policy[one.labels["policy"]] += int(one.value)
-        found = trouble(samples)
+        for sample in samples:
+            if sample.name == self._product.decisions:
+                by_policy[sample.labels["policy"]] += int(sample.value)
+        found = metric_complaints(samples)
         if set(by_policy) != {self._policy} or by_policy[self._policy] < requests:
-            found.append(f"of {requests} requests its policies decided {dict(by_policy)}")
+            found.append(f"of {requests} requests, its policies decided {dict(by_policy)}")
         return found
 
 
 async def _healthy(url: str) -> int:
     page = await get_json(f"{url}/workers")
-    return sum(bool(one["is_healthy"]) for one in page["workers"]) if page else 0
+    return sum(bool(worker["is_healthy"]) for worker in page["workers"]) if page else 0
 
 
-def trouble(samples: Iterable[Sample]) -> list[str]:
-    """Retries, open circuit breakers, refusals and the like, out of its metrics."""
+def metric_complaints(samples: Iterable[Sample]) -> list[str]:
+    """Retries, open circuit breakers, refusals and the like, as a proxy's metrics count them."""
     found = []
-    for one in samples:
-        if one.name.endswith(_ALWAYS_ZERO) and one.value:
-            labels = ", ".join(f'{name}="{value}"' for name, value in one.labels.items())
-            found.append(f"its metrics say {one.name}{{{labels}}} {one.value:g}")
+    for sample in samples:
+        if sample.name.endswith(_ALWAYS_ZERO) and sample.value:
+            labels = ", ".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found.append(f"its metrics count {sample.name}{{{labels}}} {sample.value:g}")
     return found

@@ -1,4 +1,4 @@
-"""Endpoint pickers of others: programs that Envoy asks over ext_proc where to send a request."""
+"""Other endpoint pickers: programs that choose the replica of a request for Envoy, by ext_proc."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -12,50 +12,52 @@ from typing import Any, ClassVar
 import yaml
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Fleet, Front, Requests, Servers
-from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
+from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
+from benchmarks.compare.envoy import envoy_stats, replica_complaints, start_envoy
 from benchmarks.processes import get_samples
 from extproc.lab.harness.envoy_config import Bootstrap, addressed, socket_address
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
-FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"  # works for any such picker
+FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"  # for any standard picker
 _READY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    policy: set[str]  # by what it should decide, in its own words
-    used: set[str]  # by what it did
-    decided: Counter[str]  # how often for which `ip:port`
-    replicas: int | None  # how many it holds to be ready; None where it does not say
-    failed: int  # decisions, or requests, that failed
+class PickerAccount:
+    """Decisions of a picker, by its own metrics and log."""
+
+    policy: set[str]  # strategies or plugins that should decide
+    used: set[str]  # strategies or plugins that decided
+    decided: Counter[str]  # decisions by `ip:port`
+    replicas: int | None  # ready replicas; None if the picker does not count them
+    failed: int  # failed decisions or requests
 
     def uses_all(self, servers: Servers) -> bool:
         return self.replicas in (None, len(servers))
 
     def complaints(self, requests: Requests, servers: Servers) -> list[str]:
-        """Reasons why its policy did not decide all of these requests."""
+        """Reasons why the policy did not decide all of these requests."""
         found = []
         if self.used != self.policy:
-            found.append(f"it decided by {sorted(self.used)}, not by {sorted(self.policy)}")
+            found.append(f"the picker decided by {sorted(self.used)}, not by {sorted(self.policy)}")
         if not self.uses_all(servers):
-            found.append(f"it uses {self.replicas} of {len(servers)} replicas")
+            found.append(f"the picker uses {self.replicas} of {len(servers)} replicas")
         if self.failed:
-            found.append(f"it counts {self.failed} failures")
-        served = Counter(one["replica"] for one in requests if one["replica"])
-        past = sum((served - self.decided).values())
-        if past:
-            found.append(f"{past} requests went elsewhere than it said")
+            found.append(f"the picker counts {self.failed} failures")
+        served = Counter(request["replica"] for request in requests if request["replica"])
+        elsewhere = (served - self.decided).total()
+        if elsewhere:
+            found.append(f"{elsewhere} requests went to other replicas than the picker chose")
         return found
 
 
-class Product(ABC):
-    """Picker as its makers publish it."""
+class PickerProduct(ABC):
+    """Picker, as its makers publish the program."""
 
     name: ClassVar[str]
     program: ClassVar[str]
-    policies: ClassVar[tuple[str, ...]]  # the usual one first
-    clusters: ClassVar[Mapping[str, str]]  # of its Envoy file → its own port, `grpc` or `http`
+    policies: ClassVar[tuple[str, ...]]  # the usual policy first
+    clusters: ClassVar[Mapping[str, str]]  # cluster of the Envoy file → port, `grpc` or `http`
     standard: ClassVar[bool] = False  # speaks the Gateway API Inference Extension's protocol
 
     @property
@@ -66,20 +68,22 @@ class Product(ABC):
     def command(
         self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of the program; its files go to ``directory``."""
+        """Arguments and environment of the program, whose files go to ``directory``."""
 
     @abstractmethod
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
-    ) -> Account:
-        """Account by the picker's metrics and, for the rest, by its log."""
+    ) -> PickerAccount:
+        """Account by the picker's metrics and, where they lack it, its log."""
 
 
-class Picker:
+class PickerContender:
     parts: tuple[str, ...] = ("picker",)
 
-    def __init__(self, product: Product, policy: str, program: Path, fair: bool = False) -> None:
-        """Puts it behind its makers' Envoy file or, if ``fair``, this project's."""
+    def __init__(
+        self, product: PickerProduct, policy: str, program: Path, fair: bool = False
+    ) -> None:
+        """Puts the picker behind its makers' Envoy file or, if ``fair``, this project's."""
         self.name = f"{product.name}:{policy}"
         behind = FAIR.name if fair else "its makers' Envoy file"
         self.about = f"{product.name}, policy {policy}, behind {behind}"
@@ -90,13 +94,13 @@ class Picker:
 
     @asynccontextmanager
     async def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
         admin, log = f"http://127.0.0.1:{ports['admin']}", directory / "picker.log"
         arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)
 
-        async def account() -> Account:
+        async def account() -> PickerAccount:
             samples = await get_samples(f"http://127.0.0.1:{ports['http']}/metrics")
             text = log.read_text(errors="replace")
             return self._product.account(self._policy, samples, text, servers)
@@ -108,23 +112,23 @@ class Picker:
 
         async def complaints(requests: Requests) -> list[str]:
             found = (await account()).complaints(requests, servers)
-            found += await replica_trouble(admin, len(servers)) if self._fair else []
+            found += await replica_complaints(admin, len(servers)) if self._fair else []
             stats = await envoy_stats(admin)
-            allowed = [n for name, n in stats.items() if name.endswith("failure_mode_allowed")]
-            if sum(allowed):
-                found.append(f"{sum(allowed)} requests went on without its answer")
+            allowed = sum(n for name, n in stats.items() if name.endswith("failure_mode_allowed"))
+            if allowed:
+                found.append(f"{allowed} requests went on without the picker's answer")
             return found
 
         name, command = self._product.program, [str(self._program), *arguments]
         picker = Process.start(name, command, log=log, ready=ready, ready_s=_READY_S, env=env)
         async with (
             await picker as started,
-            await start_envoy(self._bootstrap(ports, servers), admin, directory),
+            await start_envoy(self.bootstrap(ports, servers), admin, directory),
         ):
             url = f"http://127.0.0.1:{ports['envoy']}"
             yield Front(url, complaints, parts={"picker": started})
 
-    def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Bootstrap:
+    def bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Bootstrap:
         if self._fair:
             return _fair(ports, servers)
         bootstrap: Bootstrap = yaml.safe_load(self._product.envoy.read_text())
@@ -132,8 +136,8 @@ class Picker:
         bootstrap["admin"]["address"] = socket_address(f"127.0.0.1:{ports['admin']}")
         resources["listeners"][0]["address"] = socket_address(f"127.0.0.1:{ports['envoy']}")
         for cluster in resources["clusters"]:
-            if own := self._product.clusters.get(cluster["name"]):
-                _endpoint(cluster)["address"] = socket_address(f"127.0.0.1:{ports[own]}")
+            if port := self._product.clusters.get(cluster["name"]):
+                _endpoint(cluster)["address"] = socket_address(f"127.0.0.1:{ports[port]}")
         return bootstrap
 
 
@@ -145,8 +149,8 @@ def _fair(ports: Mapping[str, int], servers: Servers) -> Bootstrap:
         replicas=servers.values(),
         template=FAIR,
     )
-    clusters = {one["name"]: one for one in bootstrap["static_resources"]["clusters"]}
-    # Its health is told on a port of its own.
+    clusters = {cluster["name"]: cluster for cluster in bootstrap["static_resources"]["clusters"]}
+    # The picker answers health checks on a port of their own.
     _endpoint(clusters["router"])["health_check_config"] = {"port_value": ports["health"]}
     return bootstrap
 
@@ -157,8 +161,8 @@ def _endpoint(cluster: Any) -> Any:
     return member["endpoint"]
 
 
-def found(product: Product, programs: Path | None) -> Path | None:
-    """Program of a picker in that directory or on PATH."""
+def find_program(product: PickerProduct, programs: Path | None) -> Path | None:
+    """Path of a picker's program in the directory or on PATH; None if missing."""
     at = programs and shutil.which(product.program, path=str(programs))
     path = at or shutil.which(product.program)
     return Path(path) if path else None

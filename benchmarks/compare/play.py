@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from math import nan
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
-from benchmarks.compare.validity import between, hits, validity, watching
+from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFleet
+from benchmarks.compare.validity import between, hits, observing, validity
 from benchmarks.fleet import imbalance
 from benchmarks.load.__main__ import SENDING
 from benchmarks.processes import get_json
+from benchmarks.report.results import Fault
 from extproc.ground.clock import wall
 from extproc.lab.harness.processes import Process, ProcessError
 
-TIMEOUT_S = 45.0  # for an answer, in a turn with a fault
-_SLOWER = 4.0  # times as long as before every step of a slow replica takes
+TIMEOUT_S = 45.0  # of an answer, in a turn with a fault
+_SLOWER = 4.0  # factor of every step's time on a slow replica
 _SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 FAULTS = (
     *("picker-killed", "picker-hung"),
@@ -32,45 +32,32 @@ FAULTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    name: str  # one of `FAULTS`
-    at_s: float  # seconds after the first request is sent
+class FaultInjection:
+    """Fault of a part of the contender, or of the first replica."""
 
-    @property
-    def part(self) -> str:
-        return self.name.partition("-")[0]
-
-    @property
-    def way(self) -> str:
-        return self.name.partition("-")[2]
-
-
-class Blow:
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
-        """Strikes a part of the contender or the first of the replicas' processes."""
-        self.complaints: list[str] = []  # why the contender was not at work before
-        self.others = dict(servers)  # the replicas that it does not fall on
+        self.complaints: list[str] = []  # of the contender, before the fault
+        self.spared = dict(servers)  # replicas that the fault does not hit
         self._fault = fault
         self._front = front
         self._address = ""
         self._at_s = nan
-        self._there: frozenset[str] = frozenset()
+        self._in_flight: frozenset[str] = frozenset()  # request ids on the replica at the fault
         if fault.part == "replica":
             name = next(iter(servers))
-            self._address, self._process = self.others.pop(name), replicas[name]
+            self._address, self._process = self.spared.pop(name), replicas[name]
         else:
             self._process = front.parts[fault.part]
 
-    async def fall(self) -> None:
-        """Returns when the fault has happened; to be called when the first request is sent."""
+    async def inject(self) -> None:
+        """Waits from the first request until the fault is due, and makes it happen."""
         await asyncio.sleep(self._fault.at_s)
         self.complaints = await self._front.complaints([])
         if self._address:
-            there = await get_json(f"http://{self._address}/simulate/requests")
-            self._there = frozenset(there or ())
+            in_flight = await get_json(f"http://{self._address}/simulate/requests")
+            self._in_flight = frozenset(in_flight or ())
         self._at_s = wall()
         if self._fault.way == "slow":
             url = f"http://{self._address}/simulate"
@@ -86,22 +73,24 @@ class Blow:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Fault in seconds after the start, and the requests, each with ``struck``: in flight on
-        the part when the fault fell. For a picker these are all that were in flight.
+        """Fault in seconds after the start, and the requests with ``struck``.
+
+        Struck requests were in flight on the part when the fault fell. For a picker these are all
+        requests in flight.
         """
         at_s = self._at_s - started_s
 
-        def struck(one: Mapping[str, Any]) -> bool:
+        def struck(request: Mapping[str, Any]) -> bool:
             if self._fault.part != "picker":
-                return one["request_id"] in self._there
-            return bool(one["at_s"] + one["late_s"] <= at_s < _ended_s(one))
+                return request["request_id"] in self._in_flight
+            return bool(request["at_s"] + request["late_s"] <= at_s < _ended_s(request))
 
         fault = {"name": self._fault.name, "at_s": at_s}
-        return fault, [one | {"struck": struck(one)} for one in requests]
+        return fault, [request | {"struck": struck(request)} for request in requests]
 
 
 def excused(request: Mapping[str, Any], fault: Mapping[str, Any] | None) -> bool:
-    """True for a request that failed after a fault, which is reported but no complaint."""
+    """True for a request that failed after a fault: it is counted, but no complaint."""
     return bool(fault and request["error"] and _ended_s(request) > fault["at_s"])
 
 
@@ -112,10 +101,10 @@ def _ended_s(request: Mapping[str, Any]) -> float:
 
 _BEGINS_S = 60.0  # until the load client, which reads the trace first, sends a request
 _SOME_FAILED = 1  # exit status of the load client
-_TIMEOUT_S = 120.0  # for an answer; round robin on the mixed fleet needs 60 s for some
+_TIMEOUT_S = 120.0  # of an answer: round robin on the mixed fleet takes 60 s for some
 
 
-def part(args: argparse.Namespace, repeat: int) -> list[str]:
+def load_arguments(args: argparse.Namespace, repeat: int) -> list[str]:
     """Arguments of the load client, the same for all contenders.
 
     Each repeat sends the next part of the trace, with other words in the prompts.
@@ -133,36 +122,51 @@ def part(args: argparse.Namespace, repeat: int) -> list[str]:
 
 
 async def play(
-    contender: Contender, fleet: Fleet, args: argparse.Namespace, repeat: int, directory: Path
+    contender: Contender,
+    fleet: SimulatedFleet,
+    args: argparse.Namespace,
+    repeat: int,
+    directory: Path,
 ) -> dict[str, Any]:
-    """Result of the load client, with observations of machine and contender; or ProcessError."""
+    """Result of the load client, with observations of machine and contender.
+
+    Raises ProcessError if the contender, a replica or the load client fails.
+    """
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
         fleet.fresh(directory) as (servers, replicas),
         contender.running(fleet, servers, directory, args.seed + repeat) as front,
     ):
-        blow = Blow(args.fault, front, servers, replicas) if args.fault else None
-        async with watching(blow.others if blow else servers, wall) as looks:
-            result = await _load(front.url, fleet, part(args, repeat), directory, blow)
+        injection = FaultInjection(args.fault, front, servers, replicas) if args.fault else None
+        async with observing(injection.spared if injection else servers, wall) as observed:
+            options = load_arguments(args, repeat)
+            result = await _load(front.url, fleet, options, directory, injection)
         sent = result["requests"]
-        complaints = blow.complaints if blow else await front.complaints(sent)
-        decided = {one["request_id"]: one for one in await front.decisions()}
+        complaints = injection.complaints if injection else await front.complaints(sent)
+        decisions = {record["request_id"]: record for record in await front.decisions()}
     names = {address: name for name, address in servers.items()}
     start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     fault = None
-    if blow:
-        fault, sent = blow.marked(sent, start_s)
-    complaints = [*work([one for one in sent if not excused(one, fault)]), *complaints]
-    requests = [_seen(one, decided.get(one["request_id"], {}), names) for one in sent]
-    answered = [one for one in requests if one["error"] is None]
+    if injection:
+        fault, sent = injection.marked(sent, start_s)
+    unexcused = [request for request in sent if not excused(request, fault)]
+    complaints = [*work_complaints(unexcused), *complaints]
+    requests = [
+        _with_decision(request, decisions.get(request["request_id"], {}), names) for request in sent
+    ]
+    stays = (
+        (request["replica"], request["at_s"], request["at_s"] + request["completion_s"])
+        for request in requests
+        if request["error"] is None
+    )
     summary = result["summary"]
-    summary["hits"] = hits(looks)
-    stays = ((one["replica"], one["at_s"], one["at_s"] + one["completion_s"]) for one in answered)
+    summary["hits"] = hits(observed)
     summary["imbalance"] = imbalance(stays, fleet.speeds)
-    summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
-    arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
+    summary["replicas"] = {names.get(key, key): of for key, of in summary["replicas"].items()}
+    last_arrival_s = start_s + max(request["at_s"] for request in requests)
+    arriving = between(observed, start_s, last_arrival_s)
     machine = validity(arriving, summary["late_s"]["p99"])
-    summary["warnings"] += [*complaints, *(f"the machine: {one}" for one in machine["doubts"])]
+    summary["warnings"] += [*complaints, *(f"the machine: {doubt}" for doubt in machine["doubts"])]
     return {
         "run": result["run"] | {"name": contender.name, "repeat": repeat},
         "validity": machine,
@@ -175,43 +179,48 @@ async def play(
 
 
 async def _load(
-    url: str, fleet: Fleet, arguments: Sequence[str], directory: Path, blow: Blow | None
+    url: str,
+    fleet: SimulatedFleet,
+    options: Sequence[str],
+    directory: Path,
+    injection: FaultInjection | None,
 ) -> dict[str, Any]:
-    answer = directory / "load.json"
-    log = directory / "load.log"
+    file, log = directory / "load.json", directory / "load.log"
     argv = [sys.executable, "-m", "benchmarks.load", "--url", url, "--model", fleet.model]
-    argv += ["--context", str(fleet.context), *arguments, "--json", str(answer)]
+    argv += ["--context", str(fleet.context), *options, "--json", str(file)]
 
     async def sending() -> bool:
         return SENDING in process.last_lines()
 
     async with await Process.start("load", argv, log=log) as process:
-        if blow:
+        if injection:
             await process.wait_ready(sending, _BEGINS_S)
-            await blow.fall()
+            await injection.inject()
         if await process.wait() not in (0, _SOME_FAILED):
             raise ProcessError(f"the load client did not begin:\n{process.last_lines()}")
-    if blow:
-        await blow.end()
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+    if injection:
+        await injection.end()
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
-def _seen(
+def _with_decision(
     request: dict[str, Any], decision: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     replica: Any = request["replica"] or decision.get("replica")
-    told = {name: decision.get(name) for name in ("predicted_ttft_s", "predicted_completion_s")}
-    return request | told | {"replica": names.get(replica, replica)}
+    predicted = {
+        name: decision.get(name) for name in ("predicted_ttft_s", "predicted_completion_s")
+    }
+    return request | predicted | {"replica": names.get(replica, replica)}
 
 
-def work(requests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Complaints about failed requests and answers of another length than planned."""
-    answered = [one for one in requests if one["error"] is None]
+def work_complaints(requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Complaints about failed requests, and about answers of another length than planned."""
+    answered = [request for request in requests if request["error"] is None]
     counts = {
         "failed": len(requests) - len(answered),
-        "got another number of tokens than asked for, or were not told how many": sum(
-            one["output_tokens"] != one["planned_output_tokens"] for one in answered
+        "had an answer without a token count, or with another than planned": sum(
+            request["output_tokens"] != request["planned_output_tokens"] for request in answered
         ),
     }
-    return [f"{n} of {len(requests)} requests {what}" for what, n in counts.items() if n]
+    return [f"{n} of {len(requests)} requests {event}" for event, n in counts.items() if n]

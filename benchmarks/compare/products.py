@@ -1,4 +1,4 @@
-"""Endpoint pickers of others: llm-d's ``epp``, and AIBrix's ``gateway-plugins`` alone."""
+"""Endpoint pickers of llm-d (``epp``) and of AIBrix (``gateway-plugins``)."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Servers
-from benchmarks.compare.pickers import Account, Product
+from benchmarks.compare.pickers import PickerAccount, PickerProduct
 
 # Filters and scorers by policy, with the weights of the scorers.
 _PROFILES: Mapping[str, Mapping[str, int | None]] = {
@@ -18,7 +18,7 @@ _PROFILES: Mapping[str, Mapping[str, int | None]] = {
     "affinity": {"prefix-cache-affinity-filter": None, "token-load-scorer": 1},
     "active": {"active-request-scorer": 1},
 }
-# Plugins that compute the inputs of these, if they are not started by themselves.
+# Plugins that compute the inputs of these scorers, if they do not start by themselves.
 _PRODUCERS: Mapping[str, tuple[str, ...]] = {
     "scorers": (),
     "affinity": ("approx-prefix-cache-producer", "inflight-load-producer"),
@@ -26,7 +26,7 @@ _PRODUCERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class LlmD(Product):
+class LlmD(PickerProduct):
     name = "llm-d"
     program = "epp"
     policies = tuple(_PROFILES)
@@ -60,24 +60,24 @@ class LlmD(Product):
 
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
-    ) -> Account:
+    ) -> PickerAccount:
         addresses = {address.rpartition(":")[2]: address for address in servers.values()}
         used: set[str] = set()
         decided: Counter[str] = Counter()
         ready, failed = 0, 0
-        for one in samples:
-            match one.name.removeprefix("llm_d_epp_"):
+        for sample in samples:
+            match sample.name.removeprefix("llm_d_epp_"):
                 case "plugin_duration_seconds_count":
-                    if one.labels["extension_point"] in ("Filter", "Scorer") and one.value:
-                        used.add(one.labels["plugin_type"])
-                case "scheduler_attempts_total" if one.labels["status"] == "success":
-                    port = one.labels["port"]
-                    decided[addresses.get(port, port)] += int(one.value)
+                    if sample.labels["extension_point"] in ("Filter", "Scorer") and sample.value:
+                        used.add(sample.labels["plugin_type"])
+                case "scheduler_attempts_total" if sample.labels["status"] == "success":
+                    port = sample.labels["port"]
+                    decided[addresses.get(port, port)] += int(sample.value)
                 case "scheduler_attempts_total":
-                    failed += int(one.value)
+                    failed += int(sample.value)
                 case "ready_endpoints":
-                    ready = int(one.value)
-        return Account({*_PROFILES[policy]}, used, decided, ready, failed)
+                    ready = int(sample.value)
+        return PickerAccount({*_PROFILES[policy]}, used, decided, ready, failed)
 
 
 def _config(policy: str, endpoints: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _config(policy: str, endpoints: Path) -> dict[str, Any]:
         "apiVersion": "llm-d.ai/v1alpha1",
         "kind": "EndpointPickerConfig",
         "plugins": [
-            *({"type": one} for one in types),
+            *({"type": plugin} for plugin in types),
             discovery | {"parameters": {"path": str(endpoints)}},
         ],
         "schedulingProfiles": [{"name": "default", "plugins": profile}],
@@ -103,12 +103,12 @@ def _config(policy: str, endpoints: Path) -> dict[str, Any]:
     }
 
 
-# A line of its log for each request: its metrics do not name policies.
+# Its log has a line for each request; its metrics do not name policies.
 _DECIDED = re.compile(r'routing_strategy="?([\w-]+).*?target_pod_ip="?([\d.:]+)')
-_NOBODY = "1"  # a port without Redis: it would use one that happens to run on this machine
+_NO_REDIS = "1"  # a port without Redis: AIBrix would use a Redis that runs on this machine
 
 
-class AIBrix(Product):
+class AIBrix(PickerProduct):
     name = "aibrix"
     program = "gateway-plugins"
     policies = ("least-request", "least-latency", "prefix-cache")
@@ -126,18 +126,18 @@ class AIBrix(Product):
             "http-bind-address": f"127.0.0.1:{ports['http']}",
         }
         words = [f"--{name}={value}" for name, value in options.items()]
-        return ["--standalone", *words], {"ROUTING_ALGORITHM": policy, "REDIS_PORT": _NOBODY}
+        return ["--standalone", *words], {"ROUTING_ALGORITHM": policy, "REDIS_PORT": _NO_REDIS}
 
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
-    ) -> Account:
-        made = _DECIDED.findall(log)
+    ) -> PickerAccount:
+        decisions = _DECIDED.findall(log)
         failed = [
-            one.value
-            for one in samples
-            if one.name == "gateway_request_model_fail_total"
-            and one.labels["status_code"].startswith("5")  # 499: the client has gone
+            sample.value
+            for sample in samples
+            if sample.name == "gateway_request_model_fail_total"
+            and sample.labels["status_code"].startswith("5")  # 499: the client has gone
         ]
-        used = {strategy for strategy, _ in made}
-        decided = Counter(address for _, address in made)
-        return Account({policy}, used, decided, None, int(sum(failed)))
+        used = {strategy for strategy, _ in decisions}
+        decided = Counter(address for _, address in decisions)
+        return PickerAccount({policy}, used, decided, None, int(sum(failed)))

@@ -1,4 +1,4 @@
-"""Draws a benchmark's report again, from the JSON that it wrote."""
+"""Draws the report of a benchmark from the JSON that the benchmark wrote."""
 
 import json
 import sys
@@ -11,12 +11,14 @@ from benchmarks.report import markdown
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.command("report", __doc__)
-    parser.add_argument("results", type=Path, metavar="FILE.json", help="what --json wrote")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if need be")
+    parser.add_argument("results", type=Path, metavar="FILE.json", help="file that --json wrote")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the report"
+    )
     args = parser.parse_args(argv)
     try:
         print(markdown.write(json.loads(args.results.read_bytes()), args.out))
-    except ValueError as error:  # no JSON, no UTF-8, no result
+    except ValueError as error:  # not JSON, not UTF-8, not a result
         print(f"report: {args.results}: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -8,20 +8,20 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.report.results import Results, Run, read
+from benchmarks.report.results import Results, RunResult, read
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Figure of a run's answered requests; less is better."""
+    """Figure of a run's answered requests; lower is better."""
 
     name: str
-    of: str  # attribute of a request
-    percent: float | None = None  # its percentile; None: its mean
+    attribute: str  # of a request
+    percent: float | None = None  # percentile; None: the mean
     headline: bool = False  # worth a sentence
 
-    def figure(self, run: Run) -> float | None:
-        values = measured(run, self.of)
+    def figure(self, run: RunResult) -> float | None:
+        values = measured(run, self.attribute)
         if not values:
             return None
         percent = self.percent
@@ -38,11 +38,13 @@ METRICS = (
     Metric("TTFT, mean", "ttft_s", headline=True),
     Metric("Time per token, p99", "token_s", 99),
 )
-HEADLINES = [one for one in METRICS if one.headline]
+HEADLINES = [metric for metric in METRICS if metric.headline]
 
 
 @dataclass(frozen=True)
-class Spread:
+class TurnSpread:
+    """Median, least and greatest value of a contender's turns."""
+
     median: float
     least: float
     most: float
@@ -56,21 +58,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Beside:
-    """Figure of a contender beside the best of the others, in the turns where neither is in doubt.
+    """Figure of a contender beside the best other contender.
 
-    Figures are compared within a turn only.
+    Figures are compared within a turn only, and only where neither turn is in doubt.
     """
 
-    mine: Spread
-    best: Spread  # of the best other of each turn
-    names: tuple[str, ...]  # who that was, the most frequent first
-    ratio: Spread
+    mine: TurnSpread
+    best: TurnSpread  # of the best other contender of each turn
+    names: tuple[str, ...]  # of the best other contenders, the most frequent first
+    ratio: TurnSpread
     less: int  # turns in which the contender's figure is less
     more: int
 
     @property
     def better(self) -> bool | None:
-        """True or False if all turns agree; None if they differ or there is only one."""
+        """True or False if all turns agree; None if turns differ or only one was run."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None
@@ -78,10 +80,10 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Contender:
+class ContenderRuns:
     name: str
     reference: bool
-    runs: Sequence[Run]
+    runs: Sequence[RunResult]
 
     @property
     def counted(self) -> int:
@@ -93,15 +95,18 @@ class Contender:
 
     @cached_property
     def doubtful(self) -> frozenset[int]:
+        """Turns in doubt."""
         return frozenset(run.repeat for run in self.runs if run.in_doubt)
 
     @cached_property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Values by metric and turn."""
-        values = {one.name: {run.repeat: one.figure(run) for run in self.runs} for one in METRICS}
+        """Values by metric and turn; turns without a value are missing."""
+        values = {
+            metric.name: {run.repeat: metric.figure(run) for run in self.runs} for metric in METRICS
+        }
         return {
-            name: {turn: value for turn, value in of.items() if value is not None}
-            for name, of in values.items()
+            name: {turn: value for turn, value in turns.items() if value is not None}
+            for name, turns in values.items()
         }
 
     def sound(self, metric: Metric) -> dict[int, float]:
@@ -110,71 +115,80 @@ class Contender:
         return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
 
-def measured(run: Run, what: str) -> list[float]:
-    """Values of the answered requests that have one."""
-    values = (getattr(one, what) for one in run.answered)
+def measured(run: RunResult, attribute: str) -> list[float]:
+    """Values of an attribute of the answered requests, without None."""
+    values = (getattr(request, attribute) for request in run.answered)
     return [value for value in values if value is not None]
 
 
-def contenders(results: Results) -> list[Contender]:
-    runs: dict[str, list[Run]] = {}
+def contenders(results: Results) -> list[ContenderRuns]:
+    by_name: dict[str, list[RunResult]] = {}
     for run in results.runs:
-        runs.setdefault(run.name, []).append(run)
-    return [Contender(name, of[0].reference, of) for name, of in runs.items()]
+        by_name.setdefault(run.name, []).append(run)
+    return [ContenderRuns(name, runs[0].reference, runs) for name, runs in by_name.items()]
 
 
-def spread(contender: Contender, metric: Metric) -> Spread | None:
+def spread(contender: ContenderRuns, metric: Metric) -> TurnSpread | None:
     """Spread over all turns, in doubt or not; None if no turn has the figure."""
     values = contender.figures[metric.name].values()
-    return Spread.of(values) if values else None
+    return TurnSpread.of(values) if values else None
 
 
-def beside_best(contender: Contender, others: Iterable[Contender], metric: Metric) -> Beside | None:
-    """Comparison with the lowest of the others in the same turn, if any."""
+def beside_best(
+    contender: ContenderRuns, others: Iterable[ContenderRuns], metric: Metric
+) -> Beside | None:
+    """Comparison with the lowest figure of the others in the same turn, if any."""
     own = contender.sound(metric)
-    theirs = [(one.name, one.sound(metric)) for one in others if one is not contender]
-    each = {turn: [(of[turn], name) for name, of in theirs if of.get(turn, 0) > 0] for turn in own}
-    best = {turn: min(found) for turn, found in each.items() if found}
+    sound = [(other.name, other.sound(metric)) for other in others if other is not contender]
+    candidates = {
+        turn: [(values[turn], name) for name, values in sound if values.get(turn, 0) > 0]
+        for turn in own
+    }
+    best = {turn: min(found) for turn, found in candidates.items() if found}
     if not best:
         return None
     ratios = [own[turn] / value for turn, (value, _) in best.items()]
     return Beside(
-        mine=Spread.of([own[turn] for turn in best]),
-        best=Spread.of([value for value, _ in best.values()]),
+        mine=TurnSpread.of([own[turn] for turn in best]),
+        best=TurnSpread.of([value for value, _ in best.values()]),
         names=tuple(name for name, _ in Counter(name for _, name in best.values()).most_common()),
-        ratio=Spread.of(ratios),
+        ratio=TurnSpread.of(ratios),
         less=sum(ratio < 1 for ratio in ratios),
         more=sum(ratio > 1 for ratio in ratios),
     )
 
 
 def rivals(
-    of: Sequence[Contender], ours: Sequence[str]
-) -> tuple[Contender | None, list[Contender]]:
+    every: Sequence[ContenderRuns], ours: Sequence[str]
+) -> tuple[ContenderRuns | None, list[ContenderRuns]]:
     """Contender that sentences are about, None if it has no run, and its rivals."""
-    subject = next((one for one in of if one.name in ours[:1]), None if ours else of[0])
-    mine = {subject and subject.name, *ours}
-    return subject, [one for one in of if one.name not in mine and not one.reference]
+    named = (contender for contender in every if contender.name in ours[:1])
+    subject = next(named, None if ours else every[0])
+    own = {subject and subject.name, *ours}
+    others = [other for other in every if other.name not in own and not other.reference]
+    return subject, others
 
 
-def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
+def to_json(measured_runs: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of every contender and ratios of ours, from the object that ``--json`` writes."""
-    results = read(of)
+    results = read(measured_runs)
     every = contenders(results)
     subject, others = rivals(every, results.ours)
-    beside = {one.name: beside_best(subject, others, one) if subject else None for one in METRICS}
+    beside = {
+        metric.name: beside_best(subject, others, metric) if subject else None for metric in METRICS
+    }
     return {
         "contenders": {
-            one.name: {
-                "turns": len(one.runs),
-                "in_doubt": len(one.doubtful),
-                **{metric.name: _json(spread(one, metric)) for metric in METRICS},
+            contender.name: {
+                "turns": len(contender.runs),
+                "in_doubt": len(contender.doubtful),
+                **{metric.name: _json(spread(contender, metric)) for metric in METRICS},
             }
-            for one in every
+            for contender in every
         },
-        "beside_best": {name: _json(one) for name, one in beside.items()},
+        "beside_best": {name: _json(figures) for name, figures in beside.items()},
     }
 
 
-def _json(of: Spread | Beside | None) -> dict[str, Any] | None:
-    return asdict(of) if of else None
+def _json(figures: TurnSpread | Beside | None) -> dict[str, Any] | None:
+    return asdict(figures) if figures else None

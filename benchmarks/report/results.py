@@ -6,21 +6,19 @@ from typing import Any
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 
-class Request(BaseModel):
+class RequestResult(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     at_s: float  # planned arrival, from the start
     streamed: bool | None = None  # None: unknown
-    late_s: float = 0.0  # from then until it was sent
+    late_s: float = 0.0  # from the planned arrival until the request was sent
     ttft_s: PositiveFloat | None = None
     completion_s: PositiveFloat | None = None
-    gaps_s: dict[str, float] | None = None  # between the chunks of its response: `mean`, …
+    gaps_s: dict[str, float] | None = None  # between the chunks of the response: `mean`, …
     error: str | None = None
     failed_after_s: float | None = None
-    replica: str | None = None
-    predicted_completion_s: PositiveFloat | None = None
-    counted: bool = True  # false: it was load on its replica, but no figure is of it
-    struck: bool = False  # it was in flight on the part that a fault fell on, when that fell
+    counted: bool = True  # false: the request is load on its replica, but in no figure
+    struck: bool = False  # in flight on the failing part when the fault fell
 
     @property
     def answered(self) -> bool:
@@ -43,19 +41,29 @@ class Request(BaseModel):
 
 
 class Fault(BaseModel):
-    name: str
+    model_config = ConfigDict(frozen=True)
+
+    name: str  # `part-way`, for example `picker-killed`
     at_s: float  # from the start
 
+    @property
+    def part(self) -> str:
+        return self.name.partition("-")[0]
 
-class Run(BaseModel):
+    @property
+    def way(self) -> str:
+        return self.name.partition("-")[2]
+
+
+class RunResult(BaseModel):
     name: str = Field("this run", validation_alias=AliasPath("run", "name"))
     repeat: int = Field(0, validation_alias=AliasPath("run", "repeat"))
-    # An oracle, which production cannot have: nobody is measured against it.
+    # An oracle, which cannot exist in production: no contender is compared with it.
     reference: bool = Field(False, validation_alias=AliasPath("run", "reference"))
-    requests: list[Request]
+    requests: list[RequestResult]
     fault: Fault | None = None
     warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
-    complaints: list[str] = []  # deviations from the plan; failed requests, too
+    complaints: list[str] = []  # deviations from the plan, including failed requests
     # Reasons why figures may be the machine's rather than the contender's.
     doubts: list[str] = Field([], validation_alias=AliasPath("validity", "doubts"))
 
@@ -64,17 +72,12 @@ class Run(BaseModel):
         return bool(self.complaints or self.doubts)
 
     @property
-    def counted(self) -> list[Request]:
-        return [one for one in self.requests if one.counted]
+    def counted(self) -> list[RequestResult]:
+        return [request for request in self.requests if request.counted]
 
     @property
-    def answered(self) -> list[Request]:
-        return [one for one in self.counted if one.answered]
-
-
-class Event(BaseModel):
-    at_s: float
-    text: str
+    def answered(self) -> list[RequestResult]:
+        return [request for request in self.counted if request.answered]
 
 
 class Results(BaseModel):
@@ -82,15 +85,14 @@ class Results(BaseModel):
 
     kind: str
     about: dict[str, Any]
-    runs: list[Run] = Field(min_length=1)
-    ours: list[str] = []  # this project's, the one that matters first; empty: the first of all
-    events: list[Event] = []
+    runs: list[RunResult] = Field(min_length=1)
+    ours: list[str] = []  # this project's contenders, the main one first; empty: the first of all
     fault: Fault | None = Field(None, validation_alias=AliasPath("about", "fault"))  # of every run
     without_part: list[str] = Field([], validation_alias=AliasPath("about", "without_part"))
 
 
 def read(results: Mapping[str, Any]) -> Results:
-    """Results from the object that ``--json`` writes; ValueError says where another one differs."""
+    """Results from the object that ``--json`` writes; the ValueError names a wrong field."""
     try:
         return _read(results)
     except ValidationError as error:

@@ -16,23 +16,10 @@ async def replica_url() -> AsyncIterator[str]:
     await serving.runner.cleanup()
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Path:
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    for name in ("epp", "gateway-plugins"):
-        program = folder / name
-        program.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -m tests.benchmarks.picker {name} "$@"\n'
-        )
-        program.chmod(0o755)
-    return folder
-
-
 def complaint_of(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str], *given: str | Path
 ) -> str:
-    """Last line of an error; of two options alike the last one counts."""
+    """Last line of the error of a command that must refuse its arguments."""
     with pytest.raises(SystemExit) as ended:
         sys.exit(main([*map(str, given)]))
     output = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``docs/compare.md``: its tables are those of the figures that are kept, and nothing else."""
+"""``docs/compare.md``: its tables show the stored figures and nothing else."""
 
 import json
 import re
@@ -13,77 +13,75 @@ from benchmarks.compare import page
 from tests.benchmarks.test_report import compared, request
 
 
-def test_the_tables_are_those_of_the_figures_that_are_kept() -> None:
-    _, made, _ = page.parts(page.PAGE.read_text())
-    assert made == page.tables(), "run: python -m benchmarks.compare.page"
+def test_tables_show_the_stored_figures() -> None:
+    _, generated, _ = page.parts(page.PAGE.read_text())
+    assert generated == page.tables(), "run: python -m benchmarks.compare.page"
 
 
-def test_every_source_that_a_claim_names_is_listed() -> None:
+def test_every_source_of_a_claim_is_listed() -> None:
     text = page.PAGE.read_text()
     listed = set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.MULTILINE))
     assert set(re.findall(r"\]\[([\w-]+)\]", text)) == listed
 
 
-def test_a_figure_in_doubt_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = shutil.copytree(page.KEPT, tmp_path / "results")
-    of = json.loads((kept / "overload.json").read_text())
-    for one in of["figures"]["contenders"].values():
-        one["in_doubt"] = 0
-    of["figures"]["contenders"]["router:completion"]["in_doubt"] = 1
-    (kept / "overload.json").write_text(json.dumps(of))
-    monkeypatch.setattr(page, "KEPT", kept)
+def test_figure_in_doubt_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = shutil.copytree(page.RESULTS, tmp_path / "results")
+    overload = json.loads((results / "overload.json").read_text())
+    contenders = overload["figures"]["contenders"]
+    for name in contenders:
+        contenders[name]["in_doubt"] = int(name == "router:completion")
+    (results / "overload.json").write_text(json.dumps(overload))
+    monkeypatch.setattr(page, "RESULTS", results)
     table = page.tables().partition("### Overload")[2].partition("###")[0]
     marked = [row for row in table.splitlines() if " ! |" in row]
     assert [row[:22] for row in marked] == ["| **this router** ! | "]
 
 
-def test_the_picture_has_a_row_for_each_product() -> None:
+def test_picture_is_drawn() -> None:
     pytest.importorskip("matplotlib")
     assert page.picture().startswith(b"\x89PNG")
 
 
-def test_of_a_measurement_its_figures_are_kept_and_no_path() -> None:
-    of = page.figures(_fault())
-    assert of["about"]["command"] == "python -m benchmarks.compare --fault replica-killed"
-    assert of["contenders"]["router:completion"] == {
+def test_stored_figures_have_neither_requests_nor_local_paths() -> None:
+    stored = page.figures(_fault())
+    assert stored["about"]["command"] == "python -m benchmarks.compare --fault replica-killed"
+    assert stored["contenders"]["router:completion"] == {
         "requests": 3,
         "failed": 2,
         "harm": [{"hit": 1, "failed": 2, "slowest_s": 4.0}],
     }
-    assert "at_s" not in json.dumps(of)
+    assert "at_s" not in json.dumps(stored)
 
 
-def test_interrupted_measurement_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_interrupted_measurement_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
 
     def call(command: list[str], cwd: Path) -> int:
         written = Path(command[command.index("--json") + 1])
         written.write_text(json.dumps(_fault()))
-        asked.append(written.stem)
-        return -15 if len(asked) == 3 else 1  # 1: measured, and something was wrong in it
+        measured.append(written.stem)
+        return -15 if len(measured) == 3 else 1  # 1: measured, but a turn went wrong
 
-    monkeypatch.setattr(page, "KEPT", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
     monkeypatch.setattr(subprocess, "call", call)
-    names = [part.name for part in page.MEASURED]
+    names = [measurement.name for measurement in page.MEASUREMENTS]
     assert not page.measure(tmp_path / "measured", None)
     assert {path.stem for path in tmp_path.glob("*.json")} == set(names[:2])
     assert page.measure(tmp_path / "measured", None)
-    assert asked == names[:3] + names[2:]
+    assert measured == names[:3] + names[2:]
     assert {path.stem for path in tmp_path.glob("*.json")} == set(names)
 
 
 def _fault() -> dict[str, Any]:
-    """Turn in which a replica is killed after 1 s: a request in flight on it and one sent
-    afterwards fail.
-    """
+    """Turn in which a replica is killed after 1 s: a request in flight and a later request fail."""
     fails = {"completion_s": None, "ttft_s": None, "error": "disconnected", "failed_after_s": 4.0}
     requests = [
         request(0, 1.0, at_s=0.2),
         request(1, 1.0, at_s=0.5, struck=True, **fails),
         request(2, 1.0, at_s=1.5, **fails),
     ]
-    of: dict[str, Any] = {"run": {"name": "router:completion", "repeat": 0}, "requests": requests}
+    turn: dict[str, Any] = {"run": {"name": "router:completion", "repeat": 0}, "requests": requests}
     fault = {"name": "replica-killed", "at_s": 1.0}
     command = "python -m benchmarks.compare --fault replica-killed --programs /a/b --json /c/d"
     about = {"fault": fault, "command": command, "date": "", "commit": None, "versions": {}}
-    return compared(of | {"fault": fault}, **about) | {"figures": {}}
+    return compared(turn | {"fault": fault}, **about) | {"figures": {}}

@@ -1,4 +1,4 @@
-"""benchmarks.compare --fault: faults, the parts they fall on, and the table of their harm."""
+"""``benchmarks.compare --fault``: faults, the parts that they hit, and the table of their harm."""
 
 import json
 from argparse import Namespace
@@ -12,30 +12,30 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.contenders import Contender, Fleet, Front, Servers
-from benchmarks.compare.play import FAULTS, Fault, play
+from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFleet
+from benchmarks.compare.play import FAULTS, play
 from benchmarks.fleet import FleetFile
 from benchmarks.report.markdown import markdown
-from benchmarks.report.results import Run, read
+from benchmarks.report.results import Fault, RunResult, read
 from benchmarks.report.words import harm, terminal_result
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.predict.step import hardware_profile
 
 Json = dict[str, Any]
 
-AT_S = 1.55  # the trace pauses until it resumes, for a busy machine takes long to make the fault
+AT_S = 1.55  # the trace pauses from here on: a busy machine takes long to inject the fault
 RESUMES_S = 2.5
-_TURNS = 3  # at most, until the fault is made within the pause
-TIMEOUT_S = 6.0  # of the clients, where something hangs that they wait for
+_TURNS = 3  # at most, until the fault falls within the pause
+TIMEOUT_S = 6.0  # of the clients, where a replica hangs
 FLEET = {"replicas": [{"name": "a", "profile": "llama-8b-h100", "count": 2}]}
 ARRIVALS_MS = [*range(0, 1500, 100), *range(int(1000 * RESUMES_S), 4000, 100)]
-TOKENS = 300  # of an answer, at least: none has ended at `AT_S`
+TOKENS = 300  # of an answer, at least: no answer has ended at `AT_S`
 
 
 def trace() -> str:
     lengths = ({"input_length": 60, "output_length": TOKENS + 10 * (n % 5)} for n in count())
     lines = zip(ARRIVALS_MS, lengths, strict=False)
-    return "\n".join(json.dumps({"timestamp": at_ms} | of) for at_ms, of in lines)
+    return "\n".join(json.dumps({"timestamp": at_ms} | length) for at_ms, length in lines)
 
 
 def request(sent: float, took: float, failed: bool = False, struck: bool = False) -> Json:
@@ -56,10 +56,10 @@ HURT = [
 ]
 
 
-def test_what_failed_is_told_apart_by_where_it_was() -> None:
+def test_failures_are_counted_by_place_and_time() -> None:
     counts = {"hit": 2, "lost": 1, "elsewhere": 1, "later": 1}
     times = {"until_s": 2.5, "slowest_s": 20.0, "before_s": [1.0, 2.0], "after_s": [3.0, 5.0]}
-    assert asdict(harm(Run.model_validate(turn("x", HURT)))) == counts | times
+    assert asdict(harm(RunResult.model_validate(turn("x", HURT)))) == counts | times
 
 
 def result() -> Json:
@@ -69,7 +69,7 @@ def result() -> Json:
     return {"compare": about, "runs": [turn("hurt:x", HURT), doubtful]}
 
 
-def test_the_table_is_the_same_on_terminal_and_page() -> None:
+def test_harm_table_is_the_same_on_terminal_and_page() -> None:
     printed = terminal_result(result())
     rows = [line.split() for line in printed.splitlines()]
     hurt = ["2", "1", "1", "1", "2.50", "20.00", "1.50", "1.99", "4.00", "4.98"]
@@ -84,7 +84,7 @@ def test_the_table_is_the_same_on_terminal_and_page() -> None:
     assert "replica killed after 5 s" in page
 
 
-def test_what_cannot_happen_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     late = "--fault redis-killed --at 16 --duration 16"
     for given in ("--fault router-killed", "--at 3", late):
         with pytest.raises(SystemExit):
@@ -92,7 +92,7 @@ def test_what_cannot_happen_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         assert given.split()[0] in capsys.readouterr().err
 
 
-def test_who_lacks_the_part_is_said_to(
+def test_contender_without_the_part_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun = []
@@ -102,15 +102,15 @@ def test_who_lacks_the_part_is_said_to(
         raise ValueError("no real turn")
 
     monkeypatch.setattr(compare, "play", played)
-    asked = ["--fault", "poller-killed", "--repeats", "1", "--duration", "8"]
-    compare.main([*asked, "--contenders", "envoy,router,envoy:random"])
-    assert begun == [("router:completion", Fault("poller-killed", 4.0))]
-    assert compare.main([*asked, "--contenders", "envoy"]) == 2
+    given = ["--fault", "poller-killed", "--repeats", "1", "--duration", "8"]
+    compare.main([*given, "--contenders", "envoy,router,envoy:random"])
+    assert begun == [("router:completion", Fault(name="poller-killed", at_s=4.0))]
+    assert compare.main([*given, "--contenders", "envoy"]) == 2
     assert "no contender here has a poller of its own" in capsys.readouterr().err
 
 
-class Watched:
-    """Contender whose front and servers are kept."""
+class ObservedContender:
+    """Contender that keeps its front and its servers for the test."""
 
     def __init__(self, contender: Contender) -> None:
         self.name, self.about, self.parts = contender.name, contender.about, contender.parts
@@ -120,7 +120,7 @@ class Watched:
 
     @asynccontextmanager
     async def running(
-        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         self.servers = servers
         async with self._contender.running(fleet, servers, directory, seed) as self.front:
@@ -128,96 +128,96 @@ class Watched:
 
 
 class Turn:
-    def __init__(self, run: Json, accesses: list[Access], watched: "Watched") -> None:
+    def __init__(self, run: Json, accesses: list[Access], observed: "ObservedContender") -> None:
         self.run = run
-        self.by_envoy = {one.request_id: one for one in accesses}
-        self.victim = watched.servers["a-0"]
-        parts = watched.front.parts.items()
+        self.by_envoy = {access.request_id: access for access in accesses}
+        self.victim = observed.servers["a-0"]
+        parts = observed.front.parts.items()
         self.killed = {name for name, process in parts if process.returncode == -9}
-        self.harm = harm(Run.model_validate(run))
+        self.harm = harm(RunResult.model_validate(run))
         self.at_s = run["fault"]["at_s"]
         assert AT_S <= self.at_s < RESUMES_S
-        self.later = {one for one in self.ids() if self.sent_s(one) > self.at_s}
+        self.later = {name for name in self.ids() if self.sent_s(name) > self.at_s}
         assert 0 < len(self.later) < len(ARRIVALS_MS)
-        assert not [one for one in run["complaints"] if "router's answer" not in one]
+        assert not [text for text in run["complaints"] if "router's answer" not in text]
 
-    def ids(self, **of: Any) -> set[str]:
+    def ids(self, **fields: Any) -> set[str]:
         """Requests with these fields."""
         every = self.run["requests"]
-        return {one["request_id"] for one in every if of.items() <= one.items()}
+        return {each["request_id"] for each in every if fields.items() <= each.items()}
 
     def sent_s(self, name: str) -> float:
-        (one,) = (one for one in self.run["requests"] if one["request_id"] == name)
-        return float(one["at_s"] + one["late_s"])
+        (request,) = (each for each in self.run["requests"] if each["request_id"] == name)
+        return float(request["at_s"] + request["late_s"])
 
     @property
     def failed(self) -> set[str]:
-        return {one["request_id"] for one in self.run["requests"]} - self.ids(error=None)
+        return self.ids() - self.ids(error=None)
 
 
 async def played(fault: str, contender: Contender, directory: Path) -> Turn:
     (directory / "trace.jsonl").write_text(trace())
     part = {"speed": 1.0, "skip": 0.0, "duration": 4.0, "stream_share": 1.0, "seed": 0}
-    args = Namespace(trace=[directory / "trace.jsonl"], fault=Fault(fault, AT_S), **part)
-    simulated = Fleet(FleetFile.model_validate(FLEET))
+    args = Namespace(trace=[directory / "trace.jsonl"], fault=Fault(name=fault, at_s=AT_S), **part)
+    simulated = SimulatedFleet(FleetFile.model_validate(FLEET))
     for number in range(_TURNS):
-        watched, files = Watched(contender), directory / f"turn-{number}"
-        run = await play(watched, simulated, args, 0, files)
+        observed, files = ObservedContender(contender), directory / f"turn-{number}"
+        run = await play(observed, simulated, args, 0, files)
         if run["fault"]["at_s"] < RESUMES_S:
             break
-    return Turn(run, AccessLog(files / "access.log").new(), watched)
+    return Turn(run, AccessLog(files / "access.log").new(), observed)
 
 
 @pytest.mark.process
-async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: Path) -> None:
-    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path)
+async def test_only_requests_in_flight_on_a_killed_replica_fail(tmp_path: Path) -> None:
+    turn = await played("replica-killed", compare.contender_named("envoy:round_robin"), tmp_path)
     struck = turn.ids(struck=True)
     assert struck
     assert turn.failed == turn.ids(error="broken stream") == struck
-    assert {turn.by_envoy[one].upstream for one in struck} == {turn.victim}
+    assert {turn.by_envoy[name].upstream for name in struck} == {turn.victim}
     assert not turn.later & turn.ids(replica="a-0")
     assert turn.harm.hit == turn.harm.lost == len(struck)
     assert (turn.harm.elsewhere, turn.harm.later, turn.harm.until_s) == (0, 0, None)
 
 
 @pytest.mark.process
-async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(
+async def test_requests_on_a_hung_replica_time_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.compare.play.TIMEOUT_S", TIMEOUT_S)
-    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
+    turn = await played("replica-hung", compare.contender_named("envoy:round_robin"), tmp_path)
     assert turn.failed == turn.ids(error="timeout")
-    # Half of what came later went there, for Envoy alone does not see that it hangs.
+    # Half of the later requests went there: Envoy alone does not see that the replica hangs.
     later = turn.failed & turn.later
     assert len(later) == pytest.approx(len(turn.later) / 2, abs=2)
     assert turn.failed - turn.later == turn.ids(struck=True)
     assert (turn.harm.lost, turn.harm.later) == (len(turn.failed - later), len(later))
-    took = [one["failed_after_s"] for one in turn.run["requests"] if one["error"]]
+    took = [each["failed_after_s"] for each in turn.run["requests"] if each["error"]]
     assert min(took) > TIMEOUT_S - 0.1
     assert turn.harm.slowest_s == pytest.approx(max(took))
 
 
 @pytest.mark.process
-async def test_a_slow_replica_is_slow(tmp_path: Path) -> None:
-    turn = await played("replica-slow", compare.contender("envoy:round_robin"), tmp_path)
+async def test_steps_of_a_slow_replica_take_longer(tmp_path: Path) -> None:
+    turn = await played("replica-slow", compare.contender_named("envoy:round_robin"), tmp_path)
     assert not turn.failed
-    there = turn.ids(replica="a-0")
-    gaps = {one["request_id"]: one["gaps_s"]["mean"] for one in turn.run["requests"]}
+    on_replica = turn.ids(replica="a-0")
+    gaps = {each["request_id"]: each["gaps_s"]["mean"] for each in turn.run["requests"]}
     step_s = hardware_profile("llama-8b-h100").step.c0
-    assert min(gaps[one] for one in there & turn.later) > 3 * step_s
-    assert turn.ids(struck=True) <= there
+    assert min(gaps[name] for name in on_replica & turn.later) > 3 * step_s
+    assert turn.ids(struck=True) <= on_replica
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [one for one in FAULTS if not one.startswith("replica")])
+@pytest.mark.parametrize("name", [fault for fault in FAULTS if not fault.startswith("replica")])
 async def test_no_request_fails_with_a_part_of_the_router(name: str, tmp_path: Path) -> None:
-    turn = await played(name, compare.contender("router"), tmp_path)
+    turn = await played(name, compare.contender_named("router"), tmp_path)
     part = name.partition("-")[0]
     assert turn.killed == {part}
     assert not turn.failed
     in_flight = turn.ids(struck=True)
     assert turn.harm.hit == len(in_flight)
     assert (turn.harm.lost, turn.harm.elsewhere, turn.harm.later) == (0, 0, 0)
-    advised = {one for one in turn.later if turn.by_envoy[one].destination}
+    advised = {name for name in turn.later if turn.by_envoy[name].destination}
     assert bool(advised) == (part != "picker")
     assert bool(in_flight) == (part == "picker")

@@ -1,24 +1,31 @@
+"""Other endpoint pickers: their command lines, their Envoy files, and the checks of their work."""
+
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.contenders import Fleet
-from benchmarks.compare.pickers import Account
-from tests.benchmarks.picker import LIE
+from benchmarks.compare.envoy import start_envoy
+from benchmarks.compare.pickers import PickerAccount, PickerContender
+from benchmarks.compare.products import AIBrix, LlmD
+from extproc.lab.harness.processes import pick_ports
 
-FLEET = """
-replicas:
-- {name: a, profile: llama-8b-h100, count: 2}
-"""
 SERVERS = {"a-0": "127.0.0.1:1", "a-1": "127.0.0.1:2"}
+PORTS = {"grpc": 11, "health": 12, "http": 13}
 
 
-def test_a_picker_whose_program_is_nowhere_is_refused(
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    for name in ("epp", "gateway-plugins"):
+        (tmp_path / name).touch(0o755)
+    return tmp_path
+
+
+def test_picker_without_program_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -27,94 +34,110 @@ def test_a_picker_whose_program_is_nowhere_is_refused(
     assert "llm-d needs the program epp" in capsys.readouterr().err
 
 
-def test_a_kind_alone_is_its_usual_policy(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compare.contender("llm-d", programs).name == "llm-d:scorers"
+def test_picker_is_found_and_has_a_usual_policy(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare.contender_named("llm-d", programs).name == "llm-d:scorers"
     monkeypatch.setenv("PATH", str(programs))
-    assert compare.contender("aibrix").name == "aibrix:least-request"
+    assert compare.contender_named("aibrix").name == "aibrix:least-request"
     with pytest.raises(ValueError, match="aibrix has no policy 'pd'"):
-        compare.contender("aibrix:pd")
+        compare.contender_named("aibrix:pd")
+
+
+def test_llm_d_is_configured_with_replicas_and_policy(tmp_path: Path) -> None:
+    words, _ = LlmD().command("affinity", "m", SERVERS, PORTS, tmp_path)
+    assert {"--grpc-port=11", "--grpc-health-port=12", "--metrics-port=13"} <= {*words}
+    config = yaml.safe_load((tmp_path / "epp.yaml").read_text())
+    (discovery,) = (one for one in config["plugins"] if one["type"] == "file-discovery")
+    endpoints = yaml.safe_load(Path(discovery["parameters"]["path"]).read_text())["endpoints"]
+    assert endpoints[1] == {"name": "a-1", "address": "127.0.0.1", "port": "2"}
+    (profile,) = config["schedulingProfiles"]
+    assert profile["plugins"] == [
+        {"pluginRef": "prefix-cache-affinity-filter"},
+        {"pluginRef": "token-load-scorer", "weight": 1},
+    ]
+
+
+def test_aibrix_is_configured_with_replicas_and_policy(tmp_path: Path) -> None:
+    words, environment = AIBrix().command("prefix-cache", "m", SERVERS, PORTS, tmp_path)
+    assert {"--grpc-bind-address=127.0.0.1:11", "--http-bind-address=127.0.0.1:13"} <= {*words}
+    assert environment["ROUTING_ALGORITHM"] == "prefix-cache"
+    (model,) = yaml.safe_load((tmp_path / "endpoints.yaml").read_text())["models"]
+    assert (model["name"], model["endpoints"]) == ("m", [*SERVERS.values()])
+
+
+def samples(text: str) -> list[Sample]:
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
+
+
+LLM_D_METRICS = """
+# TYPE llm_d_epp_ready_endpoints gauge
+llm_d_epp_ready_endpoints{name="compare"} 2
+# TYPE llm_d_epp_scheduler_attempts_total counter
+llm_d_epp_scheduler_attempts_total{status="failure",port=""} 4
+llm_d_epp_scheduler_attempts_total{status="success",port="1"} 3
+llm_d_epp_scheduler_attempts_total{status="success",port="2"} 5
+# TYPE llm_d_epp_plugin_duration_seconds histogram
+llm_d_epp_plugin_duration_seconds_count{extension_point="Picker",plugin_type="max-score-picker"} 8
+llm_d_epp_plugin_duration_seconds_count{extension_point="Scorer",plugin_type="random-scorer"} 8
+llm_d_epp_plugin_duration_seconds_count{extension_point="Filter",plugin_type="unused-filter"} 0
+"""
+
+
+def test_llm_d_is_judged_by_its_metrics() -> None:
+    account = LlmD().account("active", samples(LLM_D_METRICS), "", SERVERS)
+    decided = Counter({"127.0.0.1:1": 3, "127.0.0.1:2": 5})
+    assert account == PickerAccount(
+        {"active-request-scorer"}, {"random-scorer"}, decided, replicas=2, failed=4
+    )
+
+
+AIBRIX_METRICS = """
+# TYPE gateway_request_model_fail_total counter
+gateway_request_model_fail_total{status_code="499"} 7
+gateway_request_model_fail_total{status_code="503"} 2
+"""
+AIBRIX_LOG = 'I1122 "request_start" routing_strategy="{}" target_pod="p" target_pod_ip="{}" n=0\n'
+
+
+def test_aibrix_is_judged_by_its_log_and_server_errors() -> None:
+    log = AIBRIX_LOG.format("random", "127.0.0.1:1") * 3
+    account = AIBrix().account("least-latency", samples(AIBRIX_METRICS), log, SERVERS)
+    decided = Counter({"127.0.0.1:1": 3})
+    assert account == PickerAccount({"least-latency"}, {"random"}, decided, None, failed=2)
 
 
 @pytest.mark.parametrize(
-    ("account", "said"),
+    ("account", "complaints"),
     [
-        (Account({"p"}, {"p"}, Counter({"127.0.0.1:1": 2}), 2, 0), []),
-        (Account({"p"}, {"p"}, Counter({"127.0.0.1:1": 9}), None, 0), []),
+        (PickerAccount({"p"}, {"p"}, Counter({"127.0.0.1:1": 2}), 2, 0), []),
+        (PickerAccount({"p"}, {"p"}, Counter({"127.0.0.1:1": 9}), None, 0), []),
         (
-            Account({"p"}, {"p", "q"}, Counter({"127.0.0.1:1": 1, "127.0.0.1:2": 1}), 1, 3),
+            PickerAccount({"p"}, {"p", "q"}, Counter({"127.0.0.1:1": 1, "127.0.0.1:2": 1}), 1, 3),
             [
-                "it decided by ['p', 'q'], not by ['p']",
-                "it uses 1 of 2 replicas",
-                "it counts 3 failures",
-                "1 requests went elsewhere than it said",
+                "the picker decided by ['p', 'q'], not by ['p']",
+                "the picker uses 1 of 2 replicas",
+                "the picker counts 3 failures",
+                "1 requests went to other replicas than the picker chose",
             ],
         ),
     ],
 )
-def test_picker_decisions_are_compared_with_served(account: Account, said: list[str]) -> None:
-    served = ("127.0.0.1:1", "127.0.0.1:1", None)
-    requests: list[dict[str, Any]] = [{"replica": one} for one in served]
-    assert account.complaints(requests, SERVERS) == said
-
-
-async def asked(
-    name: str, programs: Path, directory: Path, fair: bool = False
-) -> tuple[list[dict[str, Any]], list[str]]:
-    (directory / "fleet.yaml").write_text(FLEET)
-    simulated = Fleet(fleet.read(directory / "fleet.yaml"))
-    contender = compare.contender(name, programs, fair)
-    records = []
-    async with (
-        simulated.fresh(directory) as (servers, _),
-        contender.running(simulated, servers, directory, 0) as front,
-        aiohttp.ClientSession(front.url) as session,
-    ):
-        assert {*front.parts} == {*contender.parts} == {"picker"}
-        assert front.parts["picker"].running
-        async with session.get("/v1/models") as listed:
-            (model,) = (await listed.json())["data"]
-            assert model["id"] == simulated.model
-        for number in range(4):
-            body = {"model": simulated.model, "prompt": f"{number}", "max_tokens": 2}
-            streamed = bool(number % 2)
-            async with session.post("/v1/completions", json={**body, "stream": streamed}) as answer:
-                assert answer.status == 200
-                text = await answer.text()
-                assert text.endswith("data: [DONE]\n\n") == streamed
-                records.append({"replica": answer.headers["x-served-by"]})
-        assert {one["replica"] for one in records} == {*servers.values()}
-        return records, await front.complaints(records)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("name", "fair"),
-    [
-        *((f"llm-d:{policy}", False) for policy in ("scorers", "affinity", "active")),
-        ("llm-d:scorers", True),
-        ("aibrix:prefix-cache", False),
-    ],
-)
-async def test_picker_does_policy(name: str, fair: bool, programs: Path, tmp_path: Path) -> None:
-    records, complaints = await asked(name, programs, tmp_path, fair)
-    # In turn, with none for what came without a body.
-    assert complaints == []
-    assert Counter(Counter(one["replica"] for one in records).values()) == {2: 2}
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", ["llm-d:scorers", "aibrix:least-latency"])
-@pytest.mark.parametrize(
-    ("lie", "said"),
-    [
-        ("policy", "it decided by"),
-        ("replica", "2 requests went elsewhere"),
-        ("failures", "it counts 2 failures"),
-    ],
-)
-async def test_a_picker_that_says_otherwise_than_it_did_is_found_out(
-    name: str, lie: str, said: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_picker_decisions_are_compared_with_served_requests(
+    account: PickerAccount, complaints: list[str]
 ) -> None:
-    monkeypatch.setenv(LIE, lie)
-    _, (complaint,) = await asked(name, programs, tmp_path)
-    assert complaint.startswith(said)
+    requests = [{"replica": name} for name in ("127.0.0.1:1", "127.0.0.1:1", None)]
+    assert account.complaints(requests, SERVERS) == complaints
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("product", "fair"), [(LlmD(), False), (LlmD(), True), (AIBrix(), False)])
+async def test_envoy_takes_the_file_of_a_picker(
+    product: LlmD | AIBrix, fair: bool, tmp_path: Path
+) -> None:
+    ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
+    contender = PickerContender(product, product.policies[0], tmp_path, fair)
+    bootstrap = contender.bootstrap(ports, SERVERS)
+    async with await start_envoy(bootstrap, f"http://127.0.0.1:{ports['admin']}", tmp_path):
+        pass

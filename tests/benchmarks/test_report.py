@@ -1,3 +1,5 @@
+"""Reports: figures beside the best other contender, their sentences, and the page."""
+
 import json
 import re
 from pathlib import Path
@@ -9,14 +11,14 @@ import pytest
 pytest.importorskip("matplotlib")
 from PIL import Image  # comes with matplotlib
 
+from benchmarks.report import figures
 from benchmarks.report.__main__ import main
 from benchmarks.report.markdown import PAGE, markdown, write
-from benchmarks.report.pictures import in_flight, share_within
-from benchmarks.report.results import Request, Run, read
-from benchmarks.report.words import between, ratio, seconds
+from benchmarks.report.results import read
+from benchmarks.report.words import between, ratio, seconds, terminal_result
 
 Json = dict[str, Any]
-PICTURES = {"figures", "completion", "ttft", "load", "prediction"}
+PICTURES = {"figures", "completion", "ttft"}
 
 
 class Page:
@@ -42,13 +44,12 @@ def plain(markdown: str) -> str:
 
 def request(number: int, completion: float, **more: Any) -> Json:
     fields: Json = {"at_s": 0.1 * number, "ttft_s": completion / 10, "completion_s": completion}
-    fields |= {"replica": f"r-{number % 2}", "predicted_completion_s": completion}
     return fields | {"streamed": number % 4 == 0} | more
 
 
 def run(name: str, scale: float, repeat: int = 0, requests: int = 200) -> Json:
     drawn = np.random.default_rng(repeat).lognormal(0.0, 0.8, requests) * scale
-    listed = [request(number, float(one)) for number, one in enumerate(drawn)]
+    listed = [request(number, float(completion)) for number, completion in enumerate(drawn)]
     return {"run": {"name": name, "repeat": repeat}, "requests": listed}
 
 
@@ -56,8 +57,8 @@ def compared(*runs: Json, **about: Any) -> Json:
     return {"compare": {"trace": "conv", "machine": "a lathe", **about}, "runs": list(runs)}
 
 
-def completions(of: Json) -> list[float]:
-    return [one["completion_s"] for one in of["requests"] if one["completion_s"]]
+def completions(result: Json) -> list[float]:
+    return [each["completion_s"] for each in result["requests"] if each["completion_s"]]
 
 
 def written(results: Json, folder: Path) -> Page:
@@ -66,8 +67,7 @@ def written(results: Json, folder: Path) -> Page:
     return Page(path.read_text())
 
 
-def told(results: Json) -> Page:
-    """Page without its pictures."""
+def page_without_pictures(results: Json) -> Page:
     return Page(markdown(read(results), []))
 
 
@@ -80,16 +80,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
     return results, folder
 
 
-def test_each_contender_has_row_with_its_figures(
-    both: tuple[Json, Path],
-) -> None:
+def test_each_contender_has_a_row_of_figures(both: tuple[Json, Path]) -> None:
     results, folder = both
     page = Page((folder / PAGE).read_text())
     for name in ("ours", "theirs"):
         cells = page.row(name)
-        runs = [one for one in results["runs"] if one["run"]["name"] == name]
-        p99 = sorted(float(np.percentile(completions(one), 99)) for one in runs)
-        mean = sorted(float(np.mean(completions(one))) for one in runs)
+        runs = [each for each in results["runs"] if each["run"]["name"] == name]
+        p99 = sorted(float(np.percentile(completions(each), 99)) for each in runs)
+        mean = sorted(float(np.mean(completions(each))) for each in runs)
         assert cells[1:4] == ["200", "50", "0"]
         assert cells[4].startswith(f"{seconds(p99[1])} {between(p99[0], p99[2])} ")
         assert cells[7].startswith(f"{seconds(mean[1])} {between(mean[0], mean[2])} ")
@@ -99,7 +97,7 @@ def test_each_contender_has_row_with_its_figures(
     assert page.best == {"ours"}
 
 
-def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
+def test_page_begins_with_conclusions(both: tuple[Json, Path]) -> None:
     said = Page((both[1] / PAGE).read_text()).said
     assert len(said) == 4
     assert said[0].startswith(
@@ -107,7 +105,7 @@ def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
     )
 
 
-def test_pictures_of_an_earlier_run_are_not_left(tmp_path: Path) -> None:
+def test_pictures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
     written(compared(run("us", 1), run("them", 2)), tmp_path)
     mine = tmp_path / "mine.png"
     mine.touch()
@@ -115,16 +113,16 @@ def test_pictures_of_an_earlier_run_are_not_left(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == {"completion", "mine"}
 
 
-def test_own_contenders_and_references_are_no_rivals() -> None:
+def test_own_contenders_and_references_are_not_rivals() -> None:
     oracle = run("oracle", 0.1)
     oracle["run"]["reference"] = True
     runs = [run("envoy", 4), run("ours b", 1), run("ours a", 2), oracle]
-    page = told(compared(*runs, ours=["ours a", "ours b"]))
-    assert "ours a is 0.50× the best other (envoy), in one turn" in page.said[0]
-    assert page.row("ours b")[4].endswith(" 0.50×")  # beside the best other, which is ours, too
+    page = page_without_pictures(compared(*runs, ours=["ours a", "ours b"]))
+    assert "ours a is 0.50× the best other (envoy), in a single turn" in page.said[0]
+    assert page.row("ours b")[4].endswith(" 0.50×")  # beside "ours a"
 
 
-def test_page_links_to_its_pictures_and_its_json(both: tuple[Json, Path]) -> None:
+def test_page_links_to_pictures_and_json(both: tuple[Json, Path]) -> None:
     page = Page((both[1] / PAGE).read_text())
     for shown in ("a lathe", "python -m benchmarks.compare", "envoy: 1.40.0"):
         assert shown in page.text
@@ -134,18 +132,18 @@ def test_page_links_to_its_pictures_and_its_json(both: tuple[Json, Path]) -> Non
         with Image.open(path) as image:
             image.load()
             assert 500 < image.width < 2400
-            assert 200 < image.height < 3000
+            assert 100 < image.height < 3000
             assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20  # not empty
 
 
-def test_names_are_text_and_neither_markup_nor_formulas(tmp_path: Path) -> None:
+def test_name_with_markup_is_shown_as_text(tmp_path: Path) -> None:
     name = "<b> | **$x_{$** [a](b)"
     page = written(compared(run(name, 1), run("other", 2), machine=name), tmp_path)
     assert page.row(name)[0] == name
     assert page.said[0].startswith(f"Completion, p99: {name} is ")
 
 
-def test_the_report_can_be_drawn_again_from_its_own_json(
+def test_report_is_drawn_again_from_its_json(
     both: tuple[Json, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, folder = both
@@ -156,7 +154,7 @@ def test_the_report_can_be_drawn_again_from_its_own_json(
     assert (again / PAGE).read_text() == (folder / PAGE).read_text()
 
 
-def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:
+def test_single_run_is_compared_with_nothing(tmp_path: Path) -> None:
     page = written(run("alone", 1) | {"summary": {"warnings": ["the client was busy"]}}, tmp_path)
     assert page.said[0] == f"Completion, p99: {page.row('alone')[4]}."
     assert "×" not in page.row("alone")[4]
@@ -164,52 +162,36 @@ def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == PICTURES - {"figures"}
 
 
-def test_requests_may_hold_their_arrival_and_completion_alone(tmp_path: Path) -> None:
+def test_request_needs_only_arrival_and_completion(tmp_path: Path) -> None:
     bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
     page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
     assert page.row("bare")[1:3] == ["2", "–"]
     assert {path.stem for path in tmp_path.glob("*.png")} == {"completion"}
 
 
-def test_all_requests_failed(tmp_path: Path) -> None:
+def test_report_of_failed_requests_has_no_pictures(tmp_path: Path) -> None:
     dead = run("dead", 1, requests=3)
-    for one in dead["requests"]:
-        one |= {"error": "connect", "completion_s": None, "ttft_s": None, "failed_after_s": 0.5}
+    for each in dead["requests"]:
+        each |= {"error": "connect", "completion_s": None, "ttft_s": None, "failed_after_s": 0.5}
     page = written(compared(dead), tmp_path)
     assert page.said == [
         "dead: no request was answered.",
-        "Failed requests: dead 3 of 3. Figures are of those answered.",
+        "Failed requests: dead 3 of 3. Figures are of answered requests only.",
     ]
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"load"}
+    assert not list(tmp_path.glob("*.png"))
 
 
-def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
+def test_failed_and_uncounted_requests_are_in_no_latency() -> None:
     requests = [
         request(0, 1.0),
         request(1, 50.0, error="broken stream"),
         request(2, 90.0, counted=False),
     ]
-    page = told({"run": {"name": "one"}, "requests": requests})
+    page = page_without_pictures({"run": {"name": "one"}, "requests": requests})
     assert page.row("one")[1:5] == ["2", "1", "1", "1.00 s"]
 
 
-def test_requests_in_flight_are_those_sent_and_not_ended() -> None:
-    requests = [
-        Request(at_s=1.0, late_s=0.5, completion_s=2.0, replica="a"),
-        Request(at_s=2.0, error="timeout", failed_after_s=4.0, replica="a"),
-        Request(at_s=2.0, completion_s=1.0, replica="b"),
-    ]
-    of = Run(requests=requests)
-    times = np.array([1.2, 1.6, 3.0, 4.0, 7.0])
-    assert in_flight(of, "a", times).tolist() == [0, 1, 2, 1, 0]
-
-
-def test_the_share_of_predictions_that_were_near() -> None:
-    pairs = np.array([(predicted, 1.0) for predicted in (1.25, 0.8, 1.9, 2.1)])
-    assert share_within(pairs) == (0.5, 0.75)
-
-
-def test_figures_have_three_digits_and_their_unit() -> None:
+def test_figures_have_three_digits_and_a_unit() -> None:
     shown = {0.00712: "7.12 ms", 0.412: "412 ms", 0.9999: "1.00 s", 1234.0: "1,234 s"}
     assert {value: seconds(value) for value in shown} == shown
     assert between(0.95, 1.05) == "0.95 – 1.05 s"
@@ -229,7 +211,7 @@ def test_figures_have_three_digits_and_their_unit() -> None:
         ({"run": {}, "requests": [{"at_s": 1, "ttft_s": 0}]}, "runs.0.requests.0.ttft_s: "),
     ],
 )
-def test_what_is_no_result_is_refused_and_nothing_drawn(
+def test_file_without_result_is_refused(
     results: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "wrong.json"
@@ -248,3 +230,102 @@ def test_report_names_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     for file, out in ((missing, tmp_path), (broken, tmp_path), (good, good / "report")):
         assert main([str(file), "--out", str(out)]) == 2
         assert str(out if file == good else file) in capsys.readouterr().err
+
+
+DOUBT: Json = {"validity": {"doubts": ["CPU 95% busy"]}}
+WRONG: Json = {"complaints": ["1 of 3 requests failed"]}
+
+
+def turn(name: str, repeat: int, completion: float | None, **more: Any) -> Json:
+    """Turn with three requests of this completion time, or without requests."""
+    requests = [] if completion is None else [{"at_s": 0.0, "completion_s": completion}] * 3
+    return {"run": {"name": name, "repeat": repeat}, "requests": requests, **more}
+
+
+def about_us(*runs: Json) -> Json:
+    return compared(*runs, ours=["us"])
+
+
+def turns(**values: tuple[float, ...]) -> Json:
+    return about_us(
+        *(turn(name, n, value) for name, each in values.items() for n, value in enumerate(each)),
+    )
+
+
+def test_ratio_is_to_the_best_other_of_the_same_turn() -> None:
+    results = turns(us=(1.0, 2.0, 8.0), a=(2.0, 2.5, 12.0), b=(4.0, 3.0, 10.0))
+    found = figures.to_json(results)
+    spread = {"median": 2.0, "least": 1.0, "most": 8.0, "turns": 3}
+    assert found["contenders"]["us"]["Completion, mean"] == spread
+    assert found["contenders"]["us"]["TTFT, mean"] is None
+    beside = found["beside_best"]["Completion, mean"]
+    assert beside["ratio"] == {"median": 0.8, "least": 0.5, "most": 0.8, "turns": 3}
+    assert beside["names"] == ("a", "b")
+    assert (beside["less"], beside["more"]) == (3, 0)
+
+
+ALONE = "Nothing is compared: in no turn are both us and another without doubt."
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (
+            turns(us=(1.0, 2.0), them=(2.0, 5.0)),
+            "Completion, mean: us is 0.45× the best other (them), better in all 2 turns "
+            "(0.40 – 0.50×). 1.50 s against 3.50 s.",
+        ),
+        (turns(us=(2.0, 5.0), them=(1.0, 2.0)), "worse in all 2 turns (2.00 – 2.50×)"),
+        (
+            turns(us=(1.0, 1.0, 2.0), them=(2.0, 2.0, 1.0)),
+            "better in 2 of 3 turns (0.50 – 2.00×): no clear difference",
+        ),
+        (turns(us=(1.0,) * 2, a=(1.0,) * 2), "better in 0 of 2 turns: no clear difference"),
+        (
+            turns(us=(0.5,), them=(3.0,)),
+            "Completion, mean: us is 0.17× the best other (them), in a single turn, which shows "
+            "no spread. 500 ms against 3.00 s.",
+        ),
+        (turns(us=(1.0, 1.0), them=(2.0, 2.0)), "better in all 2 turns. 1.00 s"),
+        (turns(us=(1.0, 1.0, 1.5), them=(2.0,) * 3), "1.00 (1.00…1.50)"),
+        (
+            about_us(turn("us", 0, 1.0), turn("us", 1, 0.1, **DOUBT), turn("them", 0, 2.0)),
+            "us is 0.50× the best other (them), in a single turn",
+        ),
+        (about_us(turn("us", 0, 1.0), turn("them", 0, 2.0, **WRONG)), ALONE),
+        (about_us(turn("us", 0, 1.0, **DOUBT), turn("them", 0, 2.0)), ALONE),
+        (
+            about_us(turn("us", 0, 1.0, **DOUBT), turn("us", 1, 1.0), turn("them", 0, 2.0)),
+            "Completion, mean: 1.00 s.",
+        ),
+        (about_us(turn("them", 0, 1.0)), "us has no run: nothing is compared."),
+        (compared(turn("a", 0, 1.0), turn("b", 0, 2.0), ours=[]), "a is 0.50× the best other (b)"),
+        (
+            about_us(turn("us", 0, None, **WRONG), turn("them", 0, 1.0)),
+            "us: no request was answered.",
+        ),
+    ],
+)
+def test_terminal_compares_turns_without_doubt(results: Json, said: str) -> None:
+    printed = terminal_result(results)
+    assert said in printed
+    if said is ALONE:
+        assert "×" not in printed
+    if all(run["run"]["repeat"] == 0 for run in results["runs"]):
+        assert "…" not in printed
+
+
+@pytest.mark.parametrize("wrong", [DOUBT, WRONG])
+def test_turn_in_doubt_is_never_the_best_other(wrong: Json) -> None:
+    doubtful = [turn("fast", 0, 0.1, **wrong), turn("fast", 1, 4.0)]
+    others = [turn("us", 0, 1.0), turn("us", 1, 1.0), turn("slow", 0, 2.0), turn("slow", 1, 5.0)]
+    results = about_us(*doubtful, *others)
+    beside = figures.to_json(results)["beside_best"]["Completion, mean"]
+    assert beside["ratio"] == {"median": 0.375, "least": 0.25, "most": 0.5, "turns": 2}
+    printed = terminal_result(results)
+    assert "fast ! " in printed
+    assert "In doubt: fast in 1 of 2 turns. Comparisons leave these turns out." in printed
+
+
+def test_comparison_without_own_run_has_no_ratios() -> None:
+    assert figures.to_json(about_us(turn("them", 0, 1.0)))["beside_best"]["TTFT, mean"] is None
