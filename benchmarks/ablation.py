@@ -1,11 +1,11 @@
-"""Switches off each part of the prediction and of the policy, and prints what each is worth.
+"""Switches off each part of the prediction and of the policy, and prints the worth of each part.
 
-    python -m benchmarks.ablation --json DIR [--cells equal,lone] [--parts ties,admission]
+    python -m benchmarks.ablation --json DIR [--cells equal,lone] [--parts "near ties,adapters"]
 
-A part is one function or constant; a neutral one takes its place. Each cell is ten disjoint
-segments of a trace, each with a seed of its own, played once with every part and once without each.
-The table has how much longer requests take without a part, with the 95% interval over the ten
-pairs. Runs are kept in DIR by the commit, and a run that is there is not made again.
+A part is a function or a constant, and a neutral function or constant replaces it. A cell is ten
+disjoint segments of a trace, each with its own seed. Each segment is played with every part, and
+then without each part. The table says how much longer requests take without a part, with the 95%
+interval over the ten pairs. DIR stores finished runs by commit: a stored run is not played again.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import arguments, fleet, trace
 from benchmarks.arguments import about
-from benchmarks.discrete import Simulation
+from benchmarks.discrete import FleetSimulation
 from benchmarks.report.markdown import table_of
 from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
@@ -35,16 +35,16 @@ from extproc.predict.inputs import Floats
 
 PAIRS = 10
 _T95 = 2.262  # two-sided, 9 degrees of freedom
-_REQUESTS = 500  # most of a run
+_REQUESTS = 500  # of a segment, at most
 _HERE = Path(__file__).parent
 _FIGURES = (("e2e_s", "mean"), ("e2e_s", "p99"), ("ttft_s", "mean"), ("ttft_s", "p99"))
 _HEAD = ("without", "cell", "completion, mean", "p99", "first token, mean", "p99")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AblatedPart:
     target: str  # module:attribute or module:class.attribute
-    neutral: Callable[[Any], Any]  # makes of the target what takes its place
+    neutral: Callable[[Any], Any]  # makes the replacement of the target
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -68,18 +68,22 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 
 def _passing(at: int) -> Callable[[Any], Any]:
-    """A function that returns its argument ``at``."""
+    """Replacement that returns its argument number ``at``."""
     return lambda _: lambda *args: args[at]
 
 
 def _zeros(_: Any) -> Callable[..., Floats]:
-    """A function of a view, its first argument, that returns zero for every candidate."""
+    """Replacement that returns zero for every candidate of a view, its first argument."""
     return lambda view, *_: np.zeros(len(view))
 
 
-def _weight(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A weight of the cost to others where first tokens are seen, computed of a prediction."""
-    return lambda _: property(lambda one: of(one) if one.first_token_matters else 1.0)
+def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Replacement of the weight of the cost to others, where the first token matters."""
+
+    def weight(prediction: Any) -> Any:
+        return weight_of(prediction) if prediction.first_token_matters else 1.0
+
+    return lambda _: property(weight)
 
 
 def _first_token_weight(prediction: Any) -> float:
@@ -88,7 +92,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A prediction that has another value in one field."""
+    """Replacement that predicts the same but for the field ``name``."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -101,8 +105,8 @@ def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return neutral
 
 
-def _queued_unseen(_: Any) -> Any:
-    """A wait at the router that holds requests and is in no predicted time."""
+def _unpredicted_queue(_: Any) -> Any:
+    """Replacement that leaves the wait in the router's queue out of the predicted times."""
 
     def add(prediction: Any, wait: Floats, *_: Any) -> None:
         prediction.queue = wait
@@ -117,44 +121,45 @@ _ROUTER, _FLEET = "extproc.route.router", "extproc.fleet.fleet:Fleet"
 _PREFIXES, _NEW = "extproc.fleet.prefix_index", "extproc.fleet.eligibility:Eligibility"
 _WEIGHT = f"{_COMPLETION}:Prediction.cost_weight"
 PARTS = {
-    "learned step times": Part(f"{_ESTIMATOR}:Estimator.poll", _returning(None)),
-    "speed of the last seconds": Part(f"{_ESTIMATOR}:Estimator._scale", _constant(1.0)),
-    "proportions of step times": Part(f"{_ESTIMATOR}:_PROPORTIONS", _constant(1e3)),
-    "prior of the fleet": Part(f"{_ESTIMATOR}:FleetPrior.report", _returning(None)),
-    "solo rows": Part("extproc.predict.windows:Windows._lone", _returning([])),
-    "limit on new replicas": Part(f"{_NEW}.without_full", _passing(1)),
-    "trial of new replicas": Part(f"{_NEW}.favour_idle", _returning(None)),
-    "decode correction": Part(
+    "learned step times": AblatedPart(f"{_ESTIMATOR}:Estimator.poll", _returning(None)),
+    "speed of the last seconds": AblatedPart(f"{_ESTIMATOR}:Estimator._scale", _constant(1.0)),
+    "proportions of step times": AblatedPart(f"{_ESTIMATOR}:_PROPORTIONS", _constant(1e3)),
+    "prior of the fleet": AblatedPart(f"{_ESTIMATOR}:FleetPrior.report", _returning(None)),
+    "solo rows": AblatedPart("extproc.predict.windows:Windows._lone", _returning([])),
+    "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
+    "trial of new replicas": AblatedPart(f"{_NEW}.favour_idle", _returning(None)),
+    "decode correction": AblatedPart(
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))
     ),
-    "first-token offsets": Part(f"{_CORRECTION}:FirstTokens.observe", _returning(None)),
-    "wait for admission": Part(f"{_COMPLETION}:admission", _zeros),
-    "wait at the router": Part(f"{_ROUTER}:add_queue_wait", _queued_unseen),
-    "no wait beside an idle replica": Part(f"{_ROUTER}:_without_idle_wait", _passing(0)),
-    "learned lengths": Part(f"{_LENGTHS}:OutputLengths.observe", _returning(None)),
-    "kinds of lengths": Part(f"{_LENGTHS}:_kinds", _returning([])),
-    "cost to others": Part(_WEIGHT, _constant(0.0)),
-    "KV pressure": Part(_WEIGHT, _weight(_first_token_weight)),
-    "first token in the weight": Part(
+    "first-token offsets": AblatedPart(f"{_CORRECTION}:FirstTokens.observe", _returning(None)),
+    "wait for admission": AblatedPart(f"{_COMPLETION}:admission", _zeros),
+    "wait at the router": AblatedPart(f"{_ROUTER}:add_queue_wait", _unpredicted_queue),
+    "no wait beside an idle replica": AblatedPart(f"{_ROUTER}:_without_idle_wait", _passing(0)),
+    "learned lengths": AblatedPart(f"{_LENGTHS}:OutputLengths.observe", _returning(None)),
+    "kinds of lengths": AblatedPart(f"{_LENGTHS}:_kinds", _returning([])),
+    "cost to others": AblatedPart(_WEIGHT, _constant(0.0)),
+    "KV pressure": AblatedPart(_WEIGHT, _weight(_first_token_weight)),
+    "first token in the weight": AblatedPart(
         _WEIGHT, _weight(lambda prediction: prediction.kv_pressure**2)
     ),
-    "whole cost of first tokens unseen": Part(
+    "whole cost of first tokens unseen": AblatedPart(
         f"{_ROUTER}:predict", _predicting("first_token_matters", lambda _: True)
     ),
-    "avoidable prefill": Part(
-        f"{_ROUTER}:predict", _predicting("avoidable", lambda one: np.zeros_like(one.ttft))
+    "avoidable prefill": AblatedPart(
+        f"{_ROUTER}:predict",
+        _predicting("avoidable", lambda prediction: np.zeros_like(prediction.ttft)),
     ),
-    "near ties": Part(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
-    "equal first tokens": Part(f"{_POLICIES}:_SAME_TTFT", _constant(0.0)),
-    "prefix caches": Part(
+    "near ties": AblatedPart(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
+    "equal first tokens": AblatedPart(f"{_POLICIES}:_SAME_TTFT", _constant(0.0)),
+    "prefix caches": AblatedPart(
         f"{_PREFIXES}:PrefixIndex.hits",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
-    "belief in prefix caches": Part(f"{_PREFIXES}:_Belief.observe", _returning(None)),
-    "adapters": Part(f"{_FLEET}.adapter_times", _returning(None)),
-    "digests of other routers": Part(f"{_FLEET}.receive_digest", _returning(None)),
-    "prompts of other routers": Part(f"{_FLEET}.receive_prompts", _returning(None)),
-    "load that only polls show": Part(
+    "belief in prefix caches": AblatedPart(f"{_PREFIXES}:_Belief.observe", _returning(None)),
+    "adapters": AblatedPart(f"{_FLEET}.adapter_times", _returning(None)),
+    "digests of other routers": AblatedPart(f"{_FLEET}.receive_digest", _returning(None)),
+    "prompts of other routers": AblatedPart(f"{_FLEET}.receive_prompts", _returning(None)),
+    "load that only polls show": AblatedPart(
         "extproc.fleet.reconcile:Reconciliation._correct_external", _returning(None)
     ),
 }
@@ -166,28 +171,28 @@ class Cell:
     fleet: str
     speed: float
     options: Mapping[str, Any] = field(default_factory=dict)  # of the simulation
-    events: float = 1.0  # factor of the times of the fleet's events: a segment is shorter
-    frontend: float = 0.0  # seconds of a request beside the engine's steps
-    longest: tuple[float, float] = (inf, inf)  # prompt and answer in tokens, others are left out
+    events: float = 1.0  # factor of the times of the fleet's events: segments are short
+    frontend: float = 0.0  # seconds that a request spends outside the engine's steps
+    longest: tuple[float, float] = (inf, inf)  # tokens of a prompt and of an answer, at most
 
     def requests(self, pair: int, most: int) -> list[TracedRequest]:
-        """The first requests of a segment, whose time begins with it."""
+        """First requests of a segment, timed from the beginning of the segment."""
         every = trace.read([_HERE / f"traces/{self.trace}.jsonl.gz"], self.speed)
-        lasts = every[-1].at / PAIRS
+        length = every[-1].at / PAIRS
         prompt, output = self.longest
         return [
-            replace(one, at=one.at - pair * lasts)
-            for one in every
-            if pair * lasts <= one.at < (pair + 1) * lasts
-            and one.prompt_tokens <= prompt
-            and one.output_tokens <= output
+            replace(request, at=request.at - pair * length)
+            for request in every
+            if pair * length <= request.at < (pair + 1) * length
+            and request.prompt_tokens <= prompt
+            and request.output_tokens <= output
         ][:most]
 
     def play(self, requests: Sequence[TracedRequest], seed: int) -> dict[str, Any]:
         file = fleet.read(_HERE / f"fleets/{self.fleet}.yaml")
-        events = [one.model_copy(update={"at": one.at * self.events}) for one in file.events]
+        events = [event.model_copy(update={"at": event.at * self.events}) for event in file.events]
         file = file.model_copy(update={"events": tuple(events)})
-        simulation = Simulation(file, "completion", seed=seed, **self.options)
+        simulation = FleetSimulation(file, "completion", seed=seed, **self.options)
         for machine in simulation.machines.values():
             machine.runs_at(replace(machine.profile.step, frontend=self.frontend))
         run = summary(simulation, list(simulation.run(requests)))
@@ -215,56 +220,57 @@ CELLS = {
     "agents, four routers": Cell("agents", "mixed", 1.5, _FOUR),
     "mooncake": Cell("mooncake-synthetic", "a100", 1),
 }
-Task = tuple[str, int]  # cell, and number of the pair
-Figures = dict[str, dict[str, Any]]  # of a run, by the part that was off; "": none
+Task = tuple[str, int]  # cell and pair
+Figures = dict[str, dict[str, Any]]  # of a segment, by the part that was off; "": none
 
 
 def play(folder: Path | None, most: int, parts: Sequence[str], task: Task) -> Figures:
-    """Plays a segment with every part, and without each of the parts."""
+    """Plays a segment with every part, and without each part."""
     cell, pair = task
     requests = CELLS[cell].requests(pair, most)
-    found = {}
+    figures = {}
     for name in ("", *parts):
         file = folder and folder / f"{cell} {pair} {most} {name or 'all'}.json"
         if file and file.exists():
-            found[name] = json.loads(file.read_text())
+            figures[name] = json.loads(file.read_text())
             continue
         with PARTS[name].off() if name else nullcontext():
-            found[name] = CELLS[cell].play(requests, pair)
+            figures[name] = CELLS[cell].play(requests, pair)
         if file:
-            file.write_text(json.dumps(found[name]))
-    return found
+            file.write_text(json.dumps(figures[name]))
+    return figures
 
 
 def worth(pairs: Sequence[Figures], part: str) -> Floats:
-    """Logarithms of the figures without a part ÷ with it: a row a pair, a column a figure."""
+    """Logarithms of figures without a part ÷ with all parts, shape (pairs, figures)."""
 
-    def figures(of: str) -> Floats:
-        return np.array([[one[of][times][name] for times, name in _FIGURES] for one in pairs])
+    def figures(off: str) -> Floats:
+        return np.array([[pair[off][times][name] for times, name in _FIGURES] for pair in pairs])
 
     return np.log(figures(part) / figures(""))
 
 
-def shown(logs: Floats) -> str:
-    """Difference in % and its interval, or ``none`` where that has zero in it."""
+def difference(logs: Floats) -> str:
+    """Difference in % and its 95% interval, or ``none`` if the interval contains zero."""
     middle = logs.mean()
     half = _T95 * logs.std(ddof=1) / np.sqrt(len(logs))
     if abs(middle) <= half:
         return "none"
-    least, there, most = 100.0 * np.expm1([middle - half, middle, middle + half])
-    return f"{there:+.1f} ({least:+.1f} to {most:+.1f})"
+    low, mean, high = 100.0 * np.expm1([middle - half, middle, middle + half])
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterator[list[str]]:
-    """Rows of the table: of each part all cells together, and those where it is worth something."""
+    """Rows of the table: for each part the mean of all cells, and cells with a difference."""
     for part in parts:
-        each = {cell: worth(pairs, part) for cell, pairs in found.items()}
-        cells = {cell: [shown(of) for of in logs.T] for cell, logs in each.items()}
-        measured = {cell: row for cell, row in cells.items() if set(row) != {"none"}}
-        yield [f"**{part}**", "all", *(shown(of) for of in np.mean([*each.values()], axis=0).T)]
-        yield from (["", cell, *row] for cell, row in measured.items())
-        if rest := len(cells) - len(measured):
-            yield ["", f"{rest} more" if measured else "each", *["none"] * len(_FIGURES)]
+        logs = {cell: worth(pairs, part) for cell, pairs in found.items()}
+        mean = np.mean([*logs.values()], axis=0)
+        cells = {cell: [*map(difference, values.T)] for cell, values in logs.items()}
+        differing = {cell: row for cell, row in cells.items() if set(row) != {"none"}}
+        yield [f"**{part}**", "all", *map(difference, mean.T)]
+        yield from (["", cell, *row] for cell, row in differing.items())
+        if rest := len(cells) - len(differing):
+            yield ["", f"{rest} more" if differing else "each", *["none"] * len(_FIGURES)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,10 +297,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cells", type=arguments.some_of(CELLS), default=[*CELLS], metavar="a,b", help="[all]")
     add("--parts", type=arguments.some_of(PARTS), default=[*PARTS], metavar="a,b", help="[all]")
-    most = f"most of a run [{_REQUESTS}]"
+    most = f"requests of a segment, at most [{_REQUESTS}]"
     add("--requests", type=arguments.count, default=_REQUESTS, metavar="N", help=most)
-    add("--jobs", type=arguments.count, default=2, metavar="N", help="runs at a time [2]")
-    add("--json", type=Path, metavar="DIR", help="keep the figures of finished runs")
+    add("--jobs", type=arguments.count, default=2, metavar="N", help="segments at a time [2]")
+    add("--json", type=Path, metavar="DIR", help="store the figures of finished runs")
     return parser.parse_args(argv)
 
 

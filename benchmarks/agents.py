@@ -1,10 +1,11 @@
-"""Makes a trace of agent sessions, whose prompts grow turn by turn over a system prompt.
+"""Makes a trace of agent sessions: prompts that grow turn by turn after a system prompt.
 
     python -m benchmarks.agents agents.jsonl.gz
 
-Sessions arrive as a Poisson process, each of an application drawn by Zipf, with its system prompt.
-The prompt of a turn is everything before it, the last answer and new text. Log-normal pauses lie
-between turns. As in the Mooncake traces, a hash id stands for 512 full prompt tokens.
+Sessions arrive as a Poisson process. The application of a session is drawn by Zipf's law and has a
+system prompt. The prompt of a turn is the prompt of the turn before, its answer, and new text.
+Pauses between turns are log-normal. As in the Mooncake traces, a hash id stands for 512 full prompt
+tokens.
 """
 
 import gzip
@@ -23,15 +24,15 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 _HOURS = 0.35
 _SESSIONS_PER_S = 0.5
 _APPLICATIONS = 6
-_SYSTEM_PROMPT = (2000.0, 8000.0)  # tokens, log-uniformly between
+_SYSTEM_PROMPT = (2000.0, 8000.0)  # tokens, log-uniform
 _TURNS = 12.0  # mean
-_NEW_TEXT = (100.0, 1500.0)  # tokens that a turn adds, log-uniformly between
+_NEW_TEXT = (100.0, 1500.0)  # tokens that a turn adds, log-uniform
 _ANSWER = 120.0  # tokens, median
 _SHORTEST_ANSWER, _LONGEST_ANSWER = 4, 2000
-_TOKEN_S = 0.015  # seconds that a token of an answer takes, until the gap begins
-_GAP_S = 5.0  # between an answer and the next turn, median
+_TOKEN_S = 0.015  # seconds to generate a token of an answer
+_GAP_S = 5.0  # between the end of an answer and the next turn, median
 _CONTEXT = 32_000
-_MOST_BOUND = 4096
+_LARGEST_BOUND = 4096
 
 
 @dataclass(slots=True)
@@ -44,18 +45,18 @@ class _Prompt:
 
 
 def sessions(random: Random) -> list[TracedRequest]:
-    """Requests of the trace, by time."""
+    """Requests of the trace, sorted by time."""
     fresh, end = count(1), _HOURS * 3600
     systems = [_Prompt(_log_uniform(random, *_SYSTEM_PROMPT)) for _ in range(_APPLICATIONS)]
-    for one in systems:
-        one.fill(fresh)
+    for system in systems:
+        system.fill(fresh)
     weights = [1 / (rank + 1) for rank in range(_APPLICATIONS)]
     requests: list[TracedRequest] = []
     at = random.expovariate(_SESSIONS_PER_S)
     while at < end:
         (system,) = random.choices(systems, weights)
         prompt = _Prompt(system.tokens, [*system.ids])
-        requests += (one for one in _turns(at, prompt, fresh, random) if one.at < end)
+        requests += (turn for turn in _turns(at, prompt, fresh, random) if turn.at < end)
         at += random.expovariate(_SESSIONS_PER_S)
     return sorted(requests, key=_milliseconds)
 
@@ -83,12 +84,12 @@ def _turns(
 
 
 def _bound(random: Random, answer: int) -> int | None:
-    """Bound as of real callers: none, a power of two well above the answer, or up to 20% above."""
+    """Bound as callers set it: none, a power of two well above the answer, or up to 20% above."""
     drawn = random.random()
     if drawn < 0.3:
         return None
     if drawn < 0.7:
-        return int(min(_MOST_BOUND, 2 ** ceil(log2(answer) + 2 * random.random())))
+        return int(min(_LARGEST_BOUND, 2 ** ceil(log2(answer) + 2 * random.random())))
     return int(answer * (1 + 0.2 * random.random())) + 1
 
 
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     with gzip.open(args.out, "wt") as lines:
-        lines.writelines(f"{line(one)}\n" for one in sessions(Random(args.seed)))
+        lines.writelines(f"{line(request)}\n" for request in sessions(Random(args.seed)))
     return 0
 
 

@@ -1,12 +1,13 @@
-"""Times a routing decision by the size of the fleet, and the reading of a request before it.
+"""Times a routing decision by the size of the fleet, and the parsing of a request before it.
 
     python -m benchmarks.decision --json decision.json
 
-A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts each
-replica and chooses. Further columns: the ledger's entry and release of the request, and a poll of a
-replica. Learning from answers is not timed. A second table has the time from a chat's body to its
-profile, and the part of it for the keys of its prefix. A third one has an arrival and an end by the
-number of requests that are queued. With LoRA adapters, each request is for one drawn at random.
+A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts the request
+on each replica, and chooses. Further columns time the request's entry and release in the ledger,
+and the poll of a replica. Learning from answers is not timed. A second table has the time from the
+body of a chat to its profile, and the share of the prefix keys. A third table has the time of an
+arrival and of an end, by the number of queued requests. With LoRA adapters, the adapter of each
+request is drawn at random.
 """
 
 import gc
@@ -44,12 +45,12 @@ REPLICAS = (8, 100, 1000)
 _IN_FLIGHT = 30  # requests per replica
 _ADAPTERS = 500
 _MAX_LORAS = 8  # adapters in a batch
-LOADED = ((100, 30), (100, 50))  # replicas and requests per replica of the lines with adapters
-_RATE = 300.0  # requests per second, whatever the size of the fleet
+LOADED = ((100, 30), (100, 50))  # replicas, requests per replica: lines with adapters
+_RATE = 300.0  # requests per second, for any size of the fleet
 _POLL_INTERVAL = 0.2  # seconds between two polls of a replica
 _MODEL = "model"
-_PROMPT_TOKENS = 300.0  # median; log-normal, as the lengths of answers are
-_SHARED_PROMPTS = 8  # system prompts, one of which begins each prompt
+_PROMPT_TOKENS = 300.0  # median; log-normal, like the lengths of answers
+_SHARED_PROMPTS = 8  # system prompts; each prompt begins with a system prompt
 _SHARED_TOKENS = 200
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS = 200.0
@@ -74,31 +75,31 @@ class Timing:
     policy: str
     replicas: int
     full: bool  # no KV cache has room for another prompt
-    adapters: int  # LoRA adapters, one of which each request is for
+    adapters: int  # LoRA adapters of the requests
     in_flight: int  # requests
     median_us: float
     p99_us: float
-    ledger_us: float  # median, for the entry of a request and its release together
-    poll_us: float  # median, for one poll of one replica
+    ledger_us: float  # median, for the entry and the release of a request together
+    poll_us: float  # median, for the poll of a replica
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Microseconds to read a chat: the least of several repeats, as ``timeit`` advises."""
+class ParseTiming:
+    """Microseconds to parse a chat: the least of several repeats, as ``timeit`` advises."""
 
     text_bytes: int
-    profile_us: float  # from its body to its profile
-    prefix_us: float  # of these, for the keys of its prefix
+    profile_us: float  # from the body to the profile
+    prefix_us: float  # for the keys of the prefix
 
 
 @dataclass(frozen=True, slots=True)
-class Queueing:
-    """Median microseconds for one event at a queue in front of full replicas."""
+class QueueTiming:
+    """Median microseconds for an event at a queue in front of full replicas."""
 
     queued: int
     tenants: int
-    arrival_us: float  # decision of a request that has to wait, and its entry
-    end_us: float  # release of a request, and what is decided anew and dispatched for it
+    arrival_us: float  # decision of a request that must wait, and its entry into the queue
+    end_us: float  # release of a request, and the decision and dispatch of a queued request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,8 +151,8 @@ def measure(
     adapters: int = 0,
     in_flight: int = _IN_FLIGHT,
 ) -> Timing:
-    """Times decisions, after a tenth as many to warm up; ``in_flight``: requests per replica."""
-    load = _Load(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
+    """Times decisions, after a tenth as many as warm-up; ``in_flight`` counts per replica."""
+    load = _SteadyRouter(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
     for _ in range(decisions // 10):
         load.step()
     for seconds in (load.decisions, load.ledger, load.polls):
@@ -174,8 +175,8 @@ def measure(
     )
 
 
-def measure_chat(text_bytes: int, times: int) -> Reading:
-    """Times the reading of a chat of a few messages."""
+def measure_chat(text_bytes: int, times: int) -> ParseTiming:
+    """Times the parsing of a chat of a few messages."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]
@@ -185,12 +186,12 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
     tokens = prompt.count(counter, _MODEL)
     profile = repeat(lambda: inspect(Endpoint.CHAT, body, counter), repeat=_REPEATS, number=times)
     prefix = repeat(lambda: prompt.prefix(tokens, 0), repeat=_REPEATS, number=times)
-    return Reading(text_bytes, min(profile) / times * 1e6, min(prefix) / times * 1e6)
+    return ParseTiming(text_bytes, min(profile) / times * 1e6, min(prefix) / times * 1e6)
 
 
-def measure_queue(queued: int, tenants: int, times: int) -> Queueing:
-    """Times arrivals and ends by turns, so that as many requests stay queued."""
-    queue = _Queued(tenants)
+def measure_queue(queued: int, tenants: int, times: int) -> QueueTiming:
+    """Times arrivals and ends by turns, so that the number of queued requests stays the same."""
+    queue = _FullRouter(tenants)
     while len(queue) < queued:
         queue.arrive()
     arrivals, ends = [], []
@@ -204,11 +205,11 @@ def measure_queue(queued: int, tenants: int, times: int) -> Queueing:
         arrivals.append(arrived - start)
         ends.append(perf_counter() - arrived)
     gc.unfreeze()
-    return Queueing(queued, tenants, median(arrivals) * 1e6, median(ends) * 1e6)
+    return QueueTiming(queued, tenants, median(arrivals) * 1e6, median(ends) * 1e6)
 
 
-class _Queued:
-    """Router whose replicas are full, and its queue."""
+class _FullRouter:
+    """Router with a queue, in front of full replicas."""
 
     def __init__(self, tenants: int) -> None:
         self._tenants = cycle(map(str, range(tenants)))
@@ -261,15 +262,15 @@ class _Queued:
         self._sent.append((decision.replica, ticket))
 
 
-class _Load:
-    """Router under a virtual clock; with each request that comes another ends."""
+class _SteadyRouter:
+    """Router under a virtual clock: with each arrival another request ends."""
 
     def __init__(
         self, policy: str, replicas: int, kv_usage: float, adapters: int, in_flight: int
     ) -> None:
-        self.decisions: list[float] = []  # seconds of each
-        self.ledger: list[float] = []  # seconds, each for the entry and the release of a request
-        self.polls: list[float] = []  # seconds of each
+        self.decisions: list[float] = []  # seconds
+        self.ledger: list[float] = []  # seconds, for the entry and the release of a request
+        self.polls: list[float] = []  # seconds
         self._kv_usage = kv_usage
         self._random = Random(0)
         self._clock = VirtualClock()
@@ -286,7 +287,7 @@ class _Load:
         self._polled_at = 0.0
         self._pause = _POLL_INTERVAL / replicas
         self._in_flight: list[tuple[Ticket, str, str]] = []
-        for name in (one for one in names for _ in range(in_flight)):
+        for name in (name for name in names for _ in range(in_flight)):
             self._wait()
             request = self._request()
             self._enter(self._fleet.dispatch(name, request), name, request.model)

@@ -1,4 +1,4 @@
-"""Simulation of a trace on the fleet of a file, under a policy or the oracle."""
+"""Simulation of a trace on the fleet of a file, under a policy or under the oracle."""
 
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field, replace
@@ -28,19 +28,19 @@ from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 
 KNOWN = ("lengths", "coefficients")
-STREAMED = 0.5  # share of requests that are streamed
+STREAMED = 0.5  # share of the requests
 MODEL = "model"
-_MAX_MODEL_LEN = 131_072  # tokens, where the KV cache holds as many
+_MAX_MODEL_LEN = 131_072  # tokens; less if the KV cache is smaller
 _INTERVAL = 0.2  # seconds between two scrapes, as configured by default
 _PICKERS_INTERVAL = 0.05  # default of llm-d's picker and of AIBrix
 _NO_HOLD = HoldSettings(longest_s=0.0)
-_HOLD = HoldSettings(longest_s=3600.0)  # nothing is refused: all must be answered to be compared
-_AFTER = 30.0  # seconds after a change of speed by which it should be learned
+_HOLD = HoldSettings(longest_s=3600.0)  # refuses no request: comparisons need all answers
+_AFTER = 30.0  # seconds from a change of speed until the learned speed is compared
 _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
-    """Seconds between two scrapes of a replica, as usual where this policy runs."""
+    """Seconds between two scrapes of a replica, by the defaults of the policy's makers."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 
@@ -49,15 +49,15 @@ class LearnedSpeed:
     replica: str
     at: float
     slow: float
-    ratio: float  # the average step since the change, as learned, over what it truly takes
+    ratio: float  # learned ÷ true time of the average step since the change
 
 
-class Speeds:
-    """Compares learned step times with the truth some time after each change."""
+class LearnedSpeeds:
+    """Compares learned with true step times some time after each change."""
 
     def __init__(self) -> None:
         self.learned: list[LearnedSpeed] = []
-        # Time, machine, slowness since, and its work until then, in order of time.
+        # Time, machine, slowness from then on, and work before, in order of time.
         self._changes: list[tuple[float, Machine, float, Floats]] = []
 
     @property
@@ -70,7 +70,7 @@ class Speeds:
     def compare(self, now: float, view: FleetView) -> None:
         _, machine, slow, before = self._changes.pop(0)
         if machine.name not in view.ids:
-            return  # it is down
+            return  # the replica is down
         index = view.ids.index(machine.name)
         each = view.c0, view.c_prefill, view.c_batch, view.c_kv
         learned = StepModel(*(float(values[index]) for values in each))
@@ -93,29 +93,29 @@ def _work(machine: Machine) -> Floats:
 
 
 @dataclass
-class Simulation(simulation.Simulation):
+class FleetSimulation(simulation.Simulation):
     fleet_file: FleetFile
-    policy: str  # name of a policy, or `oracle`
+    policy: str  # name of the policy, or `oracle`
     poll_interval: float | None = None  # seconds between two scrapes; None: by the policy
     seed: int = 0
-    know: frozenset[str] = frozenset()  # of `KNOWN`, which production would not tell the router
-    profile_error: float = 1.0  # step times of the router's first profile ÷ the true ones
+    know: frozenset[str] = frozenset()  # of `KNOWN`: knowledge that a production router lacks
+    profile_error: float = 1.0  # step times of the router's first profile ÷ true step times
     routers: int = 1
-    share_lag: float | None = None  # seconds of a digest to other routers; None: never arrives
-    weight: float = 1.0  # the oracle's, of the cost to others
-    hold: bool = False  # requests wait at the router while no replica can carry them
-    urgent: float = 0.0  # share of the requests that overtake others that wait
-    target: Objective = NO_OBJECTIVE  # of the others
-    target_share: float = 1.0  # of the others, those that have the target
-    ignore_targets: bool = False  # the router is told of no target
-    tenants: PySequence[float] = ()  # shares of the requests; none: one tenant
-    adapters: int = 0  # LoRA adapters; the k-th is asked for 1/k as often as the model itself
+    share_lag: float | None = None  # seconds until a digest arrives; None: digests are lost
+    weight: float = 1.0  # of the cost to others, for the oracle
+    hold: bool = False  # the router queues requests that no replica can take
+    urgent: float = 0.0  # share of the requests that overtake others in the queue
+    target: Objective = NO_OBJECTIVE  # of the requests that are not urgent
+    target_share: float = 1.0  # share of these requests that have the target
+    ignore_targets: bool = False  # hides the targets from the router
+    tenants: PySequence[float] = ()  # shares of the requests; empty: a single tenant
+    adapters: int = 0  # LoRA adapters; the k-th has 1/k as many requests as the model itself
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self._groups = Random(f"{self.seed} groups")
-        self._asked = Random(f"{self.seed} adapters")
+        self._models = Random(f"{self.seed} adapters")
         self._names = tuple(f"adapter-{number}" for number in range(self.adapters))
         self._shares = [1.0, *(1.0 / number for number in range(1, self.adapters + 1))]
         machines = {name: self._machine(name) for name in self.fleet_file.members}
@@ -129,10 +129,10 @@ class Simulation(simulation.Simulation):
         else:
             self.nodes = [self._node(number) for number in range(self.routers)]
             prior, dealt = FleetPrior(), Random(self.seed)
-            watches = [self._watch(one, prior, poll_s) for one in machines.values()]
+            watches = [self._watch(machine, prior, poll_s) for machine in machines.values()]
             routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
-        self.speeds = Speeds()  # what was learned of replicas whose speed changed
-        events = [(one.at, partial(self._happen, one)) for one in self.fleet_file.events]
+        self.speeds = LearnedSpeeds()
+        events = [(event.at, partial(self._apply, event)) for event in self.fleet_file.events]
         super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 
     @property
@@ -145,7 +145,7 @@ class Simulation(simulation.Simulation):
         assert isinstance(traced, TracedRequest)
         streamed = self._random.random() < STREAMED
         known = "lengths" in self.know
-        (model,) = self._asked.choices((MODEL, *self._names), self._shares)
+        (model,) = self._models.choices((MODEL, *self._names), self._shares)
         profile = RequestProfile(
             Endpoint.CHAT,
             model,
@@ -167,8 +167,9 @@ class Simulation(simulation.Simulation):
     def _objective(self) -> Objective:
         if self._groups.random() < self.urgent:
             return _URGENT
-        aims = self.target.has_target and self._groups.random() < self.target_share
-        return self.target if aims else NO_OBJECTIVE
+        if self.target.has_target and self._groups.random() < self.target_share:
+            return self.target
+        return NO_OBJECTIVE
 
     def _tenant(self) -> str:
         if not self.tenants:
@@ -178,7 +179,7 @@ class Simulation(simulation.Simulation):
 
     # -- replicas ---------------------------------------------------------------------------
 
-    def _happen(self, event: FleetEvent) -> None:
+    def _apply(self, event: FleetEvent) -> None:
         machine, now = self.machines[event.replica], self.clock()
         if event.slow is not None:
             machine.slow(event.slow)
@@ -219,7 +220,7 @@ class Simulation(simulation.Simulation):
         profile = self.fleet_file.believed[machine.name]
         believed = None if known else profile.step.slowed(self.profile_error)
         capacity = machine.engine.capacity
-        told = ReplicaState(
+        configured = ReplicaState(
             id=machine.name,
             name=machine.name,
             profile=machine.profile.name,
@@ -230,7 +231,7 @@ class Simulation(simulation.Simulation):
             max_model_len=min(_MAX_MODEL_LEN, capacity),
             kv_tokens=capacity,
         )
-        return MachinePoller(machine, told, believed, prior, poll_s, Random(self.seed))
+        return MachinePoller(machine, configured, believed, prior, poll_s, Random(self.seed))
 
 
 def _sequences(

@@ -13,32 +13,32 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import ACCEPTANCE, LoadedAdapters, Speculation
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
-Happening = Literal["down", "up", "hang"]
+Action = Literal["down", "up", "hang"]
 
-_BATCH, _CONTEXT_TOKENS = 16, 1200  # of the decode step that measures a replica's speed
+_BATCH, _CONTEXT_TOKENS = 16, 1200  # sequences, KV tokens of each: decode step that is the speed
 
-Stay = tuple[str, float, float]  # replica, and start and end of a request in seconds
+Stay = tuple[str, float, float]  # replica, start and end of a request in seconds
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ReplicaGroup(_Part):
-    """Replicas alike, called ``name-0``, ``name-1``, …"""
+class ReplicaGroup(_Section):
+    """Equal replicas, called ``name-0``, ``name-1``, …"""
 
     name: str
     profile: str
     count: int = Field(default=1, ge=1)
     believed: str | None = None  # profile in the router's configuration; None: the true one
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    draft_tokens: int = Field(default=0, ge=0)  # drafted for a sequence in each step
+    draft_tokens: int = Field(default=0, ge=0)  # per sequence and step
     acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)
-    """Probability that a drafted token is accepted if those before it are."""
-    cold_steps: int = Field(default=0, ge=0)  # first steps of each process, which take longer
+    """Probability that a drafted token is accepted if all tokens before it are."""
+    cold_steps: int = Field(default=0, ge=0)  # first steps of a process, which take longer
     old_counters: bool = False  # of vLLM up to 0.15
-    max_loras: int = Field(default=0, ge=0)  # LoRA adapters in a batch; 0: none are served
-    adapter_load_s: float = Field(default=0.1, ge=0)  # seconds
+    max_loras: int = Field(default=0, ge=0)  # LoRA adapters in a batch; 0: no adapter is served
+    adapter_load_s: float = Field(default=0.1, ge=0)
 
     @field_validator("profile", "believed")
     @classmethod
@@ -58,21 +58,21 @@ class ReplicaGroup(_Part):
         return LoadedAdapters(self.max_loras, self.adapter_load_s) if self.max_loras else None
 
 
-class FleetEvent(_Part):
-    """Event of a replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``, ``up`` or ``hang`` in
-    place of ``slow: 3``."""
+class FleetEvent(_Section):
+    """Event of a replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``, ``up`` or ``hang``
+    instead of ``slow: 3``."""
 
     at: float = Field(ge=0)  # seconds from the start
     replica: str
-    slow: float | None = Field(default=None, gt=0)  # factor of every step's time; 1 ends it
-    do: Happening | None = None
-    """``down`` ends the process and loses its work. ``hang`` stops its steps and answers. ``up``
-    ends both: after ``down`` the engine is empty, after ``hang`` it goes on."""
+    slow: float | None = Field(default=None, gt=0)  # factor of every step's time; 1: as usual
+    do: Action | None = None
+    """``down`` ends the process and loses its work. ``hang`` stops steps and answers. ``up`` ends
+    both: after ``down`` the engine is empty, after ``hang`` it continues."""
 
     @model_validator(mode="before")
     @classmethod
     def _bare_word(cls, fields: Any) -> Any:
-        """``{…, down}`` is YAML for a key without a value."""
+        """Takes ``{…, down}``, which is YAML for a key without a value."""
         if not isinstance(fields, dict):
             return fields
         bare = {key for key in ("down", "up", "hang") if fields.get(key, "") in (None, True)}
@@ -80,13 +80,13 @@ class FleetEvent(_Part):
         return rest if not bare else rest | {"do": " and ".join(sorted(bare))}
 
     @model_validator(mode="after")
-    def _one_thing(self) -> Self:
+    def _has_single_action(self) -> Self:
         if (self.slow is None) == (self.do is None):
-            raise ValueError("an event has one of slow, down, up and hang")
+            raise ValueError("an event needs exactly one of slow, down, up and hang")
         return self
 
 
-class FleetFile(_Part):
+class FleetFile(_Section):
     replicas: tuple[ReplicaGroup, ...] = Field(min_length=1)
     events: tuple[FleetEvent, ...] = ()
 
@@ -111,10 +111,13 @@ class FleetFile(_Part):
     def believed(self) -> dict[str, HardwareProfile]:
         """Configured profiles by name."""
         groups = {name: self.group(name) for name in self.members}
-        return {name: hardware_profile(of.believed or of.profile) for name, of in groups.items()}
+        return {
+            name: hardware_profile(group.believed or group.profile)
+            for name, group in groups.items()
+        }
 
     def group(self, name: str) -> ReplicaGroup:
-        return next(one for one in self.replicas if name.rpartition("-")[0] == one.name)
+        return next(group for group in self.replicas if name.rpartition("-")[0] == group.name)
 
     @property
     def members(self) -> dict[str, HardwareProfile]:
@@ -131,7 +134,7 @@ class FleetFile(_Part):
 
 
 def read(path: Path) -> FleetFile:
-    """Fleet of a YAML file; raises OSError or a ValueError of one line that names the file."""
+    """Fleet of a YAML file; raises OSError, or a ValueError of a line that names the file."""
     try:
         return FleetFile.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -149,10 +152,10 @@ def speed(step: StepModel) -> float:
 
 
 def imbalance(stays: Iterable[Stay], speeds: Mapping[str, float]) -> float | None:
-    """Requests on the replica with the most for its speed ÷ its share of all by speed.
+    """Load of the busiest replica ÷ its share of all requests by speed.
 
-    Mean over time, weighted by the requests at each moment: 1 if requests are always spread as the
-    speeds are; None without requests.
+    Mean over time, weighted by the requests in flight at each moment: 1 if requests are always
+    spread in proportion to the speeds; None without requests.
     """
     rows = {name: row for row, name in enumerate(speeds)}
     changes = sorted(
@@ -163,9 +166,9 @@ def imbalance(stays: Iterable[Stay], speeds: Mapping[str, float]) -> float | Non
     )
     if not changes:
         return None
-    at, by, on = np.array(changes).T
+    at, change, row = np.array(changes).T
     steps = np.zeros((len(at), len(rows)))
-    steps[np.arange(len(at)), on.astype(int)] = by
-    there, lasting = steps.cumsum(axis=0)[:-1], np.diff(at)
+    steps[np.arange(len(at)), row.astype(int)] = change
+    in_flight, seconds = steps.cumsum(axis=0)[:-1], np.diff(at)
     share = np.array([*speeds.values()]) / sum(speeds.values())
-    return float(lasting @ (there / share).max(axis=1) / (lasting @ there.sum(axis=1)))
+    return float(seconds @ (in_flight / share).max(axis=1) / (seconds @ in_flight.sum(axis=1)))

@@ -19,8 +19,8 @@ from extproc.route.decision import Choice, Decision, Situation
 from extproc.route.policies import lowest
 
 WEIGHTS = (0.5, 1.0, 2.0)
-"""Weights of the cost to others to try. Of these, 0, ¼ and the policy's own rule, 1 had the lowest
-mean completion, within 0.2%, in three cells of four, and 2 in the fourth."""
+"""Weights of the cost to others that the oracle tries. Among these, 0, ¼ and the policy's own rule,
+1 had the lowest mean completion, within 0.2%, in three cells of four, and 2 in the fourth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Weighed:
 
 
 class Oracle(Routers):
-    """Stands in for routers: sees every engine as it is when it decides, and every length."""
+    """Router that sees the current state of every engine, and every length."""
 
     def __init__(
         self, machines: Mapping[str, Machine], weight: float, clock: VirtualClock, seed: int
@@ -57,7 +57,7 @@ class Oracle(Routers):
         self._stretch = np.ones(len(machines))
 
     def decide(self, arrival: Arrival) -> Decision | None:
-        """Decision on a request, whose bound must be the tokens that it will generate."""
+        """Decision on a request, whose bound must be the number of tokens that it will generate."""
         profile = arrival.profile
         output = profile.output_bound or 0
         tokens = profile.prompt_tokens + output - 1
@@ -88,10 +88,10 @@ class Oracle(Routers):
         return Decision(situation, choice, output, second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
-        """Ignores events, which it sees in the engines."""
+        """Ignores events: the oracle sees the engines."""
 
     def ended(self, served: Served) -> None:
-        """Learns how much longer requests decode because of later ones."""
+        """Learns how much later requests delay the decoding of earlier requests."""
         decision = served.decision
         if served.finished is not None and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token
@@ -100,7 +100,7 @@ class Oracle(Routers):
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
-        """Corrects the prediction by the true rest of each step in progress."""
+        """Prediction with the true rest of each step in progress."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
         longer = rest - prediction.step_rest
@@ -114,21 +114,23 @@ class Oracle(Routers):
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    context: Floats  # KV tokens by sequence, prompts to be computed included
-    remaining: Floats  # tokens it will generate still
+    context: Floats  # KV tokens by sequence, with prompts still to be computed
+    remaining: Floats  # tokens still to be generated, by sequence
     backlog: float  # prompt tokens to be computed after the step in progress
-    cached: float  # tokens of the new prompt that need not be computed
+    cached: float  # tokens of the new prompt in the prefix cache
 
     @classmethod
     def of(cls, machine: Machine, profile: RequestProfile, prefix: Items[int]) -> "_Exact":
         engine = machine.engine
-        here = [*engine.decoding, *engine.queued]
-        generated = [engine.generated(sequence) for sequence in here]
+        sequences = [*engine.decoding, *engine.queued]
+        generated = np.array([engine.generated(sequence) for sequence in sequences], float)
+        prompts = np.array([sequence.prompt_tokens for sequence in sequences], float)
+        outputs = np.array([sequence.output_tokens for sequence in sequences], float)
         pool = engine.pool
         hits = pool.cached(prefix, (profile.prompt_tokens - 1) // pool.block_size)
         return cls(
-            np.array([s.prompt_tokens + g for s, g in zip(here, generated, strict=True)], float),
-            np.array([s.output_tokens - g for s, g in zip(here, generated, strict=True)], float),
+            prompts + generated,
+            outputs - generated,
             float(_backlog(machine, engine.queued)),
             float(hits * pool.block_size),
         )
@@ -136,14 +138,14 @@ class _Exact:
 
 def _backlog(machine: Machine, queued: Iterable[Sequence]) -> int:
     step, pool = machine.engine.step, machine.engine.pool
-    under_way = sum(chunk for _, chunk in step.chunks) if step else 0
-    left = 0
+    in_step = sum(chunk for _, chunk in step.chunks) if step else 0
+    tokens = 0
     for sequence in queued:
         hits = 0
         if sequence.hashes and not sequence.computed:
             hits = pool.cached(sequence.hashes, (sequence.context - 1) // pool.block_size)
-        left += sequence.context - max(sequence.computed, hits * pool.block_size)
-    return max(left - under_way, 0)
+        tokens += sequence.context - max(sequence.computed, hits * pool.block_size)
+    return max(tokens - in_step, 0)
 
 
 def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> FleetView:
@@ -161,11 +163,11 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         of_engines, ("running", "waiting", "kv_usage", "capacity")
     )
     speculations = [engine.speculation for engine in engines]
-    backlog = _floats(one.backlog for one in exact)
-    drafts = _floats(one.tokens if one else 0 for one in speculations)
+    backlog = _floats(state.backlog for state in exact)
+    drafts = _floats(drafting.tokens if drafting else 0 for drafting in speculations)
     kv_used = kv_usage * capacity
     c0, c_prefill = of_steps("c0"), of_steps("c_prefill")
-    # Verifying a draft costs as much as the prefill of as many tokens.
+    # Verifying a draft costs as much as the prefill of the same number of tokens.
     c_batch = of_steps("c_batch") + drafts * c_prefill
     c_kv = of_steps("c_kv") + drafts * of_steps("c_att")
     columns = {
@@ -186,7 +188,9 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "c_batch": c_batch,
         "c_kv": c_kv,
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
-        "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
+        "tokens_per_step": _floats(
+            drafting.tokens_per_step if drafting else 1 for drafting in speculations
+        ),
         "stretch": stretch,
         "by_priority": np.zeros(len(machines)),
     }
@@ -197,17 +201,17 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
 
 
 def _held(exact: Items[_Exact]) -> PrefixHits:
-    cached = _floats(one.cached for one in exact)
+    cached = _floats(state.cached for state in exact)
     return PrefixHits(cached, np.zeros(len(exact), np.intp), cached)
 
 
 def _sequences(exact: Items[_Exact]) -> Sequences:
-    counts = [len(one.context) for one in exact]
+    counts = [len(state.context) for state in exact]
     return Sequences(
         replica=np.repeat(np.arange(len(exact)), counts),
         weight=np.ones(sum(counts)),
-        context=np.concatenate([one.context for one in exact]),
-        remaining=np.concatenate([one.remaining for one in exact]),
+        context=np.concatenate([state.context for state in exact]),
+        remaining=np.concatenate([state.remaining for state in exact]),
         priority=np.zeros(sum(counts)),
     )
 

@@ -1,4 +1,4 @@
-"""Processes of a measurement: starting them, their use of the machine, and their HTTP pages."""
+"""Processes of a measurement: their start, their use of the machine, and their HTTP pages."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from extproc.lab.harness.processes import Process
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_FILES = 10_240  # asked for where a process may have any number: more is refused on macOS
+_FILES = 10_240  # open files where the limit is infinite: macOS refuses more
 _ROUTING_FILTERS = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
 _PAGE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -28,7 +28,7 @@ _PAGE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 async def together(
     starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
 ) -> AsyncIterator[dict[str, Process]]:
-    """Processes by name, once all are ready; none is left if one fails."""
+    """Processes by name, once all are ready; stops all if a single process fails."""
     async with AsyncExitStack() as running:
 
         async def start(process: Awaitable[Process]) -> Process:
@@ -38,14 +38,16 @@ async def together(
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                each = {name: tasks.create_task(start(one)) for name, one in starting.items()}
+                each = {
+                    name: tasks.create_task(start(process)) for name, process in starting.items()
+                }
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # one reason is enough
+            raise group.exceptions[0] from None  # the first reason is enough
         yield {name: task.result() for name, task in each.items()}
 
 
-class Attached(Stack):
-    """Redis, poller, router and Envoy beside servers that run already; it leaves those alone."""
+class AttachedStack(Stack):
+    """Redis, poller, router and Envoy beside servers that run already and are left running."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Attached(Stack):
         profiles: Mapping[str, str],
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
-        """Takes the ``ip:port`` and the configured hardware profile of each replica by name."""
+        """``servers`` has the ``ip:port``, ``profiles`` the hardware profile of each replica."""
         replicas = [SimulatedReplica(name, profiles[name]) for name in servers]
         super().__init__(directory, replicas, settings)
         self._servers = servers
@@ -68,9 +70,11 @@ class Attached(Stack):
 
 
 def drop_ext_proc(bootstrap: Bootstrap) -> None:
-    """Removes ext_proc, and the filters that only its answer needs."""
+    """Removes ext_proc and the filters that depend on its answer."""
     filters = manager_of(bootstrap)["http_filters"]
-    filters[:] = [one for one in filters if one["name"].rpartition(".")[2] not in _ROUTING_FILTERS]
+    filters[:] = [
+        entry for entry in filters if entry["name"].rpartition(".")[2] not in _ROUTING_FILTERS
+    ]
 
 
 def cpu_s(pid: int) -> float:
@@ -87,17 +91,17 @@ def memory_kb(pid: int) -> float:
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files: each request in flight is one."""
-    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if few == resource.RLIM_INFINITY:
+    """Raises the limit of open files: each request in flight needs a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
         return
-    files = max(few, _FILES) if most == resource.RLIM_INFINITY else most
+    files = max(soft, _FILES) if hard == resource.RLIM_INFINITY else hard
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 async def get_text(url: str) -> str:
-    """Page at a URL; empty if there is none."""
+    """Page at a URL; empty without a page."""
     try:
         async with (
             aiohttp.ClientSession(timeout=_PAGE_TIMEOUT) as session,
@@ -109,18 +113,18 @@ async def get_text(url: str) -> str:
 
 
 async def get_json(url: str) -> Any:
-    """JSON at a URL; None if there is none."""
+    """JSON at a URL; None without a page."""
     return json.loads(await get_text(url) or "null")
 
 
 async def get_samples(url: str) -> list[Sample]:
-    """Metrics at a URL; empty if there is no page."""
+    """Metrics at a URL; empty without a page."""
     families = text_string_to_metric_families(await get_text(url))
     return [sample for family in families for sample in family.samples]
 
 
 async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:
-    """Records of a router's decisions after a number, as far as it still has them."""
+    """Records of a router's decisions after the number ``after``, as far as they are kept."""
     records: list[dict[str, Any]] = []
     while page := await get_json(f"{admin}/decisions?after={after}"):
         records += page

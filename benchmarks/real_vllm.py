@@ -30,7 +30,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
-from benchmarks.processes import Attached, decisions, get_json
+from benchmarks.processes import AttachedStack, decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address
@@ -164,7 +164,7 @@ async def _compare(
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
-    async with Attached(logs, servers, dict.fromkeys(servers, args.profile)) as stack:
+    async with AttachedStack(logs, servers, dict.fromkeys(servers, args.profile)) as stack:
         for name, policy, these in plan:
             runs.append(await measure(stack, policy, name, these))
             _print(name, runs[-1])

@@ -3,8 +3,8 @@
     python -m benchmarks.simulate --trace benchmarks/traces/azure-2023-conv.jsonl.gz \\
         --fleet benchmarks/fleets/mixed.yaml --policy completion,lmetric --speed 4
 
-An oracle comes first, which sees the exact state of every engine and every length: policies are
-compared with it.
+The first run is that of an oracle, which sees the exact state of every engine and every length.
+Policies are compared with the oracle.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks import arguments, fleet, trace
 from benchmarks.arguments import about
-from benchmarks.discrete import KNOWN, Simulation
+from benchmarks.discrete import KNOWN, FleetSimulation
 from benchmarks.oracle import WEIGHTS
-from benchmarks.summary import PARTS, Phase, Run, header, requests_of, row, summary
+from benchmarks.summary import TIMES, Phase, Run, header, requests_of, row, summary
 from extproc.cli.arguments import above_zero, number, probability
 from extproc.lab.replay.figures import FIGURES, progress
 from extproc.lab.replay.routers import Served
@@ -30,10 +30,10 @@ from extproc.route.policies import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    simulation: Simulation
+    simulation: FleetSimulation
     served: list[Served]
     run: Run
-    took: float  # seconds of computing
+    took: float  # seconds of CPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,31 +78,33 @@ def _compare(
     }
     played = []
     for policy in args.policy:
-        simulation = Simulation(fleet_file, policy, args.poll_interval, args.seed, **options)
-        one = _play(simulation, requests, phase)
+        simulation = FleetSimulation(fleet_file, policy, args.poll_interval, args.seed, **options)
+        played.append(_play(simulation, requests, phase))
+        run = played[-1].run
         if oracle:
-            one.run["to_oracle"] = {
-                part: {name: one.run[part][name] / oracle.run[part][name] for name in FIGURES}
-                for part in PARTS
+            run["to_oracle"] = {
+                times: {name: run[times][name] / oracle.run[times][name] for name in FIGURES}
+                for times in TIMES
             }
-        print(row(one.run, one.took), flush=True)
-        played.append(one)
+        print(row(run, played[-1].took), flush=True)
     return [*played, oracle] if oracle else played
 
 
 def _best_oracle(
     fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: Phase
 ) -> _Played:
-    """Oracle with the weight of the cost to others that has the lowest mean completion."""
+    """Run of the oracle with the weight of the cost to others that has the best mean completion."""
     tried = []
     for weight in WEIGHTS:
-        simulation = Simulation(fleet_file, "oracle", seed=seed, weight=weight)
+        simulation = FleetSimulation(fleet_file, "oracle", seed=seed, weight=weight)
         tried.append(_play(simulation, requests, phase))
         tried[-1].run["weight"] = weight
     return min(tried, key=lambda played: played.run["e2e_s"]["mean"])
 
 
-def _play(simulation: Simulation, requests: Sequence[trace.TracedRequest], phase: Phase) -> _Played:
+def _play(
+    simulation: FleetSimulation, requests: Sequence[trace.TracedRequest], phase: Phase
+) -> _Played:
     started = time.process_time()
     served: list[Served] = []
     show = progress(simulation.policy)
@@ -127,16 +129,16 @@ def _results(
         "seed": args.seed,
         "figures": f"of {phase}",
     }
-    names = [one.simulation.policy for one in played]
+    names = [each.simulation.policy for each in played]
     return {
         "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
         "runs": [
             {
                 "run": {"name": name, "reference": name == "oracle"},
-                "requests": requests_of(one.simulation, one.served, phase),
-                "summary": one.run,
+                "requests": requests_of(each.simulation, each.served, phase),
+                "summary": each.run,
             }
-            for name, one in zip(names, played, strict=True)
+            for name, each in zip(names, played, strict=True)
         ],
     }
 
@@ -149,39 +151,38 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
     add("--policy", type=arguments.some_of(POLICIES), default=["completion"], metavar="a,b,c")
     arguments.add_part(parser, "--skip")
-    dealt = "requests are dealt at random"
-    add("--routers", type=arguments.count, default=1, metavar="N", help=dealt)
-    lag = "seconds that digests take to the other routers (default: they never arrive)"
+    routers = "routers that requests are sent to at random [1]"
+    add("--routers", type=arguments.count, default=1, metavar="N", help=routers)
+    lag = "seconds until a digest reaches the other routers [digests are lost]"
     add("--share-lag", type=number, metavar="S", help=lag)
-    between = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
-    add("--poll-interval", type=above_zero, metavar="S", help=between)
-    waits = "whether requests wait at the router while no replica can carry them [off]"
-    add("--hold", choices=("on", "off"), default="off", help=waits)
-    first = "share of the requests that go first where they wait [0]"
-    add("--urgent", type=probability, default=0.0, metavar="SHARE", help=first)
-    by = "seconds until the first token that requests aim for [none]"
-    add("--ttft-target", type=above_zero, default=inf, metavar="S", help=by)
-    until = "and until the last"
-    add("--completion-target", type=above_zero, default=inf, metavar="S", help=until)
-    aiming = "share of the requests that do [1]"
-    add("--target-share", type=probability, default=1.0, metavar="SHARE", help=aiming)
-    counted = "count those that meet them, but decide as if nobody aimed for anything"
-    add("--ignore-targets", action="store_true", help=counted)
-    deal = "so many requests of each tenant for so many of the others [one tenant]"
-    add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=deal)
-    asked = "LoRA adapters; the k-th is asked for 1/k as often as the model itself [0]"
-    add("--adapters", type=arguments.count, default=0, metavar="N", help=asked)
-    told = "what the router is told that production would not know"
-    known = arguments.some_of(KNOWN)
-    add("--know", type=known, default=[], metavar=",".join(KNOWN), help=told)
-    wrong = "the profile the router starts from is X times as slow as the truth"
-    add("--profile-error", type=above_zero, default=1.0, metavar="X", help=wrong)
-    since = "figures are of requests that arrive from this second on"
-    add("--from", dest="start", type=number, default=0.0, metavar="S", help=since)
-    until = "and before this one"
-    add("--until", dest="end", type=above_zero, default=inf, metavar="S", help=until)
+    interval = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
+    add("--poll-interval", type=above_zero, metavar="S", help=interval)
+    hold = "queue requests at the router while no replica can take them [off]"
+    add("--hold", choices=("on", "off"), default="off", help=hold)
+    urgent = "share of the requests that overtake others in the queue [0]"
+    add("--urgent", type=probability, default=0.0, metavar="SHARE", help=urgent)
+    ttft = "target for the seconds until the first token [none]"
+    add("--ttft-target", type=above_zero, default=inf, metavar="S", help=ttft)
+    completion = "target for the seconds until the last token [none]"
+    add("--completion-target", type=above_zero, default=inf, metavar="S", help=completion)
+    share = "share of the requests that have the targets [1]"
+    add("--target-share", type=probability, default=1.0, metavar="SHARE", help=share)
+    ignored = "count the requests that meet their targets, but hide the targets from the router"
+    add("--ignore-targets", action="store_true", help=ignored)
+    tenants = "ratio of the requests of several tenants [a single tenant]"
+    add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=tenants)
+    adapters = "LoRA adapters; the k-th has 1/k as many requests as the model itself [0]"
+    add("--adapters", type=arguments.count, default=0, metavar="N", help=adapters)
+    known, know = arguments.some_of(KNOWN), "knowledge to give the router beyond production's"
+    add("--know", type=known, default=[], metavar=",".join(KNOWN), help=know)
+    error = "the router's first profile is X times as slow as the truth"
+    add("--profile-error", type=above_zero, default=1.0, metavar="X", help=error)
+    start = "count only requests that arrive from this second on"
+    add("--from", dest="start", type=number, default=0.0, metavar="S", help=start)
+    end = "count only requests that arrive before this second"
+    add("--until", dest="end", type=above_zero, default=inf, metavar="S", help=end)
     add("--seed", type=int, default=0)
-    add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
+    add("--no-oracle", dest="oracle", action="store_false", help="skip the oracle: faster")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.end <= args.start:

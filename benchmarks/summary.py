@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.discrete import Simulation
+from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import imbalance
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.routers import Failed, Served, Traced
 
-Run = dict[str, Any]  # one run's figures, in the form of the JSON report; times in seconds
-PARTS = ("ttft_s", "e2e_s")
+Run = dict[str, Any]  # figures of a run, in the form of the JSON; times in seconds
+TIMES = ("ttft_s", "e2e_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,23 @@ class Phase:
         return self.start <= request.at < self.end
 
 
-def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | None = None) -> Run:
+def summary(
+    simulation: FleetSimulation, served: Sequence[Served], phase: Phase | None = None
+) -> Run:
     """Figures of a run; raises ValueError if no request of the phase was answered."""
     phase = phase or Phase()
-    served = [one for one in served if phase.has(one.traced)]
-    failed = [one for one in simulation.failed if phase.has(one.traced)]
+    served = [request for request in served if phase.has(request.traced)]
+    failed = [request for request in simulation.failed if phase.has(request.traced)]
     if not served:
-        raise ValueError(f"{simulation.policy}: no request of that time was answered")
+        raise ValueError(f"{simulation.policy}: no request that arrived in that time was answered")
     ttft = np.array([request.ttft for request in served])
     e2e = np.array([request.completion for request in served])
     predicted_ttft = np.array([request.decision.predicted_ttft for request in served])
     predicted = np.array([request.decision.predicted_completion for request in served])
-    stays = ((one.replica, one.traced.at, one.traced.at + one.completion) for one in served)
+    stays = (
+        (request.replica, request.traced.at, request.traced.at + request.completion)
+        for request in served
+    )
     every = _work(served, failed)
     return {
         "policy": simulation.policy,
@@ -61,11 +66,11 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
             "rank_corr": rank_correlation(predicted, e2e),
         },
         "groups": _groups(served),
-        "learned_speed": [asdict(one) for one in simulation.speeds.learned],
+        "learned_speed": [asdict(speed) for speed in simulation.speeds.learned],
         "per_replica": {
             name: _work(
-                [one for one in served if one.replica == name],
-                [one for one in failed if one.replica == name],
+                [request for request in served if request.replica == name],
+                [request for request in failed if request.replica == name],
             )
             for name in simulation.machines
         },
@@ -73,15 +78,17 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
 
 
 def requests_of(
-    simulation: Simulation, served: Iterable[Served], phase: Phase
+    simulation: FleetSimulation, served: Iterable[Served], phase: Phase
 ) -> list[dict[str, Any]]:
-    """Requests for the JSON; those outside the phase are load, and not counted."""
-    requests = [(one.traced, _served(one, simulation.policy)) for one in served]
-    for one in simulation.failed:
-        failure = {"error": "failed", "failed_after_s": one.at - one.traced.at}
-        end = {"at_s": one.traced.at, **failure, "replica": one.replica or None}
-        requests.append((one.traced, end))
-    return [one | {"counted": phase.has(traced)} for traced, one in requests]
+    """Requests for the JSON; requests outside the phase are load, and not counted."""
+    records = [(request.traced, _served(request, simulation.policy)) for request in served]
+    for failed in simulation.failed:
+        at_s = failed.traced.at
+        failure = {"error": "failed", "failed_after_s": failed.at - at_s}
+        records.append(
+            (failed.traced, {"at_s": at_s, **failure, "replica": failed.replica or None})
+        )
+    return [record | {"counted": phase.has(traced)} for traced, record in records]
 
 
 def header() -> str:
@@ -94,7 +101,7 @@ def header() -> str:
 
 
 def row(run: Run, took: float) -> str:
-    """Line of a run, and lines for its groups and the changes of speed it had to learn."""
+    """Line of a run, lines of its groups, and lines of the learned changes of speed."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
@@ -102,50 +109,52 @@ def row(run: Run, took: float) -> str:
         f"{name:18}{_times(run)}  {run['prediction']['e2e_mape']:6.0%} {distance}"
         f"{run['hits']:9.0%}{run['imbalance']:11.2f}{run['failed']:8}{took:7.1f}s"
     )
-    for group, one in run["groups"].items():
-        line += f"\n  {group:16}{_times(one)}  {one['in_time']:6.1%} in time"
-    for one in run["learned_speed"]:
+    for name, group in run["groups"].items():
+        line += f"\n  {name:16}{_times(group)}  {group['in_time']:6.1%} in time"
+    for speed in run["learned_speed"]:
         line += (
-            f"\n  {one['replica']} at {one['at']:.0f} s, now {one['slow']:g}× as slow as its "
-            f"profile: its steps are believed to take {one['ratio']:.2f}× the truth"
+            f"\n  {speed['replica']} at {speed['at']:.0f} s, {speed['slow']:g}× as slow as its "
+            f"profile: learned step time is {speed['ratio']:.2f}× the truth"
         )
     return line
 
 
-def _times(of: Run) -> str:
-    return "   ".join("".join(f"{of[part][one]:8.3f}" for one in FIGURES) for part in PARTS)
+def _times(figures: Run) -> str:
+    return "   ".join(
+        "".join(f"{figures[times][name]:8.3f}" for name in FIGURES) for times in TIMES
+    )
 
 
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     met: Counter[str] = Counter()
-    for one in served:
-        times[one.group].append((one.ttft, one.completion))
-        met[one.group] += one.in_time
+    for request in served:
+        times[request.group].append((request.ttft, request.completion))
+        met[request.group] += request.in_time
     if len(times) < 2 and "target" not in times:
         return {}
     return {
         group or "others": {
             "requests": len(pairs),
             "in_time": met[group] / len(pairs),
-            **dict(zip(PARTS, map(distribution, np.transpose(pairs)), strict=True)),
+            **dict(zip(TIMES, map(distribution, np.transpose(pairs)), strict=True)),
         }
         for group, pairs in sorted(times.items())
     }
 
 
-def _served(one: Served, policy: str) -> dict[str, Any]:
-    """Record of a request; predictions of the oracle are none that a router could make."""
-    predicted = None if policy == "oracle" else one.decision
+def _served(request: Served, policy: str) -> dict[str, Any]:
+    """Record of a request, without the predictions of the oracle: no router could make them."""
+    predicted = None if policy == "oracle" else request.decision
     return {
-        "at_s": one.traced.at,
-        "prompt_tokens": one.traced.prompt_tokens,
-        "output_tokens": one.traced.output_tokens,
-        "group": one.group,
-        "stream": one.profile.stream,
-        "ttft_s": one.ttft,
-        "completion_s": one.completion,
-        "replica": one.replica,
+        "at_s": request.traced.at,
+        "prompt_tokens": request.traced.prompt_tokens,
+        "output_tokens": request.traced.output_tokens,
+        "group": request.group,
+        "stream": request.profile.stream,
+        "ttft_s": request.ttft,
+        "completion_s": request.completion,
+        "replica": request.replica,
         "predicted_ttft_s": predicted and predicted.predicted_ttft,
         "predicted_completion_s": predicted and predicted.predicted_completion,
     }
@@ -155,8 +164,8 @@ def _work(served: Sequence[Served], failed: Sequence[Failed]) -> dict[str, int]:
     return {
         "requests": len(served),
         "failed": len(failed),
-        "prompt_tokens": sum(one.traced.prompt_tokens for one in served),
-        "cached_tokens": sum(one.sequence.cached_tokens for one in served),
-        "generated_tokens": sum(one.traced.output_tokens for one in served),
-        "preemptions": sum(one.sequence.preemptions for one in served),
+        "prompt_tokens": sum(request.traced.prompt_tokens for request in served),
+        "cached_tokens": sum(request.sequence.cached_tokens for request in served),
+        "generated_tokens": sum(request.traced.output_tokens for request in served),
+        "preemptions": sum(request.sequence.preemptions for request in served),
     }

@@ -1,4 +1,4 @@
-"""Traces: requests with their times and lengths."""
+"""Traces: times and lengths of requests."""
 
 import gzip
 import heapq
@@ -18,12 +18,12 @@ ID_TOKENS = 512  # prompt tokens that one hash id stands for
 class TracedRequest:
     at: float  # seconds from the start
     prompt_tokens: int
-    output_tokens: int  # what it will generate; no policy may see it
+    output_tokens: int  # that will be generated; no policy may see them
     max_tokens: int | None
-    hash_ids: tuple[int, ...] = ()  # per 512 prompt tokens: equal leading ids share a prefix
+    hash_ids: tuple[int, ...] = ()  # for each 512 prompt tokens: equal leading ids share a prefix
 
     def block_hashes(self, block_size: int) -> list[int]:
-        """Hashes of the prompt's full blocks, whose size divides 512, equal for equal prefixes."""
+        """Hashes of the prompt's full blocks, equal for equal prefixes; block sizes divide 512."""
         per_id = ID_TOKENS // block_size
         full = min(self.prompt_tokens // block_size, len(self.hash_ids) * per_id)
         return [self.hash_ids[block // per_id] * per_id + block % per_id for block in range(full)]
@@ -38,13 +38,14 @@ def read(
 ) -> list[TracedRequest]:
     """Merges traces by time, ``speed`` times as fast; returns the first ``most`` requests.
 
-    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``. OSError or
-    a ValueError that names the file if one cannot be read or holds no request.
+    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``. Raises
+    OSError or ValueError, which names the file, if a file cannot be read or has no request.
     """
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)
-    faster = (replace(one, at=one.at / speed - start) for one in merged)
-    requests = list(islice((one for one in faster if 0 <= one.at < duration), most))
+    faster = (replace(request, at=request.at / speed - start) for request in merged)
+    part = (request for request in faster if 0 <= request.at < duration)
+    requests = list(islice(part, most))
     if not requests:
         within = f" in the first {duration:g} s" if duration < inf else ""
         later = f" from {start:g} s on" if start else ""

@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.discrete import poll_interval
-from benchmarks.processes import Attached, decisions, drop_ext_proc, get_text
+from benchmarks.processes import AttachedStack, decisions, drop_ext_proc, get_text
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
 
@@ -163,7 +163,7 @@ class RouterContender:
             parts = {part: stack.process(name) for part, name in _PARTS.items()}
             yield Front(stack.url, complaints, records, parts)
 
-    async def _complaints(self, stack: Attached, requests: Requests) -> list[str]:
+    async def _complaints(self, stack: AttachedStack, requests: Requests) -> list[str]:
         found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
         records = await decisions(stack.router_admin)
         decided = {record["request_id"] for record in records}
@@ -186,7 +186,7 @@ class RouterContender:
         return found + [f"{count} requests {event}" for event, count in counts.items() if count]
 
 
-class _RouterStack(Attached):
+class _RouterStack(AttachedStack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         name_replicas(bootstrap)

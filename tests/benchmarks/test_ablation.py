@@ -1,4 +1,4 @@
-"""Ablation: every part finds its target and matters; runs are kept, and their table."""
+"""``benchmarks.ablation``: every part finds its target and matters; finished runs are stored."""
 
 import json
 from dataclasses import replace
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import ablation, trace
-from benchmarks.ablation import CELLS, PAIRS, PARTS, shown
-from benchmarks.discrete import Simulation
+from benchmarks.ablation import CELLS, PAIRS, PARTS, difference
+from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import FleetFile
 
 TRACES = Path(ablation.__file__).parent / "traces"
@@ -38,57 +38,57 @@ FLEET = FleetFile.model_validate(
 
 
 def scene() -> list[trace.TracedRequest]:
-    """Conversations, one after the other, then agents at once and prompts that fill the caches."""
+    """Conversations, then agents and prompts that fill the caches at the same time."""
     mixed = [
-        replace(one, at=one.at + later)
+        replace(request, at=request.at + later)
         for later, name, speed, most in (
             (0.0, "azure-2023-conv", 0.2, 30),
             (20.0, "agents", 5.0, 60),
             (24.0, "mooncake-synthetic", 1.0, 40),
         )
-        for one in trace.read([TRACES / f"{name}.jsonl.gz"], speed, most)
+        for request in trace.read([TRACES / f"{name}.jsonl.gz"], speed, most)
     ]
-    return sorted(mixed, key=lambda one: one.at)
+    return sorted(mixed, key=lambda request: request.at)
 
 
 def decisions(requests: list[trace.TracedRequest], variant: str) -> list[tuple[int, str]]:
     options: dict[str, Any] = {"seed": 1, "routers": 2, "hold": True, **VARIANTS[variant]}
-    simulation = Simulation(FLEET, "completion", **options)
+    simulation = FleetSimulation(FLEET, "completion", **options)
     for machine in simulation.machines.values():
         machine.runs_at(replace(machine.profile.step, frontend=0.05))
-    return [(one.number, one.replica) for one in simulation.run(requests)]
+    return [(request.number, request.replica) for request in simulation.run(requests)]
 
 
-@pytest.mark.timeout(600)  # it computes all the time, and a machine may be busy
-def test_each_part_changes_decisions_in_one_scene_and_comes_back() -> None:
+@pytest.mark.timeout(600)  # long on a busy machine
+def test_each_part_changes_decisions_and_is_restored() -> None:
     requests = scene()
     whole = {variant: decisions(requests, variant) for variant in VARIANTS}
-    in_vain = set()
+    without_effect = set()
     for name, part in PARTS.items():
         with part.off():
             if all(decisions(requests, variant) == whole[variant] for variant in VARIANTS):
-                in_vain.add(name)
-    assert in_vain == set()
+                without_effect.add(name)
+    assert without_effect == set()
     assert {variant: decisions(requests, variant) for variant in VARIANTS} == whole
 
 
-def test_segments_of_a_trace_are_all_of_it_and_disjoint() -> None:
+def test_segments_are_disjoint_and_cover_the_trace() -> None:
     segments = [CELLS["mooncake"].requests(pair, 10**6) for pair in range(PAIRS)]
     whole = trace.read([TRACES / "mooncake-synthetic.jsonl.gz"])
-    assert sum(map(len, segments)) == len(whole) - 1  # the last one is the end of the last segment
-    assert max(one.at for segment in segments for one in segment) <= whole[-1].at / PAIRS
+    assert sum(map(len, segments)) == len(whole) - 1  # the last request ends the last segment
+    assert max(request.at for segment in segments for request in segment) <= whole[-1].at / PAIRS
 
 
-def test_finished_runs_are_not_made_again(
+def test_finished_runs_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--cells", "mixed", "--parts", "near ties", "--requests", "3", "--jobs", "1"]
     arguments = [*options, "--json", str(tmp_path)]
     assert ablation.main(arguments) == 0
     first = capsys.readouterr().out
-    kept = [*tmp_path.rglob("*.json")]
-    assert len(kept) == 2 * PAIRS
-    for file in kept:
+    stored = [*tmp_path.rglob("*.json")]
+    assert len(stored) == 2 * PAIRS
+    for file in stored:
         assert json.loads(file.read_text())["requests"] == 3
 
     def never(*_: object) -> None:
@@ -99,7 +99,7 @@ def test_finished_runs_are_not_made_again(
     assert capsys.readouterr().out == first
 
 
-def test_difference_is_named_only_where_its_interval_leaves_out_zero() -> None:
-    assert shown(np.zeros(PAIRS)) == "none"
-    assert shown(np.array([0.1, -0.1] * (PAIRS // 2))) == "none"
-    assert shown(np.log([1.02, 1.03] * (PAIRS // 2))) == "+2.5 (+2.1 to +2.9)"
+def test_difference_is_shown_if_its_interval_excludes_zero() -> None:
+    assert difference(np.zeros(PAIRS)) == "none"
+    assert difference(np.array([0.1, -0.1] * (PAIRS // 2))) == "none"
+    assert difference(np.log([1.02, 1.03] * (PAIRS // 2))) == "+2.5 (+2.1 to +2.9)"

@@ -1,3 +1,5 @@
+"""Origin of a result: command, versions and commit."""
+
 import re
 from pathlib import Path
 from subprocess import check_call
@@ -7,13 +9,13 @@ import pytest
 from benchmarks.arguments import about
 
 
-def test_a_result_says_what_it_was_made_with() -> None:
+def test_result_has_command_and_versions() -> None:
     made = about("benchmarks.load", ["--url", "http://a b"])
     assert made["command"] == "python -m benchmarks.load --url 'http://a b'"
     assert {"python", "extproc", "grpcio", "numpy"} <= made["versions"].keys()
 
 
-def test_the_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_has_commit_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.arguments._ROOT", tmp_path)
     assert about("benchmarks.load", [])["commit"] is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -1,3 +1,5 @@
+"""``benchmarks.agents``: its trace depends on nothing but the seed."""
+
 import gzip
 from pathlib import Path
 
@@ -6,7 +8,7 @@ from benchmarks.agents import main
 STORED = Path(__file__).parents[2] / "benchmarks" / "traces" / "agents.jsonl.gz"
 
 
-def test_the_trace_that_is_stored_is_made_again(tmp_path: Path) -> None:
+def test_stored_trace_is_reproduced(tmp_path: Path) -> None:
     made = tmp_path / "agents.jsonl.gz"
     assert main([str(made)]) == 0
     assert gzip.decompress(made.read_bytes()) == gzip.decompress(STORED.read_bytes())

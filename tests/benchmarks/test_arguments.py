@@ -1,4 +1,4 @@
-"""Every command refuses values that make no sense before it begins, in one line."""
+"""Every command refuses senseless values in one line before it begins."""
 
 from pathlib import Path
 
@@ -20,8 +20,6 @@ COMMANDS = {
 POSITIVE = ("0", "-1", "inf", "nan", "1e999", "fast", "")
 TIME = ("-1", "inf", "nan")
 COUNT = ("0", "-1", "1.5", "many")
-
-
 VALUES = {
     **{f"simulate {name}": POSITIVE for name in ("--speed", "--poll-interval", "--duration")},
     **{f"simulate {name}": TIME for name in ("--share-lag", "--skip")},
@@ -46,7 +44,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("argument", VALUES)
-def test_a_value_that_makes_no_sense(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_senseless_value_is_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, option = argument.split()
     main, given = COMMANDS[command]
     for value in VALUES[argument]:
@@ -55,7 +53,7 @@ def test_a_value_that_makes_no_sense(argument: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("argument", NAMES)
-def test_a_name_that_is_none(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_is_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, option = argument.split()
     main, given = COMMANDS[command]
     line = complaint_of(main, capsys, *given, option, "nonsense")
@@ -63,7 +61,9 @@ def test_a_name_that_is_none(argument: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", ["simulate", "load", "compare"])
-def test_unwritable_files(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     main, given = COMMANDS[command]
     file = tmp_path / "file"

@@ -1,3 +1,5 @@
+"""``benchmarks.simulate`` refuses wrong traces, fleets and phases in one line before it plays."""
+
 import gzip
 from pathlib import Path
 
@@ -15,7 +17,7 @@ REQUEST = '{"timestamp": 0, "input_length": 5, "output_length": 3}\n'
 @pytest.fixture(autouse=True)
 def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(*_: object) -> None:
-        raise AssertionError("it began to play")
+        raise AssertionError("the simulation began")
 
     monkeypatch.setattr("benchmarks.simulate._play", play)
 
@@ -24,7 +26,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
     return complaint_of(main, capsys, "--trace", TRACE, "--fleet", MIXED, *given)
 
 
-def test_a_phase_that_ends_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phase_that_ends_before_it_begins_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--until 5 is not after --from 9" in complaint(capsys, "--from", "9", "--until", "5")
 
 
@@ -37,13 +39,15 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_line_is_no_request(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str) -> None:
+def test_line_without_request_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(REQUEST + line.strip() + "\n")
     assert f"{trace}:2 is no request of a trace" in complaint(capsys, "--trace", trace)
 
 
-def test_a_trace_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unreadable_trace_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cut, plain, binary = (tmp_path / name for name in ("cut.gz", "plain.gz", "binary.jsonl"))
     cut.write_bytes(gzip.compress(REQUEST.encode() * 1000)[:-20])
     plain.write_text(REQUEST)
@@ -78,7 +82,7 @@ FLEETS = {
 
 
 @pytest.mark.parametrize(("text", "wrong"), FLEETS.items())
-def test_a_fleet_file_that_describes_no_fleet(
+def test_wrong_fleet_file_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, wrong: str
 ) -> None:
     file = tmp_path / "fleet.yaml"

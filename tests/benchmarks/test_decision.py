@@ -1,3 +1,5 @@
+"""``benchmarks.decision``: every line has its times."""
+
 import json
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import pytest
 from benchmarks import decision
 
 
-def test_it_times_every_policy_and_size_of_fleet(
+def test_decision_is_timed_for_every_policy_and_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(decision, "REPLICAS", (1, 3))
@@ -30,11 +32,11 @@ def test_it_times_every_policy_and_size_of_fleet(
     for chat in chats:
         assert 0 < chat["prefix_us"] < chat["profile_us"]
     queues = measured["queues"]
-    assert [(one["tenants"], one["queued"]) for one in queues] == [
+    assert [(queue["tenants"], queue["queued"]) for queue in queues] == [
         (tenants, queued) for tenants in (1, 1_000) for queued in (5, 20)
     ]
-    for one in queues:
-        assert one["arrival_us"] > 0
-        assert one["end_us"] > 0
+    for queue in queues:
+        assert queue["arrival_us"] > 0
+        assert queue["end_us"] > 0
     lines = len(capsys.readouterr().out.splitlines())
     assert lines == 3 + len(runs) + len(chats) + len(queues)

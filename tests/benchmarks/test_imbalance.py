@@ -1,20 +1,22 @@
+"""Imbalance of the requests on a fleet: moments, speeds and empty replicas."""
+
 import pytest
 
 from benchmarks.fleet import Stay, imbalance
 
-ALIKE = {"a": 1.0, "b": 1.0}
+EQUAL = {"a": 1.0, "b": 1.0}
 TOGETHER: list[Stay] = [*[("a", 0, 1)] * 4, ("a", 1, 5), ("b", 1, 5)]
 IN_TURN: list[Stay] = [("a", 0, 1), ("b", 1, 2), ("a", 2, 3), ("b", 3, 4)]
 THREE_TO_ONE: list[Stay] = [*[("a", 0, 1)] * 3, ("b", 0, 1)]
 CASES: dict[str, tuple[list[Stay], dict[str, float], float | None]] = {
-    "evenly spread": ([("a", 0, 4), ("b", 0, 4), ("a", 9, 11), ("b", 9, 11)], ALIKE, 1),
-    "moments count by their requests": (TOGETHER, ALIKE, (2 * 4 + 1 * 8) / 12),
-    "even over time, but at no moment": (IN_TURN, ALIKE, 2),
-    "a fast replica has a larger share": (THREE_TO_ONE, {"a": 3.0, "b": 1.0}, 1),
-    "replicas alike have the same share": (THREE_TO_ONE, ALIKE, 1.5),
-    "a replica without requests has a share": ([("a", 0, 1)], {**ALIKE, "c": 2.0}, 4),
-    "no requests": ([], ALIKE, None),
-    "an unknown replica": ([("elsewhere", 0, 1)], ALIKE, None),
+    "evenly spread": ([("a", 0, 4), ("b", 0, 4), ("a", 9, 11), ("b", 9, 11)], EQUAL, 1),
+    "moments weighted by requests": (TOGETHER, EQUAL, (2 * 4 + 1 * 8) / 12),
+    "even over time, but at no moment": (IN_TURN, EQUAL, 2),
+    "fast replica with a larger share": (THREE_TO_ONE, {"a": 3.0, "b": 1.0}, 1),
+    "equal replicas with equal shares": (THREE_TO_ONE, EQUAL, 1.5),
+    "replica without requests": ([("a", 0, 1)], {**EQUAL, "c": 2.0}, 4),
+    "no requests": ([], EQUAL, None),
+    "unknown replica": ([("elsewhere", 0, 1)], EQUAL, None),
 }
 
 

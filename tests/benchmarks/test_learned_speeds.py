@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet, trace
-from benchmarks.discrete import MODEL, Simulation
+from benchmarks.discrete import MODEL, FleetSimulation
 from benchmarks.fleet import FleetFile, speed
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.predict.step import StepModel
@@ -22,8 +22,8 @@ MIXED = (50, 1500), (20, 300)
 
 
 @dataclass
-class Observed(Simulation):
-    """Simulation in which the learned step times are read at given times."""
+class Observed(FleetSimulation):
+    """FleetSimulation in which the learned step times are read at given times."""
 
     look_at: tuple[float, ...] = ()
     seen: dict[float, dict[str, tuple[float, float]]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def test_equal_replicas_get_equal_shares(
     file = FleetFile.model_validate({"replicas": [group | {"cold_steps": cold_steps}]})
     shares = []
     for seed in range(2):
-        simulation = Simulation(file, "completion", seed=seed)
+        simulation = FleetSimulation(file, "completion", seed=seed)
         sent = Counter(one.replica for one in simulation.run(requests_at(8, 400, seed, lengths)))
         shares.append(sent["gpu-0"] / sent.total())
     assert all(0.45 <= share <= 0.55 for share in shares), shares
@@ -138,7 +138,7 @@ def test_slow_replicas_of_a_fresh_pool_get_few_of_its_requests(seed: int) -> Non
     """All four are said to be A100. A router that is told the truth sends an A10 one to nine."""
     part = trace.read([CONVERSATION], speed=4, start=46, duration=16)
     file = fleet.read(BENCHMARKS / "fleets" / "live-mixed.yaml")
-    served = Simulation(file, "completion", seed=seed).run(part)
+    served = FleetSimulation(file, "completion", seed=seed).run(part)
     sent = Counter(one.replica for one in served)
     assert max(count for name, count in sent.items() if name.startswith("a10")) <= 12
 

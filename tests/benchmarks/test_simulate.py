@@ -1,14 +1,16 @@
+"""``benchmarks.simulate``: figures, the oracle, and what routers learn during a simulation."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pytest
 
 from benchmarks import fleet, trace
-from benchmarks.discrete import Simulation
+from benchmarks.discrete import FleetSimulation
 from benchmarks.simulate import main
 from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
@@ -23,7 +25,7 @@ LIVE_MIXED = HERE / "fleets" / "live-mixed.yaml"
 
 
 class _LiveGauges:
-    """Gauges that show each moment."""
+    """Gauges that show the current state instead of the end of the last step."""
 
     def __get__(self, engine: Engine, _: object) -> Gauges:
         return Gauges(engine.running, engine.waiting, engine.kv_usage)
@@ -47,29 +49,32 @@ def simulate(tmp_path: Path) -> Simulate:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
-def test_every_request_ends_and_the_ledger_is_empty(policy: str) -> None:
+def test_every_request_ends_and_leaves_the_ledger(policy: str) -> None:
     requests = trace.read([CONVERSATION], speed=4, most=150)
-    simulation = Simulation(fleet.read(MIXED), policy)
+    simulation = FleetSimulation(fleet.read(MIXED), policy)
     served = list(simulation.run(requests))
     assert len(served) == 150
     assert not simulation.failed
-    assert all(0 < one.ttft <= one.completion for one in served)
+    assert all(0 < request.ttft <= request.completion for request in served)
     assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
 
 
-def test_the_same_seed_gives_the_same_run() -> None:
+def test_same_seed_gives_the_same_run() -> None:
     requests = trace.read([CONVERSATION], speed=4, most=60)
     group = {"name": "a", "profile": "llama-8b-a10", "draft_tokens": 3, "count": 2}
     drafting = fleet.FleetFile.model_validate({"replicas": [group]})
     for file in (fleet.read(MIXED), drafting):
         first, again = (
-            [one.completion for one in Simulation(file, "completion", seed=3).run(requests)]
+            [
+                request.completion
+                for request in FleetSimulation(file, "completion", seed=3).run(requests)
+            ]
             for _ in range(2)
         )
         assert first == again
 
 
-def test_replicas_that_serve_short_requests_now_and_then_are_measured(tmp_path: Path) -> None:
+def test_replicas_with_few_short_requests_are_predicted() -> None:
     """Two H100 and two A10, all believed to be A100; one request a second."""
     random, at, requests = Random(1), 0.0, []
     for _ in range(150):
@@ -77,16 +82,19 @@ def test_replicas_that_serve_short_requests_now_and_then_are_measured(tmp_path: 
         tokens = random.randrange(50, 1500), random.randrange(5, 40)
         requests.append(TracedRequest(at, *tokens, None))
     for policy in ("completion", "round_robin"):
+        ttft_errors, completion_errors = [], []
         known = frozenset({"lengths"})
-        simulation = Simulation(fleet.read(LIVE_MIXED), policy, know=known)
-        served = sorted(simulation.run(requests), key=lambda one: one.number)[50:]
-        first = [abs(one.decision.predicted_ttft / one.ttft - 1) for one in served]
-        last = [abs(one.decision.predicted_completion / one.completion - 1) for one in served]
-        assert median(first) < 0.2
-        assert median(last) < 0.2
+        simulation = FleetSimulation(fleet.read(LIVE_MIXED), policy, know=known)
+        served = sorted(simulation.run(requests), key=lambda request: request.number)[50:]
+        for request in served:
+            ttft_errors.append(abs(request.decision.predicted_ttft / request.ttft - 1))
+            completion = request.decision.predicted_completion
+            completion_errors.append(abs(completion / request.completion - 1))
+        assert median(ttft_errors) < 0.2
+        assert median(completion_errors) < 0.2
 
 
-def test_drafting_replicas_are_predicted_as_well(simulate: Simulate, tmp_path: Path) -> None:
+def test_drafting_replicas_are_predicted(simulate: Simulate, tmp_path: Path) -> None:
     drafting = tmp_path / "drafting.yaml"
     drafting.write_text(
         "replicas:\n- {name: plain, profile: llama-8b-a10, count: 2}\n"
@@ -97,19 +105,19 @@ def test_drafting_replicas_are_predicted_as_well(simulate: Simulate, tmp_path: P
     assert run["prediction"]["e2e_mape"] < 0.15
 
 
-def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> None:
+def test_completion_beats_lmetric_where_replicas_differ(simulate: Simulate) -> None:
     arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "500"]
     ours, theirs = simulate(*arguments, "--no-oracle")
     assert ours["e2e_s"]["p99"] < 0.5 * theirs["e2e_s"]["p99"]
     assert ours["ttft_s"]["p99"] < 0.5 * theirs["ttft_s"]["p99"]
-    assert sum(one["requests"] for one in ours["per_replica"].values()) == 500
+    assert sum(replica["requests"] for replica in ours["per_replica"].values()) == 500
 
 
-@pytest.mark.timeout(300)  # it computes all the time, and a machine may be busy
+@pytest.mark.timeout(300)  # long on a busy machine
 def test_queue_kv_decides_as_picker(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    # llm-d's picker with its default scorers, live behind Envoy with the same requests: 2.65 s in
-    # the mean, 13.9 s at p99, and 42 of 522 on the slow replicas. Those were simulated ones, whose
-    # gauges showed each moment; vLLM's show the end of the last step, and the picker does worse.
+    # Of llm-d's picker with its default scorers, live behind Envoy, with the same requests: mean
+    # 2.65 s, p99 13.9 s, 42 of 522 requests on the slow replicas. The gauges of those simulated
+    # replicas showed the current state. vLLM's show the end of the last step.
     monkeypatch.setattr(Engine, "gauges", _LiveGauges(), raising=False)
     part = ["--speed", "4", "--skip", "500", "--duration", "20", "--no-oracle"]
     seeds = [
@@ -123,7 +131,9 @@ def test_queue_kv_decides_as_picker(simulate: Simulate, monkeypatch: pytest.Monk
     assert median(slow) == pytest.approx(42, abs=5)
 
 
-def test_distance_to_oracle_is_told(simulate: Simulate, capsys: pytest.CaptureFixture[str]) -> None:
+def test_distance_to_oracle_is_printed(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "300")
     assert oracle["policy"] == "oracle"
     ratio = run["to_oracle"]["e2e_s"]["mean"]
@@ -133,48 +143,49 @@ def test_distance_to_oracle_is_told(simulate: Simulate, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_oracle_predicts_lone_requests_exactly(drafts: int) -> None:
-    # All of a draft is accepted: twenty steps for the hundred tokens after the first.
+def test_oracle_predicts_solo_requests_exactly(drafts: int) -> None:
+    # Drafts are accepted as a whole: twenty steps for the hundred tokens after the first.
     group = fleet.ReplicaGroup(name="a", profile="llama-8b-a10", draft_tokens=drafts, acceptance=1)
     file = fleet.FleetFile(replicas=(group,)) if drafts else fleet.read(MIXED)
-    alone = [TracedRequest(60.0 * n, 500 + n, 101, None) for n in range(5)]
-    for one in Simulation(file, "oracle").run(alone):
-        assert one.ttft == pytest.approx(one.decision.predicted_ttft, rel=0.01)
-        assert one.completion == pytest.approx(one.decision.predicted_completion, rel=0.01)
+    solo = [TracedRequest(60.0 * n, 500 + n, 101, None) for n in range(5)]
+    for request in FleetSimulation(file, "oracle").run(solo):
+        predicted = request.decision
+        assert request.ttft == pytest.approx(predicted.predicted_ttft, rel=0.01)
+        assert request.completion == pytest.approx(predicted.predicted_completion, rel=0.01)
 
 
-def test_a_phase_without_requests_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phase_without_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "5"]
     assert main([*common, "--no-oracle", "--from", "9999"]) == 2
-    assert "no request of that time" in capsys.readouterr().err
+    assert "no request that arrived in that time" in capsys.readouterr().err
 
 
-def test_a_profile_that_is_wrong_is_mended_by_what_is_learned() -> None:
+def test_learning_corrects_a_wrong_profile() -> None:
     requests = trace.read([CONVERSATION], speed=3, most=1200)
 
     def mean_after_a_minute(profile_error: float, *know: str) -> float:
         options: dict[str, Any] = {"know": frozenset(know), "profile_error": profile_error}
-        simulation = Simulation(fleet.read(MIXED), "completion", **options)
-        served = [one.completion for one in simulation.run(requests) if one.traced.at > 60]
+        simulation = FleetSimulation(fleet.read(MIXED), "completion", **options)
+        served = [each for each in simulation.run(requests) if each.traced.at > 60]
         assert len(served) > 200
-        return sum(served) / len(served)
+        return mean(request.completion for request in served)
 
     known = mean_after_a_minute(1.0, "coefficients")
     assert mean_after_a_minute(2.0) < 1.1 * known
     assert mean_after_a_minute(0.5) < 1.1 * known
 
 
-def test_routers_that_share_what_they_do_decide_better() -> None:
+def test_digests_improve_decisions_of_several_routers() -> None:
     requests = trace.read([CONVERSATION], speed=2, most=400)
     equal = fleet.read(HERE / "fleets" / "equal.yaml")
-    ttft = {}
+    total = {}
     for lag in (0.0, None):
-        simulation = Simulation(equal, "least_request", 5.0, routers=4, share_lag=lag)
+        simulation = FleetSimulation(equal, "least_request", 5.0, routers=4, share_lag=lag)
         served = list(simulation.run(requests))
         assert len(served) == len(requests)
         assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
-        ttft[lag] = sum(one.completion for one in served)
-    assert ttft[0.0] < ttft[None]
+        total[lag] = sum(request.completion for request in served)
+    assert total[0.0] < total[None]
 
 
 ALONE = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
@@ -182,29 +193,30 @@ ALONE = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "l
 
 def test_prompts_with_equal_hash_ids_share_their_prefix() -> None:
     requests = [TracedRequest(10.0 * n, 2048, 10, None, (1, 2, 3, 4)) for n in range(2)]
-    simulation = Simulation(ALONE, "completion")
+    simulation = FleetSimulation(ALONE, "completion")
     first, second = simulation.run(requests)
     assert summary(simulation, [first, second])["hits"] == pytest.approx((2048 - 16) / 4096)
     assert first.sequence.cached_tokens == 0
-    assert second.sequence.cached_tokens == 2048 - 16  # one token at least is computed
+    assert second.sequence.cached_tokens == 2048 - 16  # at least one token is computed
     assert second.ttft < first.ttft / 5
 
 
-def test_a_prompt_longer_than_the_context_fails() -> None:
+def test_prompt_longer_than_the_context_fails() -> None:
     requests = [TracedRequest(0.0, 50_000, 10, None), TracedRequest(1.0, 100, 10, None)]
-    simulation = Simulation(ALONE, "completion")
+    simulation = FleetSimulation(ALONE, "completion")
     (served,) = simulation.run(requests)
     assert served.traced is requests[1]
-    assert [one.traced for one in simulation.failed] == requests[:1]
+    assert [request.traced for request in simulation.failed] == requests[:1]
     assert simulation.fleet.in_flight == 0
 
 
-def test_requests_outside_the_phase_are_load_but_in_no_figure(tmp_path: Path) -> None:
+def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
     written = tmp_path / "results.json"
     common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "300"]
     assert main([*common, "--no-oracle", "--from", "20", "--json", str(written)]) == 0
     (run,) = json.loads(written.read_text())["runs"]
     requests = run["requests"]
     assert len(requests) == 300
-    assert all(one["counted"] == (one["at_s"] >= 20) for one in requests)
-    assert run["summary"]["requests"] == sum(one["counted"] for one in requests) < 300
+    assert all(request["counted"] == (request["at_s"] >= 20) for request in requests)
+    counted = sum(request["counted"] for request in requests)
+    assert run["summary"]["requests"] == counted < 300

@@ -1,3 +1,5 @@
+"""Traces: merged by time, cut into parts, with hashes of shared prefixes."""
+
 import gzip
 from pathlib import Path
 
@@ -16,12 +18,12 @@ def test_traces_are_merged_by_time(tmp_path: Path) -> None:
     assert (second.at, second.max_tokens) == (1.0, None)
 
 
-def test_a_later_part_begins_anew(tmp_path: Path) -> None:
+def test_later_part_is_timed_from_its_start(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     line = '{{"timestamp": {}, "input_length": {}, "output_length": 3}}\n'
     file.write_text("".join(line.format(1000 * second, second) for second in (1, 4, 6, 9)))
     part = trace.read([file], speed=2, most=2, start=2.0)
-    assert [(one.at, one.prompt_tokens) for one in part] == [(0.0, 4), (1.0, 6)]
+    assert [(request.at, request.prompt_tokens) for request in part] == [(0.0, 4), (1.0, 6)]
     assert trace.read([file], speed=2, start=2.0, duration=1.5) == part
     with pytest.raises(ValueError, match="has no requests from 5 s on"):
         trace.read([file], speed=2, start=5.0)
@@ -29,7 +31,7 @@ def test_a_later_part_begins_anew(tmp_path: Path) -> None:
         trace.read([file], speed=2, start=3.5, duration=0.5)
 
 
-def test_an_id_stands_for_the_hashes_of_its_blocks() -> None:
+def test_hash_id_stands_for_512_tokens() -> None:
     def hashes(*ids: int, tokens: int) -> list[int]:
         return trace.TracedRequest(0.0, tokens, 1, None, ids).block_hashes(128)
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.discrete import Simulation
+from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
@@ -81,7 +81,7 @@ def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: f
         trace.append(TracedRequest(at, prompt, tokens, None))
     fleet = FleetFile(replicas=(ReplicaGroup(name="r", profile=A10, count=replicas),))
     ended = list[Served]()
-    for one in Simulation(fleet, "completion", hold=True).run(trace):
+    for one in FleetSimulation(fleet, "completion", hold=True).run(trace):
         if (one.finished or 0.0) >= seconds:
             break
         ended.append(one)
