@@ -187,7 +187,7 @@ class FleetSimulation(simulation.Simulation):
                 self.speeds.changed(machine, event.slow, now)
         elif event.do == "down":
             machine.goes_down()
-            self._went_down(machine)
+            self._retry_requests(machine)
         elif event.do == "hang":
             machine.hangs(now)
         else:

@@ -1,4 +1,4 @@
-"""Requests of a simulation, and its routers, which share digests as in production."""
+"""Requests of a simulation, and its routers."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from extproc.route.decision import Decision
 
 
 class VirtualClock:
-    """Clock that shows the time it was set to."""
+    """Clock of a simulation, which sets its time."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -39,41 +39,41 @@ class Traced(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens as an engine counts them."""
+        """Prompt tokens as an engine counts them."""
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that each of its sequences will generate; no policy may see them."""
+        """Tokens that each sequence will generate; policies must not see them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Request that came."""
+    """Request that arrived at the router."""
 
     number: int
     traced: Traced
-    profile: RequestProfile  # the router's knowledge of it
-    objective: Objective  # true one, which the router may not know
+    profile: RequestProfile  # as the router sees the request
+    objective: Objective  # true objective, which the router may not know
     sequences: Callable[[int], list[EngineSequence]]
-    """Makes new sequences, at least one, for an engine with KV blocks of that many tokens."""
-    among: frozenset[str] | None = None  # the only replicas that it may be sent to; None: any
+    """Creates the sequences of the request; its argument is the tokens of a KV block."""
+    among: frozenset[str] | None = None  # replicas that may serve the request; None: all
 
 
 @dataclass(slots=True)
 class Served:
-    """Request that was sent to a replica."""
+    """Request that was dispatched to a replica."""
 
     arrival: Arrival
     decision: Decision
-    watched: bool  # the router reads the response's chunks
-    replica: str  # after a retry the second one
-    sent: float  # after a wait at the router
+    response_visible: bool  # the router reads the response's chunks
+    replica: str  # after a retry the second choice
+    sent: float  # time of the dispatch
     sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
-    frontend: float = 0.0  # seconds on the replica outside of the engine's steps
-    answered: bool = False  # response headers came: from then on there is no retry
+    frontend: float = 0.0  # seconds on the replica outside the engine's steps
+    answered: bool = False  # response headers were passed: no retry any more
     retried: bool = False
     first_token: float | None = None
-    finished: float | None = None  # when it was complete; None until then, or if it failed
+    finished: float | None = None  # time of the complete answer; None: unfinished or failed
 
     @property
     def number(self) -> int:
@@ -93,13 +93,13 @@ class Served:
 
     @property
     def prefill_seen(self) -> bool:
-        """True if the router knows that the prompt was computed."""
+        """True if the router saw that the prompt was computed."""
         first_seen = self.profile.stream and self.first_token is not None
-        return self.watched and (first_seen or self.finished is not None)
+        return self.response_visible and (first_seen or self.finished is not None)
 
     @property
     def ttft(self) -> float:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the arrival to the first token."""
         assert self.first_token is not None
         return self.first_token - self.traced.at + self.frontend
 
@@ -110,26 +110,26 @@ class Served:
 
     @property
     def in_time(self) -> bool:
-        aim = self.arrival.objective
-        return self.ttft <= aim.ttft_s and self.completion <= aim.completion_s
+        objective = self.arrival.objective
+        return self.ttft <= objective.ttft_s and self.completion <= objective.completion_s
 
     @property
     def group(self) -> str:
-        """Name of its objective or its tenant, by which figures are grouped."""
+        """Name of the objective or the tenant, by which figures are grouped."""
         return self.arrival.objective.name or self.profile.tenant
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Request that got no whole answer."""
+    """Request without a complete answer."""
 
     traced: Traced
-    replica: str  # the last one; empty: none was known to work
+    replica: str  # last replica; empty: never dispatched
     at: float
 
 
 class RouterNode:
-    """Router of the simulation: its decisions, and its events of requests."""
+    """Router of the simulation, with a callback for each event of a request."""
 
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
         names = ModelNames(config.route.models)
@@ -140,17 +140,19 @@ class RouterNode:
         self._tickets: dict[int, Ticket] = {}
 
     def sent(self, served: Served) -> None:
-        """Enters a request into the ledger, and decides whether to read a streamed answer."""
+        """Enter a dispatched request into the ledger, and decide whether to read its stream."""
         decision, profile = served.decision, served.profile
         ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
         self._tickets[served.number] = ticket
         self.fleet.sessions.record(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
-            served.watched = self._chunks.takes(self._clock(), chunks, RESERVED_FOR_ADAPTERS)
+            served.response_visible = self._chunks.takes(
+                self._clock(), chunks, RESERVED_FOR_ADAPTERS
+            )
 
     def retried(self, served: Served) -> None:
-        """Moves a request to another replica after the first one failed."""
+        """Move a request to the replica that answers after the first choice failed."""
         self.fleet.eligibility.failed(served.decision.replica)
         self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 
@@ -161,26 +163,27 @@ class RouterNode:
         self.fleet.eligibility.failed(served.replica)
 
     def first_token(self, served: Served) -> None:
-        if served.watched:
+        if served.response_visible:
             self.fleet.first_token(self._tickets[served.number])
 
     def ended(self, served: Served) -> None:
-        """Releases a request and learns from its answer."""
+        """Release a request and learn from its answer."""
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
-        if served.watched and streamed:
+        if served.response_visible and streamed:
             self._chunks.spend(tokens - served.decision.prediction.output_tokens)
         ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
         forecast, replica = served.decision.forecast(), served.replica
         if served.finished is None:
             return
-        if not served.watched:
+        if not served.response_visible:
             self.router.learn_counted(forecast, replica, ended, None)
             return
         waited = served.sent - served.traced.at
-        took, ttft = served.completion - waited, served.ttft - waited if streamed else None
+        completion = served.completion - waited
+        ttft = served.ttft - waited if streamed else None
         if replica == forecast.replica:
-            self.router.margins.completion.observe(forecast.predicted_completion, took)
-        self.router.learn(forecast, replica, tokens, took, ttft)
+            self.router.margins.completion.observe(forecast.predicted_completion, completion)
+        self.router.learn(forecast, replica, tokens, completion, ttft)
 
     def queue_freed(self, served: Served) -> None:
         self.queue.request_ended(served.replica)
@@ -190,7 +193,7 @@ RouterEvent = Callable[[RouterNode, Served], None]
 
 
 class Routers:
-    """Routers that share polls, and digests with a lag; requests are dealt at random."""
+    """Routers with equal polls and delayed digests; each request goes to a random router."""
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class Routers:
         clock: VirtualClock,
         random: Random,
     ) -> None:
-        """Digests take ``share_lag`` seconds to the others; None: they never arrive."""
+        """``share_lag``: seconds until digests reach the other routers; None: they never do."""
         self.nodes = nodes
         self._share_lag = None if len(nodes) == 1 else share_lag
         self._next = cycle(nodes)
@@ -210,7 +213,7 @@ class Routers:
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
-        """Decision of a router drawn at random; None if no replica can be used."""
+        """Return the decision of a random router; None if no replica can be used."""
         owner = self._owner[arrival.number] = self._random.choice(self.nodes)
         return owner.router.decide(arrival.profile, among=arrival.among)
 
@@ -224,12 +227,12 @@ class Routers:
         self.notify(served, RouterNode.ended)
 
     def publish(self, state: ReplicaState) -> None:
-        """Puts a state into every router at once."""
+        """Give every router a polled state."""
         for node in self.nodes:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """Sends and delivers digests, each router's as often as in production."""
+        """Send and deliver the digests due by ``until``, at the intervals of production."""
         if self._share_lag is None:
             return
         while True:
@@ -250,5 +253,5 @@ class Routers:
                 due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
                 digest = None if due is None else decode(due.encode())
                 if digest or prompts:
-                    told = at + self._share_lag, digest, fleet.router, prompts
-                    self._under_way.append(told)
+                    arrives_at = at + self._share_lag
+                    self._under_way.append((arrives_at, digest, fleet.router, prompts))

@@ -1,4 +1,4 @@
-"""Discrete-event simulation: the production router against the simulator's engines."""
+"""Discrete-event simulation: production routers with simulated engines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ from extproc.route.decision import Decision
 from extproc.route.queue import SWEEP_EVERY_S
 from extproc.route.waiting import Place, Waiting
 
-_LONGEST_DRAIN = 7200.0  # seconds after the last request in which all must have ended
+_LONGEST_DRAIN = 7200.0  # seconds from the last arrival until every request must have ended
 
-Event = tuple[float, Callable[[], None]]  # something that happens, and when
+Event = tuple[float, Callable[[], None]]  # time and action
 
 
 class Simulation(ABC):
@@ -38,40 +38,45 @@ class Simulation(ABC):
         routers: Routers,
         clock: VirtualClock,
         poll_s: float,
-        hold: bool,
+        queueing: bool,
         events: Iterable[Event],
     ) -> None:
+        """``queueing``: requests may wait at the router."""
         self.machines = machines
         self.clock = clock
-        self.failed: list[Failed] = []  # requests that got no whole answer
+        self.failed: list[Failed] = []  # requests without a complete answer
         self._pollers = pollers
         self._routers = routers
         self._poll_s = poll_s
         self._poll_at = 0.0
-        self._hold = hold
+        self._queueing = queueing
         self._events = sorted(events, key=itemgetter(0))[::-1]
-        self._sent = 0
-        self._open: dict[int, Served] = {}
-        self._owners: dict[int, Served] = {}  # by sequence id
-        self._ids = count(1)
-        self._look_at = 0.0
-        self._held = 0  # requests that wait at the routers
+        self._arrived = 0
+        self._open: dict[int, Served] = {}  # dispatched requests, by number
+        self._requests: dict[int, Served] = {}  # by sequence id
+        self._ids = count(1)  # of sequences
+        self._sweep_at = 0.0
+        self._queued = 0  # requests that wait at the routers
 
     @abstractmethod
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         """Request as the router and the engines see it."""
 
     def run(self, trace: Items[Traced]) -> Iterator[Served]:
-        """Plays the trace; yields every answered request when it has finished."""
+        """Play the trace; yield each answered request at its end.
+
+        Raises:
+            ValueError: requests have not ended two hours after the last arrival.
+        """
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
         upcoming = next(arrivals, None)
-        while upcoming is not None or self._open or self._held:
+        while upcoming is not None or self._open or self._queued:
             arrives_at = upcoming.at if upcoming is not None else inf
-            happens_at = self._events[-1][0] if self._events else inf
-            now = min(arrives_at, happens_at, self._poll_at)
+            event_at = self._events[-1][0] if self._events else inf
+            now = min(arrives_at, event_at, self._poll_at)
             yield from self._advance(now)
-            if now == happens_at:
+            if now == event_at:
                 self._events.pop()[1]()
             elif now == self._poll_at:
                 self._poll()
@@ -82,45 +87,43 @@ class Simulation(ABC):
                 self._give_up_on_hung()
             if now > last + _LONGEST_DRAIN:
                 raise ValueError(
-                    f"{len(self._open) + self._held} requests have not ended "
-                    f"{_LONGEST_DRAIN / 3600.0:g} hours after the last one came: the replicas "
-                    "cannot carry so much. Try less traffic, or more or faster replicas"
+                    f"{len(self._open) + self._queued} requests have not ended "
+                    f"{_LONGEST_DRAIN / 3600.0:g} hours after the last arrival: the replicas are "
+                    "overloaded. Try less traffic, or more or faster replicas"
                 )
 
-    # -- requests ---------------------------------------------------------------------------
-
     def _arrive(self, traced: Traced) -> None:
-        self._sent += 1
-        arrival = self._arrival(self._sent, traced)
+        self._arrived += 1
+        arrival = self._arrival(self._arrived, traced)
         decision = self._routers.decide(arrival)
-        if decision and self._hold and not self._routers.owner(arrival).queue.admit(decision):
-            self._wait(arrival, decision)
+        if decision and self._queueing and not self._routers.owner(arrival).queue.admit(decision):
+            self._enqueue(arrival, decision)
         else:
-            self._begin(arrival, decision)
+            self._dispatch(arrival, decision)
 
-    def _wait(self, arrival: Arrival, decision: Decision) -> None:
-        def go(outcome: Decision | Exception | None) -> None:
-            self._held -= 1
-            if isinstance(outcome, Refusal):
-                outcome = None
-            elif isinstance(outcome, Exception):
-                raise outcome
-            self._begin(arrival, outcome)
-
-        self._held += 1
+    def _enqueue(self, arrival: Arrival, decision: Decision) -> None:
         node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
+        self._queued += 1
 
         def decide(place: Place) -> Decision | None:
             return node.router.decide(profile, place=place)
 
-        node.queue.enter(Waiting(profile, decision, now, decide, go))
+        def resolve(outcome: Decision | Exception | None) -> None:
+            self._queued -= 1
+            if isinstance(outcome, Refusal):
+                outcome = None
+            elif isinstance(outcome, Exception):
+                raise outcome
+            self._dispatch(arrival, outcome)
 
-    def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
+        node.queue.enter(Waiting(profile, decision, now, decide, resolve))
+
+    def _dispatch(self, arrival: Arrival, decision: Decision | None) -> None:
         if decision is None:
             self.failed.append(Failed(arrival.traced, "", self.clock()))
             return
-        whole = not decision.profile.stream
-        served = Served(arrival, decision, whole, decision.replica, self.clock())
+        visible = not decision.profile.stream
+        served = Served(arrival, decision, visible, decision.replica, self.clock())
         self._open[served.number] = served
         self._routers.notify(served, RouterNode.sent)
         self._send(served)
@@ -135,17 +138,17 @@ class Simulation(ABC):
         try:
             for sequence in served.sequences:
                 sequence.id = next(self._ids)
-                self._owners[sequence.id] = served
+                self._requests[sequence.id] = served
                 machine.add(sequence, self.clock())
         except ValueError:  # longer than the replica's context
-            self._answer(served, well=True)
+            self._answer(served, ok=True)
             self._fail(served)
             return
         if served.profile.stream and not machine.hung:
-            self._answer(served, well=True)  # headers come at once, only tokens take time
+            self._answer(served, ok=True)  # response headers precede the first token
 
     def _retry(self, served: Served) -> None:
-        """Tries the second choice after the replica is gone, once and only before an answer."""
+        """Sends a request of a lost replica to its second choice, once, if it has no headers."""
         second = served.decision.second
         if served.answered or served.retried or second is None:
             self._fail(served)
@@ -156,71 +159,70 @@ class Simulation(ABC):
         self._send(served)
 
     def _fail(self, served: Served) -> None:
-        self._answer(served, well=False)
+        self._answer(served, ok=False)
         self._routers.ended(served)
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
-    def _answer(self, served: Served, well: bool) -> None:
-        """Passes response headers, once; they name the replica that answers."""
+    def _answer(self, served: Served, ok: bool) -> None:
+        """Passes response headers once; they name the replica that answers."""
         if served.answered:
             return
         served.answered = True
         if served.replica != served.decision.replica:
             self._routers.notify(served, RouterNode.retried)
-        self._routers.notify(served, RouterNode.answered if well else RouterNode.failed)
+        self._routers.notify(served, RouterNode.answered if ok else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
-        """Fails the last requests if they wait for replicas that never come back."""
+        """Fails the last requests if all wait for replicas that hang until the end."""
         if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
 
-    def _went_down(self, machine: Machine) -> None:
-        """Retries its requests elsewhere."""
-        for served in [one for one in self._open.values() if one.replica == machine.name]:
-            self._retry(served)
-
-    # -- replicas ---------------------------------------------------------------------------
+    def _retry_requests(self, machine: Machine) -> None:
+        """Retries the requests of a machine that went down."""
+        for served in list(self._open.values()):
+            if served.replica == machine.name:
+                self._retry(served)
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to a time, and tells routers of the events in order."""
-        while self._held and (step_ends := self._next_step()) < until:
-            yield from self._advance_at_once(step_ends)
-            if step_ends >= self._look_at:
-                self._look_at = step_ends + SWEEP_EVERY_S
+        """Runs every engine up to a time; step by step while requests are queued."""
+        while self._queued and (step_ends := self._next_step()) < until:
+            yield from self._run_engines(step_ends)
+            if step_ends >= self._sweep_at:
+                self._sweep_at = step_ends + SWEEP_EVERY_S
                 for node in self._routers.nodes:
                     node.queue.sweep()
-        yield from self._advance_at_once(until)
+        yield from self._run_engines(until)
 
     def _next_step(self) -> float:
         ends = (machine.step_ends_at for machine in self.machines.values())
         return min((end for end in ends if end is not None), default=inf)
 
-    def _advance_at_once(self, until: float) -> Iterator[Served]:
-        happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
-        happened.sort(key=itemgetter(0))
-        for at, outcome in happened:
+    def _run_engines(self, until: float) -> Iterator[Served]:
+        outcomes = [pair for machine in self.machines.values() for pair in machine.advance(until)]
+        outcomes.sort(key=itemgetter(0))
+        for at, outcome in outcomes:
             self._routers.deliver(at)
             self.clock.time = at
-            yield from self._hear(outcome)
+            yield from self._handle(outcome)
         self._routers.deliver(until)
         self.clock.time = until
 
-    def _hear(self, outcome: StepOutcome) -> Iterator[Served]:
+    def _handle(self, outcome: StepOutcome) -> Iterator[Served]:
         for sequence in outcome.prefilled:
-            served = self._owners[sequence.id]
-            if served.first_token is None:  # else it was preempted since
+            served = self._requests[sequence.id]
+            if served.first_token is None:  # otherwise the sequence was preempted before
                 served.first_token = self.clock()
                 if served.profile.stream:
-                    self._answer(served, well=True)
+                    self._answer(served, ok=True)
                     self._routers.notify(served, RouterNode.first_token)
         for sequence in outcome.finished:
-            served = self._owners.pop(sequence.id)
-            if all(one.finished is not None for one in served.sequences):
+            served = self._requests.pop(sequence.id)
+            if all(sequence.finished is not None for sequence in served.sequences):
                 del self._open[served.number]
                 served.finished = self.clock()
-                self._answer(served, well=True)
+                self._answer(served, ok=True)
                 self._routers.ended(served)
                 yield served
                 self._routers.notify(served, RouterNode.queue_freed)
