@@ -107,7 +107,8 @@ class Assigner:
 
     async def beat(self, replicas: Collection[str]) -> Assignment:
         """Tells the others of this poller and its list, and returns its part."""
-        redis_was_emptied = False
+        redis_was_emptied = is_current = False
+        began = self._clock()
         try:
             was_known, names = await self._tell(replicas)
             others = await self._read(names)
@@ -117,6 +118,7 @@ class Assigner:
             self._part &= {*replicas}
         else:
             now = self._clock()
+            is_current = now - began <= LIFE_S - 2 * BEAT_S  # else read before a pause
             self._is_new |= self.paused
             redis_was_emptied = not (was_known or self._is_new)
             if redis_was_emptied:
@@ -128,7 +130,9 @@ class Assigner:
                 self._outage.recovered()
         self.beat_at = self._clock()
         others_may_have_it = self.paused and bool(self._others)
-        self._stood_still, self._awake_at = False, self.beat_at
+        # Without a current answer a poller that was alone may not be alone any more.
+        self._stood_still = self.paused and not self._others and not is_current
+        self._awake_at = self.beat_at
         listed_by_others = frozenset().union(*self._others.values())
         return Assignment(self._part, listed_by_others, others_may_have_it, redis_was_emptied)
 

@@ -174,6 +174,37 @@ async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis)
     assert await a.beat() == Assignment(TEN)
 
 
+@pytest.mark.parametrize("failure", ["no answer", "answer from before the pause"])
+async def test_pause_counts_until_a_later_heartbeat_is_answered(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    clock = ManualClock()
+    async with connect(redis_server.url, POOL) as redis:
+        a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
+        await a.beat()
+        with monkeypatch.context() as patched:
+            if failure == "no answer":
+                clock.advance(LIFE_S)
+                await redis_server.kill()
+            else:
+                send = a.owners._tell
+
+                async def answer_before_pause(replicas: Collection[str]) -> tuple[bool, list[str]]:
+                    answer = await send(replicas)
+                    clock.advance(LIFE_S)
+                    return answer
+
+                patched.setattr(a.owners, "_tell", answer_before_pause)
+            await a.beat()
+            assert a.owners.paused
+        if failure == "no answer":
+            await redis_server.start()
+        await redis.delete(Keys(POOL).poller + "a")  # expired during the pause
+        assert (await b.beat()).replicas == TEN
+        assert (await a.beat()).paused
+        assert not a.owners.paused
+
+
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
