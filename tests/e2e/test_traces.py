@@ -168,7 +168,7 @@ async def test_the_access_log_says_what_was_decided(stack: Traced, client: Clien
     assert decision["predicted_completion_s"] == record["predicted_completion_s"]
     assert decision["replica"] == record["replica_name"]
     assert decision["held_s"] == 0
-    keys = re.search(r"what it decided: (.*?)\. Envoy", PAGE.read_text(), re.S)
+    keys = re.search(r"decision with the choice: (.*?)\. Envoy", PAGE.read_text(), re.S)
     assert keys
     assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
 

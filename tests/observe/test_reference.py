@@ -133,7 +133,7 @@ def words(text: ast.expr, texts: dict[str, ast.expr]) -> str:
         case ast.FormattedValue(value=value):
             return f"{{{ast.unparse(value).rpartition('.')[2].strip('_')}}}"
     assert isinstance(text, ast.Constant), ast.unparse(text)
-    return str(text.value)
+    return re.sub(r"%[ds]", "{}", str(text.value))
 
 
 def reference() -> str:

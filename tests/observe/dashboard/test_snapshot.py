@@ -1,3 +1,5 @@
+"""The dashboard's snapshot shows load, queue, accuracy and decisions, and warns of problems."""
+
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +15,15 @@ from extproc.observe.decision_log import DecisionLog, LoggedDecision
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.fakes import ManualClock, chat, replica, state
 from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
-from tests.proxy.conftest import on_fleet
 
 ALONE = Config.model_validate({"state": "memory"})
-NONE_KNOWN = "No replica is known yet: Envoy's fallback policy chooses."
 
 
-def shown(services: Services) -> dict[str, Any]:
-    """The snapshot of the only pool, as it arrives at the page."""
+def page(services: Services) -> dict[str, Any]:
+    """The snapshot of the only pool, as the page receives it."""
     found = decode(encode(asyncio.run(snapshot([services]))))
     (pool,) = found.pop("pools")
     return dict(found | pool | {"figures": dict(found["figures"])})
@@ -42,16 +42,15 @@ def rows(table: dict[str, Any]) -> dict[Any, dict[str, Any]]:
 
 
 def cells(services: Services, number: int, *titles: str) -> list[Any]:
-    row = rows(shown(services)["replicas"])[replica(number)]
+    row = rows(page(services)["replicas"])[replica(number)]
     return [row[title] for title in titles]
 
 
-def warned(services: Services) -> list[str]:
-    return list(shown(services)["warnings"])
+def warnings(services: Services) -> list[str]:
+    return list(page(services)["warnings"])
 
 
-def sent(services: Services, request_id: str = "one") -> LoggedDecision:
-    """A request is decided and sent."""
+def dispatch(services: Services, request_id: str = "one") -> LoggedDecision:
     record = decide(services, request_id=request_id)
     services.fleet.dispatch(record.decision.replica, record.decision.profile)
     return record
@@ -69,10 +68,6 @@ def fill(services: Services, clock: ManualClock) -> None:
     poll(services, running=1, kv_usage=0.95)
 
 
-def test_healthy_fleet_has_no_warnings(services: Services) -> None:
-    assert warned(services) == []
-
-
 def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock) -> None:
     services.fleet.dispatch(replica(2), chat(20_000, 100))
     clock.advance(0.3)
@@ -81,14 +76,14 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     assert cells(services, 1, *names) == ["r1", f"{replica(1)} llama", "ok", "", 0, 0, 0]
     assert cells(services, 2, "Running", "Waiting", "Age") == [0, 1, 0.3]
     [backlog] = cells(services, 2, "Backlog")
-    # 20,000 tokens at 38 µs, less the third of a second that has passed.
+    # 20,000 tokens at 38 µs, less the 0.3 s that have passed.
     assert backlog == pytest.approx(0.76 - 0.3, abs=0.05)
     assert cells(services, 2, "Prompt/s") == pytest.approx([1e6 / 38], rel=0.01)
     assert cells(services, 1, "Output/s") == pytest.approx([1 / 6.5e-3], rel=0.05)
     for number, by_profile in ((1, False), (3, True)):
         estimated = cells(services, number, "Prompt/s estimated", "Output/s estimated")
         assert estimated == [by_profile, by_profile]
-    figures = shown(services)["figures"]
+    figures = page(services)["figures"]
     assert (figures["requests in flight"], figures["replicas in use"]) == ("1", "4 of 4")
     services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
     assert cells(services, 1, "Age") == [9.0]
@@ -97,11 +92,11 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
 def test_replicas_are_sorted_by_number(services: Services) -> None:
     for number, name in enumerate(("r10", "r9", "R1", "a"), start=1):
         poll(services, number, name=name)
-    names = [one["Replica"] for one in rows(shown(services)["replicas"]).values()]
+    names = [row["Replica"] for row in rows(page(services)["replicas"]).values()]
     assert names == ["a", "R1", "r9", "r10"]
 
 
-def test_warm_tokens_are_those_of_prompts_sent(services: Services) -> None:
+def test_warm_tokens_are_those_of_dispatched_prompts(services: Services) -> None:
     prefix = replace(NO_PREFIX, keys=np.arange(1, 4, dtype=np.uint64), unit=64.0, tokens=192)
     services.fleet.dispatch(replica(3), replace(chat(200, 10), prefix=prefix))
     assert cells(services, 3, "Warm", "Warm estimated") == [192, True]
@@ -109,11 +104,11 @@ def test_warm_tokens_are_those_of_prompts_sent(services: Services) -> None:
 
 
 def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:
-    sent(services, "long-ago")
+    dispatch(services, "long-ago")
     clock.advance(61.0)
     poll(services)
-    chosen = [sent(services, str(number)).decision.replica for number in range(9)]
-    found = shown(services)
+    chosen = [dispatch(services, str(number)).decision.replica for number in range(9)]
+    found = page(services)
     assert {key: row["Share"] for key, row in rows(found["replicas"]).items()} == {
         replica(number): round(chosen.count(replica(number)) / 9, 3) for number in range(1, 5)
     }
@@ -126,20 +121,20 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
 
 
 def test_decision_served_by_another_replica_names_it(services: Services) -> None:
-    record = sent(services)
+    record = dispatch(services)
     other = 2 if record.decision.replica == replica(1) else 1
     record.outcome.served_by, record.outcome.status = replica(other), 200
-    (row,) = rows(shown(services)["decisions"]).values()
+    (row,) = rows(page(services)["decisions"]).values()
     assert row["model: why"].endswith(f" [served by r{other}]")
 
 
-def test_decision_rate_covers_kept_decisions(services: Services, clock: ManualClock) -> None:
+def test_decision_rate_covers_logged_decisions(services: Services, clock: ManualClock) -> None:
     few = replace(services, log=DecisionLog(4))
     for number in range(8):
         clock.advance(2.0)
-        sent(few, str(number))
+        dispatch(few, str(number))
     clock.advance(2.0)
-    found = shown(few)
+    found = page(few)
     assert found["figures"]["decisions a second"] == "0.5"  # 4 in 8 s
     shares = [row["Share"] for row in rows(found["replicas"]).values()]
     assert sum(shares) == 1.0
@@ -147,35 +142,39 @@ def test_decision_rate_covers_kept_decisions(services: Services, clock: ManualCl
 
 
 def test_queue_is_grouped_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
-    empty = shown(services)["waiting"]
+    empty = page(services)["waiting"]
     assert (empty["keys"], empty["note"][:13]) == ([], "Nothing waits")
     fill(services, clock)
     wait(services, "blue")
     clock.advance(2.0)
     for tenant, priority in (("red", 5), ("blue", 0)):
         wait(services, tenant, priority)
-    found = shown(services)
+    found = page(services)
     groups = list(rows(found["waiting"]).values())
     assert [
-        [one[title] for title in ("Tenant", "Priority", "Requests", "Longest")] for one in groups
+        [row[title] for title in ("Tenant", "Priority", "Requests", "Longest")] for row in groups
     ] == [["red", 5, 1, 0.0], ["blue", 0, 2, 2.0]]
     assert groups[0]["For replica"].endswith(" (1)")
     assert (found["figures"]["waiting at this router"], found["waiting"]["note"]) == ("3", "")
+
+
+def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClock) -> None:
     roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
+    fill(roomy, clock)
     for number in range(60):
         wait(roomy, f"tenant-{number}", priority=number)
-    many = shown(roomy)
-    assert (len(many["waiting"]["keys"]), many["waiting"]["note"]) == (50, "And 10 more.")
-    assert many["figures"]["waiting at this router"] == "60"
-    assert next(iter(rows(many["waiting"]).values()))["Priority"] == 59
+    found = page(roomy)
+    assert (len(found["waiting"]["keys"]), found["waiting"]["note"]) == (50, "And 10 more.")
+    assert found["figures"]["waiting at this router"] == "60"
+    assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
-    assert shown(services)["accuracy"]["quantiles"] == []
+    assert page(services)["accuracy"]["quantiles"] == []
     ended(services, actual=99.0, ago=301.0)
     for actual in (0.5, 1.0, 2.0):
         ended(services, actual=actual)
-    found = shown(services)["accuracy"]
+    found = page(services)["accuracy"]
     assert found["words"].startswith("Of the last 3 requests that ended, half took at most 1.00 ")
     assert found["quantiles"] == pytest.approx([0.6, 1.0, 1.8])
     assert sorted(actual for _, actual in found["points"]) == [0.5, 1.0, 2.0]
@@ -185,22 +184,22 @@ def test_predictions_are_counted_and_some_drawn(services: Services, clock: Manua
     for _ in range(4000):
         clock.advance(0.01)
         ended(services)
-    found = shown(services)["accuracy"]
+    found = page(services)["accuracy"]
     assert "last 4,000 requests" in found["words"]
     assert 100 < len(found["points"]) < 500
     ended(services)
-    assert abs(len(shown(services)["accuracy"]["points"]) - len(found["points"])) <= 1
+    assert abs(len(page(services)["accuracy"]["points"]) - len(found["points"])) <= 1
 
 
 def test_routers_and_pollers_are_named(services: Services) -> None:
-    assert shown(services)["facts"] == [
+    assert page(services)["facts"] == [
         ["Routers", "this router alone"],
         ["Pollers", "here:1"],
         ["Policy", "completion"],
     ]
     services.fleet.pollers = None
-    assert ["Pollers", "unknown: Redis does not answer"] in shown(services)["facts"]
-    alone = shown(replace(services, config=ALONE))
+    assert ["Pollers", "unknown: Redis does not answer"] in page(services)["facts"]
+    alone = page(replace(services, config=ALONE))
     assert ["Pollers", "this router polls the replicas itself"] in alone["facts"]
 
 
@@ -208,60 +207,65 @@ def test_two_pools_are_told_apart(services: Services) -> None:
     other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
     other.fleet.pollers = ["there:1"]
     found = decode(encode(asyncio.run(snapshot([services, other]))))
-    assert found["warnings"] == [f"Pool other: {NONE_KNOWN}"]
-    captions = [pool["replicas"]["caption"] for pool in found["pools"]]
-    assert captions == ["Replicas of pool default", "Replicas of pool other"]
+    unknown = "Pool other: No replica is known yet: Envoy's fallback policy chooses."
+    assert found["warnings"] == [unknown]
+    tables = [pool["replicas"] for pool in found["pools"]]
+    assert [table["caption"] for table in tables] == [
+        "Replicas of pool default",
+        "Replicas of pool other",
+    ]
+    assert [len(table["keys"]) for table in tables] == [4, 0]
     assert ["Pollers of other", "there:1"] in found["facts"]
 
 
 def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
-    assert warned(services) == ["r2 is excluded: cannot connect."]
+    assert warnings(services) == ["r2 is excluded: cannot connect."]
     assert cells(services, 2, "Health", "Health notes") == ["down", "cannot connect"]
-    assert shown(services)["figures"]["replicas in use"] == "3 of 4"
+    assert page(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
-    assert warned(services) == [
+    assert warnings(services) == [
         "No replica is healthy: Envoy's fallback policy chooses.",
         "r1, r2, r3 and 1 more are excluded: cannot connect.",
     ]
 
 
-def test_failing_replicas_are_warned_of(services: Services) -> None:
+def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services) -> None:
     for number in (1, 2, 3, 4) * 3:
         services.fleet.eligibility.failed(replica(number))
     reason = "it failed several requests in a row"
-    assert warned(services) == [f"r1 and r2 are excluded: {reason}."], "at most half"
+    assert warnings(services) == [f"r1 and r2 are excluded: {reason}."]
     assert cells(services, 1, "Health") == ["excluded"]
 
 
 def test_draining_replica_is_not_warned_of(services: Services) -> None:
     poll(services, 2, draining=True)
-    assert warned(services) == []
+    assert warnings(services) == []
     assert cells(services, 2, "Health", "Health notes") == ["draining", ""]
 
 
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
-    assert warned(services) == ["Stale state: no replica was updated for more than 5 s."]
+    assert warnings(services) == ["Stale state: no replica was updated for more than 5 s."]
     poll(services)
-    assert warned(services) == []
+    assert warnings(services) == []
 
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = []
-    assert warned(services) == ["No poller is alive: start extproc poll."]
+    assert warnings(services) == ["No poller is alive: start extproc poll."]
     services.fleet.pollers = None
-    (warning,) = warned(services)
+    (warning,) = warnings(services)
     assert warning.startswith("Redis does not answer")
-    assert warned(replace(services, config=ALONE)) == []
+    assert warnings(replace(services, config=ALONE)) == []
 
 
 @pytest.mark.parametrize(
     ("ratios", "drifting"),
     [
         ((1.3, 1.3, 2.6, 1.3), 3),
-        ((1.7, 1.7, 1.7, 1.7), None),  # busy as a whole
-        ((0.4, 0.4, 0.4, 0.4), None),  # faster as a whole
+        ((1.7, 1.7, 1.7, 1.7), None),  # the whole fleet is busy
+        ((0.4, 0.4, 0.4, 0.4), None),  # the whole fleet is faster
         ((1.7, 1.7), None),
         ((1.7, 5.0), 2),
     ],
@@ -275,24 +279,24 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
         for _ in range(50):
             services.fleet.decoded(replica(number), 1.0, ratio)
     if drifting is None:
-        assert warned(services) == []
+        assert warnings(services) == []
         return
-    (warning,) = warned(services)
+    (warning,) = warnings(services)
     begin = "is drifting from the prediction: decoding takes much longer than the measured speed"
     assert warning.startswith(f"r{drifting} {begin}")
     assert cells(services, drifting, "×")[0] > 2
     clock.advance(300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
-    assert warned(services) == []
+    assert warnings(services) == []
 
 
 def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
-    sent(services).outcome.overloaded = True
-    (warning,) = warned(services)
+    dispatch(services).outcome.overloaded = True
+    (warning,) = warnings(services)
     assert warning.startswith("A circuit breaker of Envoy was full in the last minute")
     clock.advance(61.0)
     poll(services)
-    assert warned(services) == []
+    assert warnings(services) == []
 
 
 def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
@@ -301,29 +305,19 @@ def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
         ended(services, on=2, expected=1000.0, cached=900)
         ended(services, on=3, expected=1000.0)
         ended(services, on=4, expected=10.0, cached=0)
-    (warning,) = warned(services)
-    assert warning.startswith(
-        "r1 is finding less than half of the expected tokens in the prefix cache"
-    )
+    (warning,) = warnings(services)
+    assert warning.startswith("r1 is finding less than half of the expected tokens")
 
 
 def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> None:
     fill(services, clock)
     for _ in range(9):
         wait(services, "blue")
-    nearly = "The queue is nearly full: beyond 10 requests (hold.most) others get 429."
-    assert warned(services) == [nearly]
+    full = "The queue is nearly full: beyond 10 requests (hold.most) others get 429."
+    assert warnings(services) == [full]
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
-    (warning,) = warned(replace(services, config=few))
+    (warning,) = warnings(replace(services, config=few))
     assert warning.startswith("This router is nearly full: at 14 requests in flight")
     clock.advance(151.0)
     poll(services, running=1, kv_usage=0.95)
-    assert any("add replicas" in one for one in warned(services))
-
-
-def test_pool_without_replicas_is_warned_of(services: Services, clock: ManualClock) -> None:
-    fleet = fleet_of(clock)
-    fleet.pollers = ["here:1"]
-    empty = on_fleet(services, fleet)
-    assert warned(empty) == [NONE_KNOWN]
-    assert shown(empty)["replicas"]["keys"] == []
+    assert any("add replicas" in warning for warning in warnings(services))
