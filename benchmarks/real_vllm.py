@@ -1,16 +1,17 @@
 """Compares predicted with actual times on real vLLM servers, through a real Envoy.
 
-Servers that run already:
+With servers that run already:
 
     python -m benchmarks.real_vllm 127.0.0.1:8101 127.0.0.1:8102 --model NAME
 
-Or servers it starts itself, one core each (needs `vllm`, with its CPU backend, on PATH):
+Or with servers that the command starts, each on a core of its own (`vllm` with its CPU backend must
+be on PATH):
 
     python -m benchmarks.real_vllm --serve DIR,DIR --max-num-seqs 16,8 \\
         --options '' --options '--speculative-config {"method":"ngram","num_speculative_tokens":4}'
 
-It runs Redis, poller, router and Envoy beside them. The router starts from a hardware profile that
-is not theirs, and learns from their /metrics.
+The command runs Redis, poller, router and Envoy beside the servers. The router starts from the
+hardware profile of another GPU, and learns from the /metrics of the servers.
 """
 
 import argparse
@@ -46,10 +47,10 @@ from extproc.route.policies import POLICIES
 _PROMPT = Lengths(80, 1.0, 8, 1000)
 _KNOWN_SHARE = 0.5
 _OUTPUT_MEDIAN = 80
-_LOOSE_BOUND = 13  # the bound of an unknown length, as a multiple of the median
+_LOOSE_BOUND = 13  # bound of an answer of unknown length ÷ the median length
 
-Row = Mapping[str, Any]  # one request: what the router predicted, and what its client saw; seconds
-Accuracy = dict[str, float]  # how near predictions came; errors are relative to what happened
+Row = Mapping[str, Any]  # predicted and actual times of a request, in seconds
+Accuracy = dict[str, float]  # errors of predictions, relative to the actual times
 
 
 def requests(
@@ -59,9 +60,10 @@ def requests(
     output_median: int = _OUTPUT_MEDIAN,
     known_share: float = _KNOWN_SHARE,
 ) -> Iterator[Sample]:
-    """Endless short prompts, ``rate`` a second: a Poisson process.
+    """Endless Poisson process of short prompts, ``rate`` a second.
 
-    Those of the kind ``known`` generate exactly their bound, ``unknown`` ones end by the model.
+    Requests of the kind ``known`` generate exactly their bound. The model ends the answers of the
+    kind ``unknown``.
     """
     shortest, longest = max(round(0.1 * output_median), 1), 5 * output_median
     output, loose = Lengths(output_median, 0.7, shortest, longest), [_LOOSE_BOUND * output_median]
@@ -73,15 +75,16 @@ def requests(
 def join(
     sent: Iterable[Sample], answered: Iterable[Answer], records: Iterable[Row]
 ) -> list[dict[str, Any]]:
-    """Rows of the requests that were routed and answered whole."""
+    """Rows of the requests that the router decided and the server answered completely."""
     decided = {record["request_id"]: record for record in records}
-    told = ("prompt_tokens", "expected_output_tokens", "predicted_ttft_s", "predicted_completion_s")
+    predicted = ("predicted_ttft_s", "predicted_completion_s")
+    copied = ("prompt_tokens", "expected_output_tokens", *predicted)
     return [
         {
             "request_id": answer.request_id,
             "replica": record["replica_name"],
             "known": sample.kind == "known",
-            **{key: record[key] for key in told},
+            **{key: record[key] for key in copied},
             "ttft_s": answer.ttft_s,
             "completion_s": answer.completion_s,
         }
@@ -106,35 +109,35 @@ def accuracy(predicted: Sequence[float], actual: Sequence[float]) -> Accuracy | 
 
 
 def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
-    """Accuracy of the completion, the first token, and the time from it to the last."""
-    streamed = [one for one in served if one["ttft_s"] is not None]
+    """Accuracy of the completion, of the first token, and of the time between first and last."""
+    streamed = [row for row in served if row["ttft_s"] is not None]
 
-    def of(rows: Sequence[Row], key: str) -> Accuracy | None:
-        return accuracy([one[f"predicted_{key}"] for one in rows], [one[key] for one in rows])
+    def accuracy_of(rows: Sequence[Row], key: str) -> Accuracy | None:
+        return accuracy([row[f"predicted_{key}"] for row in rows], [row[key] for row in rows])
 
     return {
-        "completion": of(served, "completion_s"),
-        "ttft": of(streamed, "ttft_s"),
+        "completion": accuracy_of(served, "completion_s"),
+        "ttft": accuracy_of(streamed, "ttft_s"),
         "decode": accuracy(
-            [one["predicted_completion_s"] - one["predicted_ttft_s"] for one in streamed],
-            [one["completion_s"] - one["ttft_s"] for one in streamed],
+            [row["predicted_completion_s"] - row["predicted_ttft_s"] for row in streamed],
+            [row["completion_s"] - row["ttft_s"] for row in streamed],
         ),
     }
 
 
 def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
-    """Groups: all requests, those of known and of unknown length, and each of these by replica."""
+    """Rows by group: all, known and unknown length, and each length by replica."""
     found: dict[str, list[Row]] = {"all": list(served)}
-    for one in served:
-        length = "known length" if one["known"] else "unknown length"
-        for name in (length, f"{one['replica']}, {length}"):
-            found.setdefault(name, []).append(one)
+    for row in served:
+        length = "known length" if row["known"] else "unknown length"
+        for name in (length, f"{row['replica']}, {length}"):
+            found.setdefault(name, []).append(row)
     return dict(sorted(found.items(), key=lambda item: ("," in item[0], item[0])))
 
 
 async def measure(stack: Stack, policy: str, name: str, sent: Sequence[Sample]) -> dict[str, Any]:
     """Sends the requests under a policy; returns figures and every request."""
-    before = os.getloadavg()[0]
+    load_before = os.getloadavg()[0]
     newest = await get_json(f"{stack.router_admin}/decisions")
     answered = await send_all(stack.url, sent, name, policy)
     records = await decisions(stack.router_admin, newest[-1]["number"] if newest else 0)
@@ -143,8 +146,8 @@ async def measure(stack: Stack, policy: str, name: str, sent: Sequence[Sample]) 
     return {
         "policy": policy,
         "sent": len(sent),
-        "load_average": (before, os.getloadavg()[0]),
-        "learned": {one["name"]: one["learned"] for one in fleet["replicas"]},
+        "load_average": (load_before, os.getloadavg()[0]),
+        "learned": {replica["name"]: replica["learned"] for replica in fleet["replicas"]},
         "accuracy": {group: measures(members) for group, members in groups(served).items()},
         "served": served,
     }
@@ -155,18 +158,18 @@ async def _compare(
 ) -> list[dict[str, Any]]:
     """Runs a warm-up, then the same requests under each policy."""
 
-    def mixed(seed: int, count: int) -> list[Sample]:
+    def drawn(seed: int, count: int) -> list[Sample]:
         random = Random(seed)
         endless = requests(args.model, args.rate, random, args.output_median, args.known_share)
         return list(islice(endless, count))
 
-    warm_up, sent = mixed(args.seed, args.warm_up), mixed(args.seed + 1, args.requests)
+    warm_up, sent = drawn(args.seed, args.warm_up), drawn(args.seed + 1, args.requests)
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
     async with AttachedStack(logs, servers, dict.fromkeys(servers, args.profile)) as stack:
-        for name, policy, these in plan:
-            runs.append(await measure(stack, policy, name, these))
+        for name, policy, planned in plan:
+            runs.append(await measure(stack, policy, name, planned))
             _print(name, runs[-1])
     return runs
 
@@ -176,24 +179,25 @@ async def _run(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
         names = {f"vllm-{number}": address for number, address in enumerate(args.servers, 1)}
         return await _compare(args, names, logs)
     async with vllm_servers(args.serve, args.max_num_seqs, logs, args.options) as started:
-        return await _compare(args, {name: one.address for name, one in started.items()}, logs)
+        return await _compare(
+            args, {name: server.address for name, server in started.items()}, logs
+        )
 
 
 def _print(name: str, run: Mapping[str, Any]) -> None:
-    load = " → ".join(f"{one:.1f}" for one in run["load_average"])
-    print(
-        f"\n{name}: {len(run['served'])} of {run['sent']} answered as routed, load average {load}"
-    )
-    if times := distribution([one["completion_s"] for one in run["served"]]):
+    load = " → ".join(f"{average:.1f}" for average in run["load_average"])
+    answered = f"{len(run['served'])} of {run['sent']} requests routed and answered"
+    print(f"\n{name}: {answered}, load average {load}")
+    if times := distribution([row["completion_s"] for row in run["served"]]):
         print("completion " + ", ".join(f"{key} {times[key]:.2f} s" for key in times))
     first = [Column("predicted against actual", left=True), Column("", left=True)]
     rows = []
     for group, kinds in run["accuracy"].items():
-        for kind, one in kinds.items():
-            if one is not None:
-                errors = f"{one['median_error']:.1%}", f"{one['p90_error']:.1%}"
-                more = f"{one['median_bias']:+.1%}", f"{one['rank_correlation']:.2f}"
-                rows.append([group, kind, str(one["requests"]), *errors, *more])
+        for kind, found in kinds.items():
+            if found is not None:
+                errors = f"{found['median_error']:.1%}", f"{found['p90_error']:.1%}"
+                more = f"{found['median_bias']:+.1%}", f"{found['rank_correlation']:.2f}"
+                rows.append([group, kind, str(found["requests"]), *errors, *more])
     print(*table([*first, *map(Column, ("n", "median", "p90", "bias", "rank"))], rows), sep="\n")
     for replica, learned in run["learned"].items():
         model = TypeAdapter(StepModel | None).validate_python(learned)
@@ -204,18 +208,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.command("real_vllm", __doc__)
     add = parser.add_argument
     add("servers", nargs="*", type=_address, metavar="IP:PORT")
-    add("--model", default=MODEL, help="what the servers call it")
-    add("--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="models")
+    add("--model", default=MODEL, help="name of the model on the servers")
+    add("--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="folders of models")
     add("--max-num-seqs", type=arguments.counts, default=[16, 8], metavar="N,N")
-    further = "further ones of `vllm serve`, given once for each model"
+    further = "more options of `vllm serve`, once for each model"
     add("--options", type=shlex.split, action="append", default=[], metavar="TEXT", help=further)
     add("--requests", type=arguments.count, default=300, metavar="N")
-    before = "requests sent before, not counted"
-    add("--warm-up", type=whole(0), default=60, metavar="N", help=before)
+    uncounted = "requests that are sent first and not counted"
+    add("--warm-up", type=whole(0), default=60, metavar="N", help=uncounted)
     add("--rate", type=above_zero, default=1.0, metavar="X", help="requests a second [1]")
-    tokens = f"tokens of an answer [{_OUTPUT_MEDIAN}]"
+    tokens = f"median tokens of an answer [{_OUTPUT_MEDIAN}]"
     add("--output-median", type=arguments.count, default=_OUTPUT_MEDIAN, metavar="N", help=tokens)
-    known = f"of requests that generate exactly their bound [{_KNOWN_SHARE}]"
+    known = f"share of requests that generate exactly their bound [{_KNOWN_SHARE}]"
     add("--known-share", type=probability, default=_KNOWN_SHARE, metavar="X", help=known)
     add("--policy", type=arguments.some_of(POLICIES), default=["completion"], metavar="a,b,c")
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")

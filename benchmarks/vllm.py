@@ -1,4 +1,4 @@
-"""Real vLLM servers on CPU cores."""
+"""Real vLLM servers, each on a CPU core of its own."""
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ from benchmarks.processes import together
 from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.predict.step import StepModel
 
-MODEL = "model"  # what the servers call theirs
+MODEL = "model"  # name of the model on the servers
 _MAX_MODEL_LEN = 4096
 _KV_BLOCKS = 256  # of 128 tokens on a CPU: room for a full batch
 _START_S = 300.0
@@ -17,7 +17,7 @@ _STOP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class VllmServer:
     address: str  # `ip:port`
     pid: int
 
@@ -28,8 +28,8 @@ async def vllm_servers(
     max_num_seqs: Sequence[int],
     directory: Path,
     options: Sequence[Sequence[str]] = (),
-) -> AsyncIterator[dict[str, Server]]:
-    """Runs a server for each model on a core of its own; yields them by name."""
+) -> AsyncIterator[dict[str, VllmServer]]:
+    """Runs a server for each model on a core of its own; yields the servers by name."""
     names = [f"vllm-{number}" for number in range(1, len(models) + 1)]
     ports = pick_ports(dict.fromkeys(names, 0))
 
@@ -42,7 +42,7 @@ async def vllm_servers(
     starting = {name: start(core, name) for core, name in enumerate(names)}
     async with together(starting, _STOP_S) as started:
         yield {
-            name: Server(f"127.0.0.1:{ports[name]}", process.pid)
+            name: VllmServer(f"127.0.0.1:{ports[name]}", process.pid)
             for name, process in started.items()
         }
 
@@ -58,7 +58,7 @@ def vllm_command(
         "max-model-len": _MAX_MODEL_LEN,
         "max-num-seqs": max_num_seqs,
         "num-gpu-blocks-override": _KV_BLOCKS,
-        "dtype": "float32",  # bfloat16 is 30 times slower where the processor has none
+        "dtype": "float32",  # bfloat16 is 30 times slower on processors without it
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     env = {

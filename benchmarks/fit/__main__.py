@@ -1,15 +1,15 @@
 """Compares the simulator with a real vLLM server, request by request.
 
-Compares a recording, the one that comes with this repository or another:
+With the recording of this repository, or with another recording:
 
     python -m benchmarks.fit [--recording FILE]
 
-Or makes one first, on two CPU cores (needs `vllm`, with its CPU backend, on PATH; Linux):
+Or with a new recording, made on two CPU cores (Linux; `vllm` with its CPU backend must be on PATH):
 
     python -m benchmarks.fit --serve MODEL_DIR --recording FILE
 
-The server's speed is measured on requests that are not compared, or learned from the counters
-polled during a run, as a router learns it.
+The step times of the simulated server are measured on requests outside the comparison, or learned
+from the counters polled during a run, as a router learns them.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from typing import Any
 from benchmarks import arguments, trace
 from benchmarks.arguments import about
 from benchmarks.fit.replay import (
+    EngineLimits,
     Fitted,
-    Limits,
+    RecordedRequest,
+    RecordedRun,
     Recording,
-    Request,
-    Run,
     bursts,
     fit,
     read_recording,
@@ -52,20 +52,20 @@ from extproc.predict.windows import EngineCounts
 
 _TOKEN_BUDGET = 2048
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context
-_SPECIAL_TOKENS = 16  # ids below are left out of prompts: beginnings, ends, padding
+_SPECIAL_TOKENS = 16  # ids below are not in prompts: beginnings, ends, padding
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
-_PAUSE_S = 0.2  # between two bursts: the server has become idle
-_CORE = 0  # the server's
+_PAUSE_S = 0.2  # between two bursts, until the server is idle
+_CORE = 0  # of the server
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecordingPlan:
     trace: Path
     requests: int  # of each run
-    speeds: Sequence[float]  # of consecutive slices of the trace, a run each
-    shrink_prompts: int  # what the prompts of the trace are divided by
-    shrink_answers: int  # the same for what is generated
+    speeds: Sequence[float]  # of consecutive slices of the trace, each a run
+    shrink_prompts: int  # divisor of the prompts of the trace
+    shrink_answers: int  # divisor of the answers of the trace
 
     def __str__(self) -> str:
         prompts, answers = self.shrink_prompts, self.shrink_answers
@@ -81,18 +81,18 @@ class Plan:
             raise ValueError(f"{self.trace} has too few requests for {len(slices)} runs")
         if any(part[0].at == part[-1].at for part in slices):
             raise ValueError(f"{self.trace}: all requests of a run arrive at once; send more")
-        return [[self._shrunk(one, part[0].at) for one in part] for part in slices]
+        return [[self._shrunk(request, part[0].at) for request in part] for part in slices]
 
-    def _shrunk(self, one: TracedRequest, start: float) -> TracedRequest:
-        prompt = min(max(one.prompt_tokens // self.shrink_prompts, 1), _LONGEST_PROMPT)
-        output = min(max(one.output_tokens // self.shrink_answers, 1), _LONGEST_OUTPUT)
-        return TracedRequest(one.at - start, prompt, output, max_tokens=None)
+    def _shrunk(self, request: TracedRequest, start: float) -> TracedRequest:
+        prompt = min(max(request.prompt_tokens // self.shrink_prompts, 1), _LONGEST_PROMPT)
+        output = min(max(request.output_tokens // self.shrink_answers, 1), _LONGEST_OUTPUT)
+        return TracedRequest(request.at - start, prompt, output, max_tokens=None)
 
 
-async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Recording:
+async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path) -> Recording:
     """Runs vLLM with the model in a folder, and records its answers to the requests.
 
-    The model has a core to itself, as it would have a GPU; all other processes share the others.
+    The model has a core to itself, in place of a GPU; all other processes share the other cores.
     """
     planned, here = plan.runs(), about("benchmarks.fit", [])
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
@@ -103,15 +103,15 @@ async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Reco
         version = (await get_json(f"http://{server.address}/version"))["version"]
         async with open_session(_GIVE_UP_S) as session:
             page = await scrape(session, server.address, health=False)
-        player = Player(server.address, MODEL, vocabulary, Random(0))
+        recorder = Recorder(server.address, MODEL, vocabulary, Random(0))
         print("recording requests for the calibration", flush=True)
-        calibration = await player.play("calibration", bursts())
+        calibration = await recorder.play("calibration", bursts())
         runs = []
         for requests in planned:
             seconds = requests[-1].at
             name = f"{len(requests) / seconds:.2f} requests/s"
             print(f"recording {len(requests)} requests, {name}, {seconds:.0f} s", flush=True)
-            runs.append(await player.play(name, [requests]))
+            runs.append(await recorder.play(name, [requests]))
     origin = {
         "server": f"vLLM {version}, CPU backend, one core",
         "model": model.name,
@@ -119,37 +119,38 @@ async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Reco
         "date": here["date"],
         "requests": str(plan),
     }
-    limits = Limits(max_num_seqs, _TOKEN_BUDGET, page.block_size, page.kv_tokens)
+    limits = EngineLimits(max_num_seqs, _TOKEN_BUDGET, page.block_size, page.kv_tokens)
     return Recording(origin, limits, calibration, runs)
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
-    """Sends requests to one server; ``ignore_eos`` and ``max_tokens`` fix the answers' lengths.
+class Recorder:
+    """Sends requests to a server; ``ignore_eos`` and ``max_tokens`` fix the answers' lengths.
 
-    Prompts are random token ids: no two share a prefix, and none has to be tokenized.
+    Prompts are random token ids: no two share a prefix, and the server tokenizes nothing.
     """
 
     server: str  # `ip:port`
-    model: str  # what the server calls it
-    vocabulary: int  # token ids of the prompts are below this
+    model: str  # name on the server
+    vocabulary: int  # number of token ids
     random: Random  # draws the prompts
 
-    async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> Run:
-        """Sends the requests of each part at their times, each part when the last has ended.
+    async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> RecordedRun:
+        """Sends the requests of each part at their times, each part after the end of the last.
 
-        The server must be idle, and is polled meanwhile. RuntimeError if a request fails.
+        The server must be idle at first; it is polled during the run. Raises RuntimeError if a
+        request fails.
         """
-        served: list[Request] = []
+        served: list[RecordedRequest] = []
         prepared = [[self._request(*numbered) for numbered in enumerate(part)] for part in parts]
         async with _polls(self.server) as polls:
             started = monotonic()
             for part, requests in zip(parts, prepared, strict=True):
                 async with traffic.Client(f"http://{self.server}", _GIVE_UP_S) as client:
                     answers = await client.run(requests)
-                served += [_seen(*pair, started) for pair in zip(part, answers, strict=True)]
+                served += [_recorded(*pair, started) for pair in zip(part, answers, strict=True)]
                 await asyncio.sleep(_PAUSE_S)
-        return Run(name, served, [replace(poll, at=poll.at - started) for poll in polls])
+        return RecordedRun(name, served, [replace(poll, at=poll.at - started) for poll in polls])
 
     def _request(self, number: int, traced: TracedRequest) -> traffic.TimedRequest:
         ids = range(_SPECIAL_TOKENS, self.vocabulary)
@@ -167,14 +168,16 @@ class Player:
         )
 
 
-def _seen(traced: TracedRequest, answer: traffic.Answer, started: float) -> Request:
+def _recorded(traced: TracedRequest, answer: traffic.Answer, started: float) -> RecordedRequest:
     lengths = answer.tokens("prompt"), answer.tokens("completion")
     if not answer.ok or answer.ttft_s is None:
         raise RuntimeError(f"a request failed: {answer.account}")
     if lengths != (traced.prompt_tokens, traced.output_tokens):
         raise RuntimeError(f"the server counts {lengths} tokens, the trace has {traced}")
     times = answer.ttft_s, answer.completion_s
-    return Request(answer.sent_at - started, traced.prompt_tokens, traced.output_tokens, *times)
+    return RecordedRequest(
+        answer.sent_at - started, traced.prompt_tokens, traced.output_tokens, *times
+    )
 
 
 @asynccontextmanager
@@ -200,7 +203,7 @@ async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
 
 
 def _leave_core(server: int) -> None:
-    """Moves everything but the process that runs the model to the other cores."""
+    """Moves all processes but the worker that runs the model to the other cores."""
     others = os.sched_getaffinity(0) - {_CORE}
     os.sched_setaffinity(0, others)
     for pid in _family(server):
@@ -225,23 +228,23 @@ def _print(recorded: Recording, fitted: list[Fitted]) -> None:
     print("; ".join(recorded.about.values()))
     first = [Column("step times", left=True), Column("simulated ÷ real, s", left=True)]
     head = [*first, *map(Column, FIGURES), Column("requests")]
-    for one in fitted:
-        print(f"\n{one.run.name}, {len(one.run.requests)} requests")
+    for fit_of_run in fitted:
+        print(f"\n{fit_of_run.run.name}, {len(fit_of_run.run.requests)} requests")
         compared = [
             [name, kind, *_cells(comparison)]
-            for name, simulated in one.simulated.items()
+            for name, simulated in fit_of_run.simulated.items()
             for kind, comparison in simulated.comparisons.items()
         ]
         print(*table(head, compared), sep="\n")
-        for name, simulated in one.simulated.items():
+        for name, simulated in fit_of_run.simulated.items():
             print(f"{name}: {described(simulated.step)}", flush=True)
 
 
-def _cells(one: Mapping[str, Any]) -> Iterator[str]:
+def _cells(comparison: Mapping[str, Any]) -> Iterator[str]:
     for name in FIGURES:
-        quotient = f"{one['simulated'][name]:.2f} ÷ {one['real'][name]:.2f}"
-        yield f"{quotient} {one['errors'][name]:+4.0%}"
-    yield f"{one['request_error']:.0%}"
+        quotient = f"{comparison['simulated'][name]:.2f} ÷ {comparison['real'][name]:.2f}"
+        yield f"{quotient} {comparison['errors'][name]:+4.0%}"
+    yield f"{comparison['request_error']:.0%}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -249,17 +252,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recording", type=Path, default=RECORDED, metavar="FILE")
     arguments.add_json(parser)
     add = parser.add_argument_group("making a recording").add_argument
-    add("--serve", type=Path, metavar="MODEL_DIR", help="model to run vLLM with")
+    add("--serve", type=Path, metavar="MODEL_DIR", help="folder of the model for vLLM")
     add("--max-num-seqs", type=arguments.count, default=16, metavar="N")
     add("--trace", type=Path, default=_TRACE, metavar="FILE")
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
-    speeds, runs = [0.325, 0.4, 0.526], "of the trace, a run each [0.325 0.4 0.526]"
+    speeds, runs = [0.325, 0.4, 0.526], "speeds of the trace, each a run [0.325 0.4 0.526]"
     add("--speed", type=above_zero, nargs="+", default=speeds, metavar="X", help=runs)
-    by, names = "divide the trace's prompts and answers [6 3]", ("P", "A")
+    by, names = "divisors of the trace's prompts and answers [6 3]", ("P", "A")
     add("--shrink", type=arguments.count, nargs=2, default=[6, 3], metavar=names, help=by)
     args = parser.parse_args(argv)
     if args.serve and args.recording == RECORDED:
-        parser.error("--serve needs --recording: where to keep what is recorded")
+        parser.error("--serve needs --recording: the file of the new recording")
     return args
 
 
@@ -269,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.check_outputs(args)
         if args.serve:
             args.recording.open("a").close()
-            plan = Plan(args.trace, args.requests, args.speed, *args.shrink)
+            plan = RecordingPlan(args.trace, args.requests, args.speed, *args.shrink)
             with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
                 made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
             write_recording(made, args.recording)
@@ -279,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     fitted = fit(recorded)
     _print(recorded, fitted)
-    runs = [one.to_json() for one in fitted]
+    runs = [run.to_json() for run in fitted]
     arguments.keep(args, {"about": recorded.about, "runs": runs})
     return 0
 

@@ -1,9 +1,9 @@
 """Compares a recording with its simulation.
 
-No latency of a run is used to simulate it. Step times are measured on the requests of
-:func:`bursts`: lone prompts tell the cost of a prompt token, of attention and of the front end,
-answers generated together that of a step, a sequence in it and its KV cache. Or they are learned
-from the counters of the run, as a router learns them.
+The simulation of a run uses no latency of the run. Step times are measured on the requests of
+:func:`bursts`. Solo prompts show the cost of a prompt token, of attention and of the front end.
+Answers generated together show the cost of a step, of a sequence in a step, and of its KV cache. Or
+step times are learned from the counters of the run, as a router learns them.
 """
 
 import gzip
@@ -30,7 +30,7 @@ from extproc.predict.windows import EngineCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     max_num_seqs: int
     token_budget: int  # `max_num_batched_tokens`
     block_size: int  # tokens in a KV block
@@ -38,27 +38,27 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RecordedRequest:
     at_s: float  # when it was sent, in seconds from the first of its run
     prompt_tokens: int
-    output_tokens: int  # generated; the request asked for exactly so many
+    output_tokens: int  # generated; the request asked for exactly this number
     ttft_s: float
     completion_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     name: str
-    requests: list[Request]  # in the order they were sent
+    requests: list[RecordedRequest]  # in the order of sending
     polls: list[EngineCounts]  # times are in seconds from the first request
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    about: dict[str, str]  # where it comes from: server, model, machine, date
-    limits: Limits
-    calibration: Run  # of :func:`benchmarks.fit.replay.bursts`
-    runs: list[Run]
+    about: dict[str, str]  # origin: server, model, machine, date
+    limits: EngineLimits
+    calibration: RecordedRun  # of :func:`benchmarks.fit.replay.bursts`
+    runs: list[RecordedRun]
 
 
 _FILE = TypeAdapter(Recording)
@@ -71,7 +71,7 @@ def write_recording(recording: Recording, path: Path) -> None:
 
 
 def read_recording(path: Path) -> Recording:
-    """Recording in a file; raises OSError or a ValueError that names the file."""
+    """Recording of a file; raises OSError or a ValueError that names the file."""
     text = path.read_bytes()
     try:
         return _FILE.validate_json(gzip.decompress(text) if path.suffix == ".gz" else text)
@@ -79,20 +79,20 @@ def read_recording(path: Path) -> Recording:
         raise ValueError(f"{path} is no recording: {error}") from None
 
 
-MEASURED, LEARNED = "measured", "learned"  # where step times come from
+MEASURED, LEARNED = "measured", "learned"  # origins of step times
 TIMES = ("ttft", "completion")
 
-_LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2  # tokens of the prompts
+_SOLO = (16, 64, 128, 256, 512, 1024, 2048) * 2  # tokens of the prompts
 _TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))  # sequences, prompts
-# Sequences, and tokens of the prompt and of the answer of each.
-_BURSTS = (*((1, prompt, 16) for prompt in _LONE), *((*burst, 64) for burst in _TOGETHER))
-_START = PROFILES["llama-8b-a10"].step  # assumed, wrongly, before anything was measured
+# Sequences, prompt tokens and answer tokens of each.
+_BURSTS = (*((1, prompt, 16) for prompt in _SOLO), *((*burst, 64) for burst in _TOGETHER))
+_START = PROFILES["llama-8b-a10"].step  # wrong assumption before the first poll
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     step: StepModel
-    requests: list[Request]
+    requests: list[RecordedRequest]
     comparisons: dict[str, dict[str, Any]]
     """Figures by kind of time: ``real``, ``simulated``, their ``errors`` (0.1: 10% too long), and
     ``request_error``, the median of the requests' absolute errors."""
@@ -100,12 +100,12 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    run: Run
+    run: RecordedRun
     simulated: dict[str, Simulated]  # with step times from :data:`MEASURED` and :data:`LEARNED`
 
     def to_json(self) -> dict[str, Any]:
         requests = [asdict(request) for request in self.run.requests]
-        simulated = {name: asdict(one) for name, one in self.simulated.items()}
+        simulated = {name: asdict(simulation) for name, simulation in self.simulated.items()}
         return {"name": self.run.name, "requests": requests, "simulated": simulated}
 
 
@@ -124,19 +124,19 @@ def fit(recorded: Recording) -> list[Fitted]:
 
 
 def bursts() -> list[list[TracedRequest]]:
-    """Bursts for an idle server, each to be sent at once when the last one has ended."""
+    """Bursts for an idle server, each to be sent at once after the end of the last burst."""
     return [[TracedRequest(0.0, prompt, output, None)] * batch for batch, prompt, output in _BURSTS]
 
 
-def measured(requests: Items[Request]) -> StepModel:
-    """Step times that fit the requests of :func:`bursts` best, by relative errors."""
+def measured(requests: Items[RecordedRequest]) -> StepModel:
+    """Step times that best fit the requests of :func:`bursts`, by relative errors."""
     rest = iter(requests)
     rows: list[tuple[tuple[float, ...], float]] = []
     for batch, prompt, output in _BURSTS:
         burst = list(islice(rest, batch))
         if batch == 1:
             rows.append(((1.0, prompt, 1.0, 0.0, prompt * prompt / 2, 1.0), burst[0].ttft_s))
-        # When the last one's prefill ends all of them decode, for as long as it does.
+        # All sequences decode together from the last first token on.
         last = max(burst, key=lambda request: request.ttft_s)
         later = output - 1
         kv_tokens = batch * (prompt + output / 2)
@@ -148,15 +148,17 @@ def measured(requests: Items[Request]) -> StepModel:
 
 
 def learned(polls: Iterable[EngineCounts]) -> StepModel:
-    """Step times learned from polled counters, beginning with the profile of another card."""
+    """Step times learned from polled counters, starting from the profile of another GPU."""
     estimator = Estimator(_START)
     for poll in polls:
         estimator.poll(poll)
     return estimator.model
 
 
-def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Request]:
-    """Simulates the requests; a step that begins before one has passed the front end omits it."""
+def replay(
+    requests: Items[RecordedRequest], step: StepModel, limits: EngineLimits
+) -> list[RecordedRequest]:
+    """Simulates the requests, each of which reaches the engine after the front end's time."""
     budget = limits.token_budget, limits.max_num_seqs
     profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)
@@ -171,33 +173,34 @@ def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Re
     return [_served(*pair) for pair in zip(requests, sequences, strict=True)]
 
 
-def _served(request: Request, sequence: Sequence) -> Request:
+def _served(request: RecordedRequest, sequence: Sequence) -> RecordedRequest:
     assert sequence.first_token is not None
     assert sequence.finished is not None
     ttft_s, completion_s = sequence.first_token - request.at_s, sequence.finished - request.at_s
     return replace(request, ttft_s=ttft_s, completion_s=completion_s)
 
 
-def _simulate(run: Run, step: StepModel, limits: Limits) -> Simulated:
+def _simulate(run: RecordedRun, step: StepModel, limits: EngineLimits) -> Simulated:
     requests = replay(run.requests, step, limits)
     return Simulated(step, requests, {kind: _compare(run, requests, kind) for kind in TIMES})
 
 
-def _compare(run: Run, simulated: Items[Request], kind: str) -> dict[str, Any]:
-    real, ours = (
-        np.array([getattr(one, f"{kind}_s") for one in each]) for each in (run.requests, simulated)
+def _compare(run: RecordedRun, simulated: Items[RecordedRequest], kind: str) -> dict[str, Any]:
+    real_s, simulated_s = (
+        np.array([getattr(request, f"{kind}_s") for request in requests])
+        for requests in (run.requests, simulated)
     )
-    theirs, mine = distribution(real) or {}, distribution(ours) or {}
+    real, ours = distribution(real_s) or {}, distribution(simulated_s) or {}
     return {
-        "real": theirs,
-        "simulated": mine,
-        "errors": {name: mine[name] / theirs[name] - 1.0 for name in theirs},
-        "request_error": float(np.median(np.abs(ours / real - 1.0))),
+        "real": real,
+        "simulated": ours,
+        "errors": {name: ours[name] / real[name] - 1.0 for name in real},
+        "request_error": float(np.median(np.abs(simulated_s / real_s - 1.0))),
     }
 
 
 def _non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """Least squares without the terms that would be negative."""
+    """Least squares without terms whose coefficient would be negative."""
     solution: Floats = np.zeros(terms.shape[1])
     used = np.arange(terms.shape[1])
     while True:

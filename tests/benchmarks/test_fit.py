@@ -1,3 +1,5 @@
+"""``benchmarks.fit``: recordings, their simulation, and the accuracy of the simulator."""
+
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, replace
@@ -6,15 +8,15 @@ from random import Random
 
 import pytest
 
-from benchmarks.fit.__main__ import RECORDED, Plan, Player, main
+from benchmarks.fit.__main__ import RECORDED, Recorder, RecordingPlan, main
 from benchmarks.fit.replay import (
     LEARNED,
     MEASURED,
+    EngineLimits,
     Fitted,
-    Limits,
+    RecordedRequest,
+    RecordedRun,
     Recording,
-    Request,
-    Run,
     bursts,
     fit,
     measured,
@@ -28,12 +30,15 @@ from extproc.lab.simulator.server import start
 from extproc.predict.step import StepModel
 
 TRACE = RECORDED.parents[1] / "traces" / "azure-2023-conv.jsonl.gz"
-LIMITS = Limits(max_num_seqs=16, token_budget=2048, block_size=128, kv_tokens=32_768)
+LIMITS = EngineLimits(max_num_seqs=16, token_budget=2048, block_size=128, kv_tokens=32_768)
 TRUE = StepModel(0.013, 0.0007, 0.0008, 2.5e-6, 5e-7, 0.008)
 
 
-def served(traced: Sequence[TracedRequest], step: StepModel = TRUE) -> list[Request]:
-    sent = [Request(one.at, one.prompt_tokens, one.output_tokens, 1.0, 1.0) for one in traced]
+def served(traced: Sequence[TracedRequest], step: StepModel = TRUE) -> list[RecordedRequest]:
+    sent = [
+        RecordedRequest(request.at, request.prompt_tokens, request.output_tokens, 1.0, 1.0)
+        for request in traced
+    ]
     return replay(sent, step, LIMITS)
 
 
@@ -43,24 +48,24 @@ def fitted() -> list[Fitted]:
 
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
-@pytest.mark.parametrize("way", [MEASURED, LEARNED])
-def test_simulator_is_within_15_percent(fitted: list[Fitted], way: str, kind: str) -> None:
+@pytest.mark.parametrize("origin", [MEASURED, LEARNED])
+def test_simulator_is_within_15_percent(fitted: list[Fitted], origin: str, kind: str) -> None:
     assert len(fitted) == 2
-    for one in fitted:
-        errors = one.simulated[way].comparisons[kind]["errors"]
+    for run in fitted:
+        errors = run.simulated[origin].comparisons[kind]["errors"]
         assert abs(errors["p50"]) <= 0.15
         assert abs(errors["p95"]) <= 0.15
 
 
-def test_a_calibration_measures_the_truth() -> None:
-    served_bursts = [one for burst in bursts() for one in served(burst)]
+def test_calibration_measures_true_step_times() -> None:
+    served_bursts = [request for burst in bursts() for request in served(burst)]
     *step, frontend = astuple(measured(served_bursts))
     assert step == pytest.approx(astuple(TRUE)[:-1], rel=0.1)
     assert frontend == pytest.approx(TRUE.frontend, rel=0.2)
 
 
-def test_a_request_that_is_still_underway_misses_the_step() -> None:
-    # The second arrives while the engine is idle, but gets there when it prefills the first.
+def test_request_in_the_front_end_misses_the_step() -> None:
+    # The engine is idle when the second request is sent, but not when the request reaches it.
     traced = [TracedRequest(0.0, 1000, 1, None), TracedRequest(0.001, 10, 1, None)]
     first, second = served(traced, replace(TRUE, frontend=0.002))
     alone = served(traced[1:])[0]
@@ -68,57 +73,59 @@ def test_a_request_that_is_still_underway_misses_the_step() -> None:
 
 
 def test_runs_are_consecutive_slices_of_the_trace() -> None:
-    first, second = Plan(TRACE, 50, [1.0, 2.0], 6, 3).runs()
-    (both,) = Plan(TRACE, 100, [1.0], 6, 3).runs()
+    first, second = RecordingPlan(TRACE, 50, [1.0, 2.0], 6, 3).runs()
+    (both,) = RecordingPlan(TRACE, 100, [1.0], 6, 3).runs()
     assert [one.prompt_tokens for one in first + second] == [one.prompt_tokens for one in both]
     assert first[0].at == second[0].at == 0.0
     assert second[-1].at == pytest.approx((both[-1].at - both[50].at) / 2)
 
 
-def test_a_trace_that_is_too_short_or_has_no_rate_is_refused() -> None:
+def test_trace_without_enough_requests_is_refused() -> None:
     with pytest.raises(ValueError, match="arrive at once"):
-        Plan(TRACE, 1, [1.0], 6, 3).runs()
+        RecordingPlan(TRACE, 1, [1.0], 6, 3).runs()
     with pytest.raises(ValueError, match="too few requests"):
-        Plan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
+        RecordingPlan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
 
 
 @pytest.fixture
-async def replica() -> AsyncIterator[tuple[Replica, Player]]:
+async def replica() -> AsyncIterator[tuple[Replica, Recorder]]:
     replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
     serving = await start(replica, "127.0.0.1", 0)
-    yield replica, Player(f"127.0.0.1:{serving.port}", "model", 4096, Random(0))
+    yield replica, Recorder(f"127.0.0.1:{serving.port}", "model", 4096, Random(0))
     await serving.runner.cleanup()
 
 
-async def test_a_server_is_sent_what_the_trace_says(replica: tuple[Replica, Player]) -> None:
+async def test_recorder_sends_the_lengths_of_the_trace(replica: tuple[Replica, Recorder]) -> None:
     traced = [TracedRequest(0.01 * n, 50 + n, 20 + n, None) for n in range(20)]
     run = await replica[1].play("run", [traced])
-    lengths = [(one.prompt_tokens, one.output_tokens) for one in run.requests]
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in run.requests]
     assert lengths == [(50 + n, 20 + n) for n in range(20)]
-    assert all(0 < one.ttft_s < one.completion_s for one in run.requests)
+    assert all(0 < request.ttft_s < request.completion_s for request in run.requests)
     assert run.polls
     assert replica[0].engine.counters.cached_tokens == 0
 
 
-def test_a_recording_is_read_as_it_was_written_and_another_file_is_named(
+def test_recording_is_read_as_written_and_other_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run("a run", served([TracedRequest(0.0, 10, 10, None)]), [])
-    made = Recording({"server": "none"}, LIMITS, run, [run])
+    run = RecordedRun("a run", served([TracedRequest(0.0, 10, 10, None)]), [])
+    recording = Recording({"server": "none"}, LIMITS, run, [run])
     for name in ("a.json", "a.json.gz"):
-        write_recording(made, tmp_path / name)
-        assert read_recording(tmp_path / name) == made
+        write_recording(recording, tmp_path / name)
+        assert read_recording(tmp_path / name) == recording
 
     (tmp_path / "a.json").write_text("{}")
     assert main(["--recording", str(tmp_path / "a.json")]) == 1
     assert f"{tmp_path / 'a.json'} is no recording" in capsys.readouterr().err
 
 
-def test_command_prints_and_keeps_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = tmp_path / "fit.json"
-    assert main(["--json", str(kept)]) == 0
+def test_command_prints_and_stores_the_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = tmp_path / "fit.json"
+    assert main(["--json", str(stored)]) == 0
     printed = capsys.readouterr().out
-    found = json.loads(kept.read_text())
+    found = json.loads(stored.read_text())
     for run in found["runs"]:
         assert f"{run['name']}, {len(run['requests'])} requests" in printed
         assert set(run["simulated"]) == {MEASURED, LEARNED}

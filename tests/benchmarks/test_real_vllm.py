@@ -1,3 +1,5 @@
+"""``benchmarks.real_vllm``: accuracy of predictions, its requests and arguments, a whole run."""
+
 import asyncio
 import json
 import sys
@@ -26,7 +28,7 @@ def served(
     } | predicted
 
 
-def test_accuracy_is_relative_to_actual_times_and_tells_the_order() -> None:
+def test_accuracy_has_relative_errors_and_rank_correlation() -> None:
     found = accuracy([1.0, 3.0, 1.0], [2.0, 2.0, 1.0]) or {}
     assert (found["requests"], found["median_bias"]) == (3, 0.0)
     assert found["median_error"] == found["p90_error"] == pytest.approx(0.5)
@@ -37,15 +39,15 @@ def test_accuracy_is_relative_to_actual_times_and_tells_the_order() -> None:
     assert accuracy([1.0], [1.0]) is None
 
 
-def test_first_tokens_are_measured_where_they_were_seen() -> None:
+def test_first_tokens_are_those_of_streams() -> None:
     found = measures([served(ttft_s=1.0), served(ttft_s=0.5), served(actual=1.1)])
     completion, ttft, decode = (found[name] or {} for name in ("completion", "ttft", "decode"))
-    assert [one["requests"] for one in (completion, ttft, decode)] == [3, 2, 2]
+    assert [found["requests"] for found in (completion, ttft, decode)] == [3, 2, 2]
     assert ttft["median_bias"] == pytest.approx(-0.25)
     assert decode["median_bias"] == pytest.approx((1.7 / 1.0 + 1.7 / 1.5) / 2 - 1)
 
 
-def test_only_requests_that_were_routed_and_answered_count() -> None:
+def test_only_routed_and_answered_requests_count() -> None:
     sent = list(islice(requests("m", 1.0, Random(0)), 3))
     answered = [
         Answer("r-1", 0.4, 2.0),
@@ -53,25 +55,23 @@ def test_only_requests_that_were_routed_and_answered_count() -> None:
         Answer("r-3", None, 1.0),
     ]
     predicted = {"predicted_ttft_s": 0.3, "predicted_completion_s": 1.5}
-    told = {"replica_name": "a", "prompt_tokens": 7, "expected_output_tokens": 9.0} | predicted
-    records = [told | {"request_id": f"r-{number}"} for number in (2, 1)]
-    (one,) = join(sent, answered, records)
-    assert (one["request_id"], one["ttft_s"], one["completion_s"]) == ("r-1", 0.4, 2.0)
-    assert {key: one[key] for key in predicted} == predicted
-    assert one["known"] is (sent[0].kind == "known")
+    record = {"replica_name": "a", "prompt_tokens": 7, "expected_output_tokens": 9.0} | predicted
+    records = [record | {"request_id": f"r-{number}"} for number in (2, 1)]
+    (row,) = join(sent, answered, records)
+    assert (row["request_id"], row["ttft_s"], row["completion_s"]) == ("r-1", 0.4, 2.0)
+    assert {key: row[key] for key in predicted} == predicted
+    assert row["known"] is (sent[0].kind == "known")
 
 
-def test_requests_are_mixed_arrive_at_the_rate_and_are_bound_if_known() -> None:
+def test_requests_are_mixed_and_bound_if_known() -> None:
     sent = list(islice(requests("m", 4.0, Random(1)), 2000))
     assert sent[-1].at_s == pytest.approx(500, rel=0.1)
-    assert len({(one.path, one.stream, one.kind) for one in sent}) == 8
-    for one in sent:
-        body = one.body("run")
-        assert body.get("ignore_eos", False) is (one.kind == "known")
-        if one.kind == "known":
-            assert body["max_tokens"] == one.output_tokens
-        else:
-            assert body["max_tokens"] > one.output_tokens
+    assert len({(sample.path, sample.stream, sample.kind) for sample in sent}) == 8
+    for sample in sent:
+        body, known = sample.body("run"), sample.kind == "known"
+        assert body.get("ignore_eos", False) is known
+        assert (body["max_tokens"] == sample.output_tokens) is known
+        assert body["max_tokens"] >= sample.output_tokens
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_requests_are_mixed_arrive_at_the_rate_and_are_bound_if_known() -> None:
         (["--serve", "x,y", "--options", "--seed 3"], "--options is given once for each model"),
     ],
 )
-def test_wrong_argument(
+def test_wrong_argument_is_refused(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -92,14 +92,14 @@ def test_wrong_argument(
     assert complaint in capsys.readouterr().err
 
 
-def test_each_server_has_a_core_of_its_own() -> None:
+def test_vllm_server_has_a_core_of_its_own() -> None:
     argv, env = vllm_command(Path("models/small"), 8101, core=1, max_num_seqs=8)
     assert argv[:3] == ["vllm", "serve", "models/small"]
     assert argv[argv.index("--max-num-seqs") + 1] == "8"
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
 
 
-def test_without_vllm_the_error_is_one_line(
+def test_missing_vllm_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -108,7 +108,7 @@ def test_without_vllm_the_error_is_one_line(
 
 
 @pytest.mark.process
-async def test_the_whole_measurement_on_simulated_servers(tmp_path: Path) -> None:
+async def test_policies_are_measured_on_simulated_servers(tmp_path: Path) -> None:
     ports = pick_ports({"fast": 0, "slow": 0})
     started = [
         await Process.start(
@@ -128,9 +128,11 @@ async def test_the_whole_measurement_on_simulated_servers(tmp_path: Path) -> Non
     finally:
         for process in started:
             await process.stop()
-    warm_up, ours, theirs = json.loads(report.read_text())
-    assert (warm_up["sent"], ours["policy"], theirs["policy"]) == (4, "completion", "round_robin")
-    assert len(ours["served"]) == len(theirs["served"]) == 10
-    assert {one["replica"] for one in theirs["served"]} == {"vllm-1", "vllm-2"}
-    assert set(ours["learned"]) == {"vllm-1", "vllm-2"}
-    assert ours["accuracy"]["all"]["completion"]["requests"] == 10
+    warm_up, completion, round_robin = json.loads(report.read_text())
+    assert warm_up["sent"] == 4
+    assert completion["policy"] == "completion"
+    assert round_robin["policy"] == "round_robin"
+    assert len(completion["served"]) == len(round_robin["served"]) == 10
+    assert {row["replica"] for row in round_robin["served"]} == {"vllm-1", "vllm-2"}
+    assert set(completion["learned"]) == {"vllm-1", "vllm-2"}
+    assert completion["accuracy"]["all"]["completion"]["requests"] == 10
