@@ -1,8 +1,8 @@
-"""A router for vLLM behind Envoy: a request goes where it is predicted to finish soonest.
+"""Router for vLLM behind Envoy: each request goes to the replica predicted to finish it first.
 
-The way of a request: ``proxy/stream.py`` hears of it, ``request/inspect.py`` reads it,
-``route/router.py`` chooses, by what ``fleet/fleet.py`` knows and ``predict/completion.py`` expects,
-and ``proxy/in_flight.py`` follows it to its end. ``docs/architecture.md`` has the map.
+The way of a request: ``proxy/stream.py`` receives it, ``request/inspect.py`` profiles it,
+``route/router.py`` chooses a replica from the state in ``fleet/fleet.py`` and the predictions of
+``predict/completion.py``, and ``proxy/in_flight.py`` follows the request to its end.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The settings, in one model, which ``extproc/settings.py`` fills from file, environment, flags."""
+"""All settings, which ``extproc/settings.py`` fills from a file, the environment and flags."""
 
 import re
 from collections import Counter
@@ -44,11 +44,11 @@ REMOVED: dict[str, str] = {
     "xds.tls_client_ca": "use eds.tls_client_ca",
     "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
 }
-"""Settings of earlier versions by dotted key, each with what to use instead."""
+"""Removed settings, each with its replacement."""
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors."""
+    """Part of the configuration; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -56,12 +56,12 @@ class Section(BaseModel):
 
     def _paired(self, first: str, second: str) -> Self:
         if bool(getattr(self, first)) != bool(getattr(self, second)):
-            raise ValueError(f"{first} and {second} go together: one is given without the other")
+            raise ValueError(f"{first} and {second} go together: set both or neither")
         return self
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
-    """Keeps the text, for which ``check`` raises a ValueError if it cannot be used."""
+    """Validator that keeps the text; ``check`` raises a ValueError if the text cannot be used."""
 
     def checked(text: str) -> str:
         check(text)
@@ -84,7 +84,7 @@ _HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 def _of_kubernetes(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-        raise ValueError("a name in Kubernetes has lower-case letters, digits and '-' alone")
+        raise ValueError("a Kubernetes name has only lower-case letters, digits and '-'")
     return name
 
 
@@ -92,18 +92,18 @@ _KubernetesName = Annotated[str, AfterValidator(_of_kubernetes)]
 
 
 class KubernetesService(Section):
-    """A Service of Kubernetes, whose pods are replicas."""
+    """Kubernetes Service whose pods are replicas."""
 
     service: _KubernetesName
     """Name of the Service."""
     port: int | str
-    """Port of the pods (targetPort): its number or its name."""
+    """Port of the pods (targetPort), a number or a name."""
     namespace: _KubernetesName | None = None
     """Namespace of the Service; null: the poller's own."""
 
     @field_validator("port")
     @classmethod
-    def _is_one(cls, port: int | str) -> int | str:
+    def _check_port(cls, port: int | str) -> int | str:
         port = int(port) if isinstance(port, str) and port.isdecimal() else port
         if isinstance(port, str):
             return _of_kubernetes(port)
@@ -117,20 +117,20 @@ class KubernetesService(Section):
 
 
 class ReplicaSource(Section):
-    """Replicas: an address, a DNS name, or the pods of a Service of Kubernetes."""
+    """Replicas: an address, a DNS name, or the pods of a Kubernetes Service."""
 
     url: _ReplicaAddress = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: _ReplicaAddress = ""
     """``name:port`` whose addresses are replicas; resolved every 2 s."""
     kubernetes: KubernetesService | None = None
-    """Service whose pods are replicas; watched."""
+    """Service whose pods are replicas."""
     profile: _ProfileName = DEFAULT_PROFILE
     """Hardware profile that predictions start from."""
     name: str = ""
-    """Name for people; by default the address."""
+    """Name in logs, on pages and in drain commands; by default the address."""
     kv_events_port: _Port | None = None
-    """Port on which vLLM publishes KV events, which tell what its prefix cache holds."""
+    """Port on which vLLM publishes KV events: changes of its prefix cache."""
     kv_events_replay_port: _Port | None = None
     """Port on which vLLM replays missed KV events."""
 
@@ -145,14 +145,14 @@ class ReplicaSource(Section):
         return split_address(self.url or self.dns)
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_source(self) -> Self:
         if sum(map(bool, (self.url, self.dns, self.kubernetes))) != 1:
             raise ValueError("a replica needs one of 'url', 'dns' and 'kubernetes'")
         return self._paired("kv_events_port", "kv_events_replay_port")
 
     @property
     def kv_events_ports(self) -> tuple[int, int] | None:
-        """Ports of KV events and of their replay; None: not published."""
+        """Ports of KV events and of their replay; None: the replica publishes none."""
         if self.kv_events_port is None or self.kv_events_replay_port is None:
             return None
         return self.kv_events_port, self.kv_events_replay_port
@@ -162,12 +162,12 @@ class RedisSettings(Section):
     """Redis, through which routers and pollers share state."""
 
     url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, its
-    login, database and TLS options count, its host does not."""
+    """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, only its
+    login, database and TLS options count."""
     sentinels: tuple[_Address, ...] = ()
     """Addresses of the Sentinels that watch a primary and its replicas."""
     service: str | None = None
-    """Name of that primary at the Sentinels."""
+    """Name of the primary at the Sentinels."""
     sentinel_username: str | None = None
     """User at the Sentinels, if they ask for one."""
     sentinel_password: str | None = Field(default=None, repr=False)
@@ -181,7 +181,7 @@ class RedisSettings(Section):
         return connection_options(self.url)
 
     @model_validator(mode="after")
-    def _name_one_form(self) -> Self:
+    def _check_form(self) -> Self:
         options = self.options
         self._paired("sentinels", "service")
         if self.sentinels and self.cluster:
@@ -196,7 +196,7 @@ class RedisSettings(Section):
 
 
 class TlsSettings(Section):
-    """TLS on a port."""
+    """TLS on a port that others connect to."""
 
     tls_cert: Path | None = None
     """PEM file of the certificate and its intermediates; null: plain text."""
@@ -204,22 +204,22 @@ class TlsSettings(Section):
     """PEM file of the certificate's key, without a password."""
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
+    def _check_pair(self) -> Self:
         return self._paired("tls_cert", "tls_key")
 
 
 class MutualTlsSettings(TlsSettings):
-    """TLS on a gRPC port that Envoy connects to."""
+    """TLS on a gRPC port that Envoy connects to, with client certificates (mTLS)."""
 
     tls_client_ca: Path | None = None
-    """PEM file of the authorities of client certificates (mTLS); null: any client may connect."""
+    """PEM file of the authorities that sign client certificates (mTLS); null: any client may
+    connect."""
 
     @model_validator(mode="after")
-    def _authority_needs_a_certificate(self) -> Self:
+    def _check_authority(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
-                "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
-                "only where it is shown one"
+                "tls_client_ca needs tls_cert and tls_key: without TLS no client has one"
             )
         return self
 
@@ -232,27 +232,28 @@ class ServeSettings(MutualTlsSettings):
     admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
-    """Requests in flight that the router follows; Envoy serves further ones without it."""
+    """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Seconds that open streams have to end on SIGTERM; for the first 1.5 s, new ones are taken."""
+    """Seconds that open streams have to end after SIGTERM; for the first 1.5 s, new streams are
+    accepted."""
     second_choice: bool | None = None
-    """Name a second replica for retries: a list, as only Envoy's override_host policy takes it.
-    Unset: in every protocol but that of endpoint pickers."""
+    """Name a second replica, for retries; only Envoy's override_host policy accepts a list. null:
+    yes, except in the protocol of endpoint pickers."""
     chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
-    """Chunks of streamed responses read per second, on average, for token timing and usage;
-    responses that replicas store (Responses API) are read in full beside them."""
+    """Chunks of streamed responses read per second, on average, for token timing and usage; stored
+    responses (Responses API) are read in full and do not count."""
     hung_s: float = Field(default=20.0, ge=0)
-    """Seconds without any answer, to polls and to requests, after which a replica hangs: its
-    requests are ended, by 503 where no answer has begun. 0: never."""
+    """Seconds without an answer to polls and requests after which a replica counts as hung: the
+    router ends its requests, with 503 if no response has begun. 0: never."""
     decision_metadata: bool = False
     """Send decisions and predictions to Envoy as metadata ``extproc``, for its access log and
     response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
-    """Decision records held in memory; fewer where each compares hundreds of replicas."""
+    """Decision records held in memory; fewer if each record compares hundreds of replicas."""
 
 
 def _as_targets(value: object) -> object:
-    """``name: other`` is short for a draw with one outcome."""
+    """``name: other`` is short for ``name: {other: 1}``."""
     if not isinstance(value, (str, list, tuple, dict)):
         raise ValueError("must be a name, a list of names, or names with weights")
     return {value: 1.0} if isinstance(value, str) else value
@@ -280,30 +281,30 @@ PolicyName = Literal[
 
 
 class RouteSettings(Section):
-    """Choice of a replica."""
+    """Choice of a replica for each request."""
 
     policy: PolicyName = "completion"
-    """Policy that chooses."""
+    """Policy that chooses the replica."""
     policy_header: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+$")
-    """Request header that names another policy for one request; null: none."""
+    """Request header that names another policy for its request; null: no header."""
     max_ttft_s: float | None = Field(default=None, gt=0)
-    """Seconds to the first token: a request that would take longer, by prediction and on every
-    replica, is refused with 429; null: none is."""
+    """Limit on the predicted seconds to the first token: a request that would take longer on every
+    replica is refused with 429; null: no limit."""
     session_header: _HeaderName | None = None
     """Request header that names a session, whose requests stay with one replica."""
     session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
     """Cookie that names the session where the header is missing."""
     session_cost_s: float = Field(default=1.0, ge=0)
     """Seconds of predicted delay that a request accepts to stay with its session's replica; beyond
-    that the session moves to a better one."""
+    that, the session moves to a better replica."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
-    """Requested name → served name, list of the names under which replicas serve one model, or name
-    → weight to draw one for each request."""
+    """Requested name → served name, list of the names under which replicas serve the model, or
+    served name → weight, by which a name is drawn for each request."""
     listed_models_only: bool = True
     """Answer 404 for a model that no replica lists; false: replicas load adapters on request
     (vLLM's LoRA resolvers)."""
     seed: int | None = None
-    """Seed of the generator that breaks ties; null: from the system."""
+    """Seed of the random generator that breaks ties; null: a random seed."""
 
     @property
     def keeps_sessions(self) -> bool:
@@ -311,38 +312,39 @@ class RouteSettings(Section):
 
     @field_validator("models")
     @classmethod
-    def _lead_somewhere(cls, models: dict[str, ModelTargets]) -> dict[str, ModelTargets]:
+    def _check_models(cls, models: dict[str, ModelTargets]) -> dict[str, ModelTargets]:
         for name, targets in models.items():
             if isinstance(targets, dict) and not any(targets.values()):
-                raise ValueError(f"of {name!r}, no weight is above 0")
+                raise ValueError(f"{name!r} has no weight above 0")
             for other in models.keys() & set(targets) - {name}:
                 if isinstance(targets, tuple) or isinstance(models[other], dict):
                     raise ValueError(
-                        f"{name!r} leads to {other!r}, which leads further: "
-                        "name there what replicas serve"
+                        f"{name!r} leads to {other!r}, which leads to other names: "
+                        "give the name that replicas serve"
                     )
         return models
 
 
 class RequestSettings(Section):
-    """Measurement of requests."""
+    """Measurement of requests: tokens and tenants."""
 
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
-    """Bytes per token to start from; learned for each model from the usage that replicas report."""
+    """Initial bytes per token; learned for each model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
     """Model name → folder with ``tokenizer.json`` and chat template, to count tokens as vLLM does
-    instead of estimating them."""
+    instead of estimating their number."""
     image_tokens: int = Field(default=576, ge=0)
-    """Tokens per image to start from; learned for each model."""
+    """Initial tokens per image; learned for each model."""
     tenant_header: _HeaderName | None = None
-    """Request header that names a tenant, whose output lengths are learned separately."""
+    """Request header that names the tenant: each tenant has its own share of the queue and learned
+    output lengths."""
 
 
 class ObjectiveSettings(Section):
-    """Priority and targets of a kind of requests; targets count from their arrival."""
+    """Priority and targets of some requests; targets count from a request's arrival."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Priority: higher ones go first, at the router and in replicas that run ``--scheduling-policy
+    """Higher priorities go first, in the queue and in replicas that run ``--scheduling-policy
     priority``."""
     ttft_s: float | None = Field(default=None, gt=0)
     """Seconds to the first token."""
@@ -351,72 +353,73 @@ class ObjectiveSettings(Section):
     completion_s: float | None = Field(default=None, gt=0)
     """Seconds to the last token."""
     sheddable: bool = False
-    """Refuse a request with 429 if it would miss a target, by prediction."""
+    """Refuse a request with 429 if the prediction misses a target."""
     tenants: tuple[str, ...] = ()
-    """Tenants with this objective, unless a header names another."""
+    """Tenants with this objective, unless a header names another objective."""
     models: tuple[str, ...] = ()
-    """Models with this objective, unless their tenant has one."""
+    """Models with this objective, unless the tenant has an objective."""
 
     def named(self, name: str) -> Objective:
         targets = (self.ttft_s, self.tpot_s, self.completion_s)
-        seconds = (inf if one is None else one for one in targets)
+        seconds = (inf if target is None else target for target in targets)
         return Objective(name, self.priority, self.sheddable, *seconds)
 
 
-_LONGEST_HELD_S = 3600.0  # Envoy takes no longer ``override_message_timeout``
+_LONGEST_HELD_S = 3600.0  # Envoy accepts no longer ``override_message_timeout``
 
 
 class HoldSettings(Section):
-    """Requests that wait at the router while no replica can carry them to their end."""
+    """Queue of requests that no replica has room for."""
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds for which Envoy is asked to wait; a second earlier a request is refused with 429.
-    Envoy's ``max_message_timeout`` must be as long, or Envoy goes on without the router. 0: none
-    waits."""
+    """Seconds that the router asks Envoy to wait; a second earlier it refuses the request with 429.
+    Envoy's ``max_message_timeout`` must be as long, or Envoy goes on without the router. 0: no
+    request waits."""
     empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds for which a request waits while no replica serves its model, if one did within the
-    last hour; then it is answered with 503. At most ``longest_s``. 0: no request waits for that."""
+    """Seconds that a request waits while no replica serves its model, if a replica did within the
+    last hour; then the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
-    """Requests that wait at a time; further ones are refused with 429."""
+    """Most requests that wait at a time; beyond that, a waiting request is refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Objectives by name: priority, targets, tenants and models."""
     objective_header: _HeaderName | None = None
-    """Request header that names the objective; without a known name, the priority is 0."""
+    """Request header that names the objective; without it, the tenant or the model selects one."""
     allow_inference_headers: bool = False
     """Accept the headers by which llm-d and the Gateway API Inference Extension name an objective,
     a tenant (fairness id) and targets."""
 
     @field_validator("objectives")
     @classmethod
-    def _are_told_apart(cls, given: dict[str, ObjectiveSettings]) -> dict[str, ObjectiveSettings]:
+    def _check_names(cls, given: dict[str, ObjectiveSettings]) -> dict[str, ObjectiveSettings]:
         for kind in ("tenants", "models"):
-            names = Counter(name for one in given.values() for name in set(getattr(one, kind)))
+            names = Counter(name for item in given.values() for name in set(getattr(item, kind)))
             if twice := [name for name, count in names.items() if count > 1]:
                 raise ValueError(f"several objectives have the {kind} {', '.join(sorted(twice))}")
         return given
 
     @model_validator(mode="after")
-    def _sheds_what_is_late(self) -> "HoldSettings":
-        for name, one in self.objectives.items():
-            if one.sheddable and not (self.allow_inference_headers or one.named(name).has_target):
+    def _check_targets(self) -> Self:
+        for name, item in self.objectives.items():
+            has_target = self.allow_inference_headers or item.named(name).has_target
+            if item.sheddable and not has_target:
                 raise ValueError(
-                    f"objective {name!r} is sheddable and has no target: a request is refused that "
-                    "would miss ttft_s, tpot_s or completion_s"
+                    f"objective {name!r} is sheddable and has no target: "
+                    "set ttft_s, tpot_s or completion_s"
                 )
         return self
 
     @cached_property
     def _objectives(self) -> dict[tuple[str, str], Objective]:
-        """Objectives by what chooses them, and its name."""
+        """Objectives by the selector's kind (empty for a header's name) and its value."""
         return {
-            (kind, name): one.named(objective)
-            for objective, one in self.objectives.items()
-            for kind, names in (("", [objective]), ("tenant", one.tenants), ("model", one.models))
+            (kind, name): item.named(objective)
+            for objective, item in self.objectives.items()
+            for kind, names in (("", [objective]), ("tenant", item.tenants), ("model", item.models))
             for name in names
         }
 
     def objective(self, name: str, tenant: str, *models: str) -> Objective:
-        """The objective named by the header, or else by the tenant, or the model (by any name)."""
+        """The objective of the name in the header, else of the tenant, else of a model name."""
         found = self._objectives
         if not found:
             return NO_OBJECTIVE
@@ -425,12 +428,12 @@ class HoldSettings(Section):
 
     @cached_property
     def has_priorities(self) -> bool:
-        """Some objective has another priority than 0."""
+        """An objective has another priority than 0."""
         return any(objective.priority for objective in self.objectives.values())
 
 
-_TIMEOUTS = 3  # after which a scrape has failed: vLLM under load is late now and then
-POLL_JITTER = 0.1  # largest fraction by which a wait is stretched or cut, so that scrapes spread
+_TIMEOUTS = 3  # a scrape has failed after so many: vLLM under load is late now and then
+POLL_JITTER = 0.1  # largest fraction by which a wait varies, so that scrapes spread
 
 
 class PollSettings(Section):
@@ -439,34 +442,34 @@ class PollSettings(Section):
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica."""
     timeout_s: float = Field(default=1.0, gt=0)
-    """Seconds after which a scrape is late: nothing is learned from it. After three times as long
-    it has failed; that and the wait before it must be less than the 5 s after which a replica is
-    silent."""
+    """Seconds after which a scrape is late, and nothing is learned from it. After three times as
+    long it has failed; that time and ``interval_s`` must stay below the 5 s after which a replica
+    is stale."""
     admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 
     @field_validator("timeout_s")
     @classmethod
-    def _late_is_not_silent(cls, timeout_s: float, info: ValidationInfo) -> float:
+    def _check_timeout(cls, timeout_s: float, info: ValidationInfo) -> float:
         if "interval_s" not in info.data:
-            return timeout_s  # the interval is wrong itself
+            return timeout_s  # the interval has an error of its own
         longest_s = info.data["interval_s"] * (1 + POLL_JITTER) + _TIMEOUTS * timeout_s
         if longest_s >= STALE_AFTER_S:
             raise ValueError(
-                f"{_TIMEOUTS} times this, and the wait before (poll.interval_s), are "
-                f"{longest_s:g} s and must be less than {STALE_AFTER_S:g} s: a replica that "
-                "answers late would count as silent"
+                f"{_TIMEOUTS} times this and the wait before (poll.interval_s) are {longest_s:g} s "
+                f"and must be less than {STALE_AFTER_S:g} s: a replica that answers late would "
+                "count as stale"
             )
         return timeout_s
 
     @property
     def give_up_s(self) -> float:
-        """Seconds after which a scrape that is not answered has failed."""
+        """Seconds after which an unanswered scrape has failed."""
         return _TIMEOUTS * self.timeout_s
 
 
 class RecordSettings(Section):
-    """A record of the traffic, without prompts and answers, for ``extproc what-if``."""
+    """Record of the traffic, without prompts and answers, for ``extproc what-if``."""
 
     path: Path | None = None
     """Folder for the record, a few files for each router and pool; null: no record."""
@@ -475,28 +478,29 @@ class RecordSettings(Section):
 
 
 class EdsSettings(MutualTlsSettings):
-    """The server of EDS, from which Envoy takes the replicas."""
+    """EDS server, which gives Envoy the replicas."""
 
     listen: _Address = "127.0.0.1:18000"
-    """gRPC address that Envoy takes the replicas from."""
+    """gRPC address that Envoy connects to for the replicas."""
 
 
 class AdminSettings(TlsSettings):
     """Access to the admin addresses of routers and pollers."""
 
     token_file: Path | None = None
-    """File with the bearer token to show, watched; null: no token. Health needs none."""
+    """File with the bearer token that each request must carry, read again when it changes; null: no
+    token. Health needs none."""
 
 
 class TraceSettings(Section):
-    """Spans of decisions (OpenTelemetry)."""
+    """OpenTelemetry spans of requests."""
 
     endpoint: str | None = Field(default=None, pattern=r"^https?://")
     """Base URL of the collector, for OTLP over HTTP; null: no spans. Needs the extra ``traces``."""
 
 
 class LogSettings(Section):
-    """Logs, on standard error: one JSON object or one line of text each."""
+    """Logs on standard error, one line for each event."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written: debug, info, warning or error."""
@@ -508,19 +512,19 @@ PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class PoolReplicas(Section):
-    """Replicas of a pool, and how they schedule."""
+    """Replicas of a pool, and their scheduling."""
 
     replicas: tuple[ReplicaSource, ...] = ()
     """Replicas: ``host:port, …``, or a list with ``url``, ``dns`` or ``kubernetes``, ``profile``
     and ``name``."""
     replicas_file: Path | None = None
-    """File with a YAML list in the form of ``replicas``; watched."""
+    """File with a YAML list in the form of ``replicas``, read again when it changes."""
     priority_scheduling: bool = False
     """True if all replicas run vLLM with ``--scheduling-policy priority``."""
 
     @field_validator("replicas", mode="before")
     @classmethod
-    def _addresses_too(cls, value: object) -> object:
+    def _read_addresses(cls, value: object) -> object:
         """``replicas: [host:port, …]`` is short for a list of ``url``."""
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
@@ -535,10 +539,10 @@ class Config(PoolReplicas):
     pool: PoolName = "default"
     """Name of the pool, a prefix of its Redis keys: routers and pollers of one pool share it."""
     pools: dict[PoolName, PoolReplicas] = Field(default_factory=dict)
-    """Further pools by name: ``replicas``, ``replicas_file``, ``priority_scheduling``; an Envoy
-    route says which."""
+    """Further pools by name: ``replicas``, ``replicas_file``, ``priority_scheduling``; the Envoy
+    route selects the pool."""
     state: Literal["redis", "memory"] = "redis"
-    """Place of replica state; ``memory``: one router polls the replicas itself, without Redis."""
+    """Store of replica states: ``redis``; or ``memory``, where one router polls the replicas."""
     redis: RedisSettings = RedisSettings()
     serve: ServeSettings = ServeSettings()
     route: RouteSettings = RouteSettings()
@@ -553,12 +557,14 @@ class Config(PoolReplicas):
 
     @field_validator("pools")
     @classmethod
-    def _not_twice(
+    def _check_pools(
         cls, pools: dict[str, PoolReplicas], info: ValidationInfo
     ) -> dict[str, PoolReplicas]:
         own = info.data.get("pool")
         if own in pools:
-            raise ValueError(f"{own!r} is the name of the pool itself (key 'pool'): take another")
+            raise ValueError(
+                f"{own!r} is the name of the pool itself (key 'pool'): choose another name"
+            )
         return pools
 
     @cached_property
@@ -577,21 +583,21 @@ class Config(PoolReplicas):
 
     @cached_property
     def objective_headers(self) -> tuple[str, ...]:
-        """Headers that name an objective; the first that is there counts."""
-        return self._believed(self.hold.objective_header, OBJECTIVE)
+        """Headers that name an objective; the first header that the request has counts."""
+        return self._with_inference_headers(self.hold.objective_header, OBJECTIVE)
 
     @cached_property
     def tenant_headers(self) -> tuple[str, ...]:
-        """Headers that name a tenant, likewise."""
-        return self._believed(self.request.tenant_header, FAIRNESS_ID)
+        """Headers that name a tenant, in the same order of preference."""
+        return self._with_inference_headers(self.request.tenant_header, FAIRNESS_ID)
 
-    def _believed(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    def _with_inference_headers(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
         others = known if self.hold.allow_inference_headers else ()
         return (own.lower(), *others) if own else others
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":
-        """A configuration for each pool, as if it were the only one; first its own."""
+        """A configuration for each pool as if it were the only pool; this pool's is the first."""
         others = (
             self.model_copy(update={**dict(replicas), "pool": name, "pools": {}})
             for name, replicas in self.pools.items()

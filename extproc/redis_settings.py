@@ -1,4 +1,4 @@
-"""The URL of Redis, taken apart and checked."""
+"""Parses and checks the URL of Redis."""
 
 import ssl
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ssl_cert_reqs": ("required", "optional", "none"),
     "ssl_check_hostname": ("yes", "true", "1", "no", "false", "0"),
 }
-"""Options after the ``?``, by redis-py's names, with their choices, if any."""
+"""Options after the ``?``, by redis-py's names, with their choices; none: any value."""
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Returns redis-py's arguments for a URL; those for ``redis://`` may lack a host.
+    """Returns redis-py's arguments for a URL, for ``redis://`` perhaps without a host.
 
     Raises:
-        ValueError: the URL is not one of Redis, or names TLS files that cannot be used. The
-            message quotes no part that may be secret.
+        ValueError: the URL is no Redis URL, or names TLS files that cannot be used. The message
+            quotes no part of the URL that may be secret.
     """
     try:
         parts = urlsplit(url)
@@ -37,8 +37,8 @@ def connection_options(url: str) -> dict[str, Any]:
             raise ValueError("set redis.sentinels and redis.service, or redis.cluster")
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
-        ours = str(error).startswith(("Invalid value for", "set "))
-        raise ValueError(str(error) if ours else _FORMS) from None
+        readable = str(error).startswith(("Invalid value for", "set "))
+        raise ValueError(str(error) if readable else _FORMS) from None
     if parts.fragment or (parts.scheme == "unix" and not parts.path):
         raise ValueError(_FORMS)
     if parts.scheme != "unix" and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
@@ -50,8 +50,8 @@ def connection_options(url: str) -> dict[str, Any]:
 
 
 def _check_option(name: str, value: str, tls: bool) -> None:
-    if name not in _OPTIONS:  # the name is not quoted: a '?' in a password makes one, too
-        hint = suggest(name, _OPTIONS) or f"; there are {', '.join(_OPTIONS)}"
+    if name not in _OPTIONS:  # not quoted: the name may be the rest of a password with a '?'
+        hint = suggest(name, _OPTIONS) or f"; known options: {', '.join(_OPTIONS)}"
         raise ValueError(f"unknown option after the '?'{hint}")
     if name.startswith("ssl_") and not tls:
         raise ValueError(f"option {name!r} is for TLS: write rediss in place of redis")
@@ -60,16 +60,16 @@ def _check_option(name: str, value: str, tls: bool) -> None:
 
 
 def _check_files(options: Mapping[str, Any]) -> None:
-    """Tries the files of TLS before anything runs."""
+    """Loads the TLS files, so that the command fails before anything runs."""
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
     if authority is not None:
         read_certificates("ssl_ca_certs", Path(authority))
     for name in sorted({"ssl_certfile", "ssl_keyfile"} & options.keys()):
         read_file(name, Path(options[name]))
     if key and not certificate:
-        raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
+        raise ValueError("ssl_keyfile is given without ssl_certfile: set both")
     try:
-        if certificate:  # with a password, though a wrong one: else OpenSSL asks on the terminal
+        if certificate:  # without any password, OpenSSL would ask for it on the terminal
             ssl.create_default_context().load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         files = f"{certificate} and {key or certificate}"

@@ -25,19 +25,19 @@ ENV_FILE = "EXTPROC_CONFIG"  # names the YAML file where no flag does
 _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
 """Variables that Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
 
-_IPV6 = re.compile(r"\[[^\[\]]*\]:")  # how an address begins, and no list in YAML
+_IPV6 = re.compile(r"\[[^\[\]]*\]:")  # begins an address, and no list in YAML
 
-_OF_SHAPES = {
+_SHAPE_ERRORS = {
     "tuple_type": "must be a list",
     "too_short": "must not be empty",
     "dict_type": "must hold keys and values",
     "model_type": "must hold keys and values",
 }
-"""Mistakes in words of YAML, by pydantic's name, where its own words are of Python."""
+"""Messages in YAML's terms, by pydantic's error type, whose own messages are in Python's."""
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; ``problems`` has one line for each reason."""
+    """The configuration cannot be used; each of ``problems`` is a line for people."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -46,13 +46,13 @@ class ConfigError(Exception):
 
 class _Value(NamedTuple):
     given: object
-    origin: str
+    origin: str  # file, variable or flag, for error messages
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
     """Merges flags (key → text), the environment (empty variables are unset) and a file.
 
-    Without ``file``, the file is that which ``EXTPROC_CONFIG`` names, if any.
+    Without ``file``, the variable ``EXTPROC_CONFIG`` may name one.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
@@ -61,8 +61,8 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
         file = Path(env[ENV_FILE])
     problems: list[str] = []
     values: dict[str, _Value] = {}
-    of_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())
-    for key, value in chain(_from_file(file) if file else (), _from_env(env), of_flags):
+    from_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())
+    for key, value in chain(_from_file(file) if file else (), _from_env(env), from_flags):
         if key in LEAVES:
             values[key] = value
         else:
@@ -108,7 +108,7 @@ def _flat(content: Mapping[object, object], origin: str, prefix: str = "") -> It
     for name, value in content.items():
         key = f"{prefix}{name}"
         if key in _SECTIONS and value is None:
-            continue  # all of its keys are commented out
+            continue  # a section whose keys are all commented out
         if isinstance(value, dict) and key not in LEAVES:
             yield from _flat(value, origin, f"{key}.")
         else:
@@ -135,7 +135,7 @@ def _parsed(key: str, text: str, origin: str) -> _Value:
 
 
 def _place(origin: str, key: str) -> str:
-    """Names source and key of a value; a flag is both."""
+    """Source and key of a value; a flag is both."""
     return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 
@@ -163,13 +163,13 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     if detail["type"] == "extra_forbidden":
         name = where.rpartition(".")[2]
         return f"{origin}: unknown key {where!r}{suggest(name, ReplicaSource.model_fields)}"
-    told = detail["msg"].removeprefix("Value error, ")
-    if not where:  # keys that do not go together: the message names them
-        return f"{origin}: {told}"
-    wanted = _OF_SHAPES.get(detail["type"], told[:1].lower() + told[1:])
+    message = detail["msg"].removeprefix("Value error, ")
+    if not where:  # an error of several keys: the message names them
+        return f"{origin}: {message}"
+    wanted = _SHAPE_ERRORS.get(detail["type"], message[:1].lower() + message[1:])
     secret = where in _SECTIONS or (where in LEAVES and not LEAVES[where].repr)
     if not secret:
         wanted += f"; given: {detail['input']!r}"
     if detail["type"] == "literal_error":
-        wanted += suggest(str(detail["input"]), re.findall("'([^']+)'", told))
+        wanted += suggest(str(detail["input"]), re.findall("'([^']+)'", message))
     return f"{_place(origin, where)}: {wanted}"
