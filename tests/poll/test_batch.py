@@ -1,4 +1,4 @@
-"""Limit and pace of a batch, as polls of a simulated engine tell them to a router."""
+"""Batch limit and tokens per step are learned from polls of a simulated engine."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ TOKENS = 200
 
 
 class Loaded:
-    """Replica with so many requests in flight, and the router that sent them."""
+    """A replica with a constant number of requests in flight, and the router that sent them."""
 
     def __init__(
         self, in_flight: int, prompt: int = 50, speculation: Speculation | None = None
@@ -40,17 +40,17 @@ class Loaded:
         self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
         engine = partial(Engine, max_num_seqs=64, speculation=speculation)
         self.machine = Machine(replica(1), hardware_profile(A10), engine)
-        told = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
-        self.fleet.put(told)
+        state = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
+        self.fleet.put(state)
         step = self.machine.profile.step
-        self._watch = MachinePoller(self.machine, told, step, FleetPrior(), POLL_S, Random(0))
+        self._watch = MachinePoller(self.machine, state, step, FleetPrior(), POLL_S, Random(0))
         self._in_flight, self._prompt = in_flight, prompt
         self._random = Random(1)
         self._numbers = count(1)
         self._tickets: dict[int, Ticket] = {}
 
     def polls(self, seconds: float) -> Iterator[ReplicaState]:
-        """States that reach the router; ended requests are replaced at once."""
+        """Yields the states that reach the router; replaces ended requests at once."""
         end = self.clock.time + seconds
         while self.clock.time < end:
             self._run_until(self.clock.time + POLL_S)
@@ -62,9 +62,8 @@ class Loaded:
         """Predicted wait for a place in the batch."""
         view = self.fleet.view(MODEL)
         sequences = self.fleet.sequences(view)
-        return predict(
-            chat(self._prompt, TOKENS), 100.0, view, sequences, np.zeros(1)
-        ).admission.item()
+        predicted = predict(chat(self._prompt, TOKENS), 100.0, view, sequences, np.zeros(1))
+        return predicted.admission.item()
 
     def _run_until(self, until: float) -> None:
         while (ends_at := self._next_step()) <= until:
@@ -86,7 +85,7 @@ class Loaded:
         return self.machine.step_ends_at
 
 
-def test_limit_stays_while_sequences_end_between_polls() -> None:
+def test_batch_limit_stays_while_sequences_end_between_polls() -> None:
     loaded = Loaded(in_flight=80)
     states = deque(loaded.polls(5.0), 10)
     running = set[int]()
@@ -99,15 +98,15 @@ def test_limit_stays_while_sequences_end_between_polls() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "prompt"), [(4, 6000), (10, 3000), (30, 1000)])
-def test_requests_that_wait_for_prefill_teach_no_limit(in_flight: int, prompt: int) -> None:
+def test_requests_waiting_for_prefill_teach_no_batch_limit(in_flight: int, prompt: int) -> None:
     states = list(Loaded(in_flight, prompt).polls(20.0))
     assert sum(state.waiting > 0 and state.kv_usage < 0.9 for state in states) > 5
     assert {state.max_num_seqs for state in states} == {0}
 
 
 @pytest.mark.parametrize("tokens", [1.0, 4.0])
-def test_tokens_per_step_follow_a_change_within_a_minute(tokens: float) -> None:
-    """Ten hours with drafts that are mostly right; then of each draft none is, or all are."""
+def test_tokens_per_step_follow_draft_acceptance_within_a_minute(tokens: float) -> None:
+    """After ten hours of mostly accepted drafts, all or none are accepted."""
     drafts = Speculation(3, 0.7, Random(0))
     loaded = Loaded(in_flight=1, speculation=drafts)
     deque(loaded.polls(60.0), 0)
@@ -124,44 +123,49 @@ def test_tokens_per_step_follow_a_change_within_a_minute(tokens: float) -> None:
 
 
 def polled(steps: int, **figures: float) -> ReplicaState:
-    """Four sequences have decoded since the start of the process, and another one waits."""
+    """State of a process whose four running sequences all decode while a fifth waits."""
     usual = {"running": 4, "waiting": 1, "kv_usage": 0.05, "generated_tokens": 4.0 * steps}
     return structs.replace(ReplicaState(id=replica(1), steps=steps), **(usual | figures))
 
 
-def limit(*polls: ReplicaState) -> int:
-    """Limit that polls of one process teach."""
-    state = ReplicaState(id=replica(1))
-    for now in polls:
-        state = structs.replace(now, **batch_fields(state, now))
-    return state.max_num_seqs
-
-
-def test_limit_is_the_most_that_ran() -> None:
-    assert limit(polled(10), polled(20)) == 4
-    assert limit(polled(10), polled(20, running=3)) == 4
-    assert limit(polled(10, running=3), polled(20), polled(30, running=3, waiting=0)) == 4
-
-
-def test_poll_that_shows_more_running_disproves_a_limit() -> None:
-    more = {"running": 9, "generated_tokens": 210.0}
-    assert limit(polled(10), polled(20), polled(30, **more, waiting=0)) == 0
-    again = polled(40, running=9, generated_tokens=300.0)
-    assert limit(polled(10), polled(20), polled(30, **more), again) == 9
+NINE_RUN = polled(30, running=9, generated_tokens=210.0)
+NINE_STILL_RUN = polled(40, running=9, generated_tokens=300.0)
 
 
 @pytest.mark.parametrize(
-    "polls",
+    ("polls", "expected"),
     [
-        (polled(10), polled(20, waiting=0)),
-        (polled(10, waiting=0), polled(20)),
-        (polled(10), polled(10)),  # the engine is paused
-        (polled(10), polled(20, kv_usage=0.95)),
-        (polled(10), polled(12)),  # too few steps
-        (polled(5, running=9, waiting=0), polled(10), polled(20)),  # nine ran
-        (polled(10), polled(20, running=5)),  # the fifth is in prefill
-        (polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)),  # two decode
+        pytest.param((polled(10), polled(20)), 4, id="full in two polls"),
+        pytest.param((polled(10), polled(20, running=3)), 4, id="first poll has more"),
+        pytest.param(
+            (polled(10, running=3), polled(20), polled(30, running=3, waiting=0)), 4, id="full once"
+        ),
+        pytest.param((polled(10), polled(20), NINE_RUN, NINE_STILL_RUN), 9, id="refuted"),
+        pytest.param(
+            (polled(10), polled(20), structs.replace(NINE_RUN, waiting=0)),
+            0,
+            id="refuted, not full",
+        ),
+        pytest.param((polled(10), polled(20, waiting=0)), 0, id="nobody waits any more"),
+        pytest.param((polled(10, waiting=0), polled(20)), 0, id="nobody waited before"),
+        pytest.param((polled(10), polled(10)), 0, id="engine is paused"),
+        pytest.param((polled(10), polled(20, kv_usage=0.95)), 0, id="KV cache is full"),
+        pytest.param((polled(10), polled(12)), 0, id="too few steps"),
+        pytest.param(
+            (polled(5, running=9, waiting=0), polled(10), polled(20)), 0, id="nine ran before"
+        ),
+        pytest.param((polled(10), polled(20, running=5)), 0, id="fifth is in prefill"),
+        pytest.param(
+            (polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)),
+            0,
+            id="only two decode",
+        ),
     ],
 )
-def test_requests_that_wait_for_anything_else_teach_no_limit(polls: list[ReplicaState]) -> None:
-    assert limit(*polls) == 0
+def test_limit_learned_from_polls_of_one_process(
+    polls: tuple[ReplicaState, ...], expected: int
+) -> None:
+    state = ReplicaState(id=replica(1))
+    for now in polls:
+        state = structs.replace(now, **batch_fields(state, now))
+    assert state.max_num_seqs == expected

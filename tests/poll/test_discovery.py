@@ -1,3 +1,5 @@
+"""Replicas are found by address, DNS and a watched file; failures keep the last answer."""
+
 import asyncio
 import os
 import socket
@@ -20,6 +22,9 @@ from tests.conftest import Logged
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
+FILE_BROKEN = "replicas file cannot be used: keeping the last usable content, if any, and retrying"
+FILE_USABLE = "replicas file can be used again"
+
 
 class Names:
     """A name server whose zone a test writes."""
@@ -28,8 +33,6 @@ class Names:
         self.zone = zone
 
     async def resolve(self, host: str) -> Sequence[str]:
-        if host == "slow":
-            await asyncio.Event().wait()
         if host not in self.zone:
             raise OSError("Name or service not known")
         return self.zone[host]
@@ -45,6 +48,24 @@ async def ids(found: Discovery) -> list[str]:
     return [target.id for target in await found.targets()]
 
 
+class Pool:
+    """Replicas behind the DNS name ``vllm``; those in ``dead`` answer no scrape."""
+
+    def __init__(self, *addresses: str, **source: str) -> None:
+        self.names = Names(vllm=addresses)
+        self.clock = ManualClock()
+        self.dead: set[str] = set()
+        self.discovery = discovery(
+            ReplicaSource.model_validate(source or {"dns": "vllm:80"}),
+            names=self.names,
+            answers=lambda id_: id_ not in self.dead,
+            clock=self.clock,
+        )
+
+    async def draining(self) -> dict[str, bool]:
+        return {target.id: target.draining for target in await self.discovery.targets()}
+
+
 @pytest.mark.parametrize(
     ("url", "address"),
     [
@@ -56,12 +77,14 @@ async def ids(found: Discovery) -> list[str]:
         ("gpu:8000", "10.0.0.7:8000"),
     ],
 )
-async def test_addresses_become_what_envoy_knows_the_member_by(url: str, address: str) -> None:
+async def test_url_becomes_the_address_by_which_envoy_knows_a_replica(
+    url: str, address: str
+) -> None:
     found = discovery(ReplicaSource(url=url), names=Names(gpu=["10.0.0.7"]))
     assert await found.targets() == (Target(address, address, DEFAULT_PROFILE),)
 
 
-async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses() -> None:
+async def test_dns_name_is_a_replica_for_each_address() -> None:
     names = Names(vllm=["10.0.0.2", "10.0.0.1", "10.0.0.2"])
     found = discovery(ReplicaSource(dns="vllm:80", name="fast"), names=names)
     first, second = await found.targets()
@@ -71,73 +94,63 @@ async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses() -> None:
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
 
 
-async def test_address_that_partial_answers_leave_out_stays_while_it_answers() -> None:
+async def test_address_missing_from_partial_answers_stays_while_it_answers() -> None:
     twelve, random = [f"10.0.0.{number}" for number in range(12)], Random(1)
-    names, clock, dead = Names(vllm=twelve), ManualClock(), {"10.0.0.3:80"}
-    found = discovery(
-        ReplicaSource(dns="vllm:80"), names=names, answers=lambda id_: id_ not in dead, clock=clock
-    )
-    everyone = set(await ids(found))
+    pool = Pool(*twelve)
+    pool.dead = {"10.0.0.3:80"}
+    everyone = (await pool.draining()).keys()
     for _ in range(100):
-        clock.advance(2.0)
-        names.zone = {"vllm": random.sample(twelve[:3] + twelve[4:], 8)}
-        targets = await found.targets()
-        assert {target.id for target in targets} == everyone - dead
-        assert sum(target.draining for target in targets) <= 1
+        pool.clock.advance(2.0)
+        pool.names.zone = {"vllm": random.sample(twelve[:3] + twelve[4:], 8)}
+        draining = await pool.draining()
+        assert draining.keys() == everyone - pool.dead
+        assert sum(draining.values()) <= 1
 
 
-async def test_address_that_no_answer_names_any_more_drains_and_leaves() -> None:
-    names, clock, dead = Names(vllm=["10.0.0.1", "10.0.0.2"]), ManualClock(), set[str]()
-    found = discovery(
-        ReplicaSource(dns="vllm:80"), names=names, answers=lambda id_: id_ not in dead, clock=clock
-    )
-    await found.targets()
-    names.zone = {"vllm": ["10.0.0.2"]}
-    clock.advance(9.0)
-    assert not any(target.draining for target in await found.targets())
-    clock.advance(2.0)
-    targets = await found.targets()
-    assert [target.id for target in targets if target.draining] == ["10.0.0.1:80"]
-    dead.add("10.0.0.1:80")
-    assert await ids(found) == ["10.0.0.2:80"]
-    dead.clear()
-    assert await ids(found) == ["10.0.0.2:80"]
+async def test_address_that_dns_names_no_longer_drains_and_leaves() -> None:
+    pool = Pool("10.0.0.1", "10.0.0.2")
+    await pool.draining()
+    pool.names.zone = {"vllm": ["10.0.0.2"]}
+    pool.clock.advance(9.0)
+    assert await pool.draining() == {"10.0.0.1:80": False, "10.0.0.2:80": False}
+    pool.clock.advance(2.0)
+    assert await pool.draining() == {"10.0.0.1:80": True, "10.0.0.2:80": False}
+    pool.dead.add("10.0.0.1:80")
+    assert [*await pool.draining()] == ["10.0.0.2:80"]
+    pool.dead.clear()
+    assert [*await pool.draining()] == ["10.0.0.2:80"]
 
 
 @pytest.mark.parametrize("source", [{"dns": "vllm:80"}, {"url": "vllm:80"}])
-async def test_name_without_addresses_keeps_some(source: dict[str, Any], logged: Logged) -> None:
-    names, clock = Names(vllm=["10.0.0.1"]), ManualClock()
-    answer = {"10.0.0.1:80"}
-    found = discovery(
-        ReplicaSource(**source), names=names, answers=answer.__contains__, clock=clock
-    )
-    await found.targets()
-    names.zone = {"vllm": []}
+async def test_name_without_addresses_keeps_replicas_that_answer(
+    source: dict[str, str], logged: Logged
+) -> None:
+    pool = Pool("10.0.0.1", **source)
+    await pool.draining()
+    pool.names.zone = {"vllm": []}
     for _ in range(10):
-        clock.advance(60)
-        (target,) = await found.targets()
-        assert not target.draining
-    assert found.problems() == ["the name has no address"]
-    answer.clear()
-    assert await ids(found) == []
+        pool.clock.advance(60)
+        assert await pool.draining() == {"10.0.0.1:80": False}
+    assert pool.discovery.problems() == ["the name has no address"]
+    pool.dead.add("10.0.0.1:80")
+    assert await pool.draining() == {}
     assert logged.lines()[0]["error"] == "the name has no address"
 
 
-async def test_url_whose_name_gets_another_address_is_one_replica() -> None:
-    names = Names(gpu=["10.0.0.1"])
-    found = discovery(ReplicaSource(url="gpu:80"), names=names, answers=lambda _: True)
-    assert await ids(found) == ["10.0.0.1:80"]
-    names.zone = {"gpu": ["10.0.0.2"]}
-    assert await ids(found) == ["10.0.0.2:80"]
+async def test_url_whose_name_gets_another_address_is_a_single_replica() -> None:
+    pool = Pool("10.0.0.1", url="vllm:80")
+    assert [*await pool.draining()] == ["10.0.0.1:80"]
+    pool.names.zone = {"vllm": ["10.0.0.2"]}
+    assert [*await pool.draining()] == ["10.0.0.2:80"]
 
 
-async def test_a_replica_with_two_families_counts_once() -> None:
+async def test_replica_with_two_address_families_counts_once() -> None:
     names = Names(vllm=["::2", "10.0.0.1"], six=["::2"])
     assert await ids(discovery(ReplicaSource(dns="vllm:80"), names=names)) == ["10.0.0.1:80"]
     assert await ids(discovery(ReplicaSource(dns="six:80"), names=names)) == ["[::2]:80"]
 
 
-async def test_an_address_named_twice_counts_once() -> None:
+async def test_address_named_by_two_sources_counts_once() -> None:
     names = Names(gpu=["10.0.0.1", "10.0.0.2"])
     found = discovery(
         ReplicaSource(url="10.0.0.1:80", name="mine"), ReplicaSource(dns="gpu:80"), names=names
@@ -145,7 +158,7 @@ async def test_an_address_named_twice_counts_once() -> None:
     assert [target.name for target in await found.targets()] == ["mine", "10.0.0.2:80"]
 
 
-async def test_a_name_that_does_not_resolve_is_one_line_and_comes_back(logged: Logged) -> None:
+async def test_name_that_does_not_resolve_logs_once_and_recovers(logged: Logged) -> None:
     names = Names()
     found = discovery(ReplicaSource(url="gpu:80"), ReplicaSource(url="10.0.0.9:80"), names=names)
     assert await ids(found) == ["10.0.0.9:80"]
@@ -159,18 +172,12 @@ async def test_a_name_that_does_not_resolve_is_one_line_and_comes_back(logged: L
     assert len(logged.lines("replica's host resolves again")) == 1
 
 
-async def test_a_name_server_that_hangs_holds_nobody_up(logged: Logged) -> None:
-    found = discovery(ReplicaSource(dns="slow:80"), ReplicaSource(url="10.0.0.9:80"))
-    assert await ids(found) == ["10.0.0.9:80"]
-    assert logged.lines()[0]["error"] == "no answer within 0.05 s"
-
-
-async def test_an_answer_that_comes_late_is_used_when_it_comes() -> None:
-    names, answered = Names(slow=["10.0.0.1"]), asyncio.Event()
+async def test_late_dns_answer_is_used_by_the_next_lookup() -> None:
+    answered = asyncio.Event()
 
     async def resolve(host: str) -> Sequence[str]:
         await answered.wait()
-        return names.zone[host]
+        return ["10.0.0.1"]
 
     found = Discovery([ReplicaSource(dns="slow:80")], None, timeout_s=0.01, resolve=resolve)
     assert await ids(found) == []
@@ -178,35 +185,36 @@ async def test_an_answer_that_comes_late_is_used_when_it_comes() -> None:
     assert await ids(found) == ["10.0.0.1:80"]
 
 
-async def test_a_lookup_that_hangs_is_not_asked_again_and_takes_no_thread_of_the_loops(
+async def test_hanging_lookup_delays_no_other_and_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
-    asked, released = [], threading.Event()
-    answer = socket.getaddrinfo
+    lookups, released = [], threading.Event()
+    real = socket.getaddrinfo
 
     def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
         if host == "hangs":
-            asked.append(host)
+            lookups.append(host)
             released.wait()
             raise OSError("Temporary failure in name resolution")
-        return answer(host, *args, **more)
+        return real(host, *args, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     sources = [ReplicaSource(dns="hangs:80"), ReplicaSource(url="10.0.0.9:80")]
     found = Discovery(sources, None, timeout_s=0.001)
     try:
-        for _ in range(50):  # more than the loop has threads
+        for _ in range(50):  # more than the event loop has threads
             assert await ids(found) == ["10.0.0.9:80"]
-        assert asked == ["hangs"]
+        assert lookups == ["hangs"]
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.to_thread(int)
     finally:
         released.set()
-    assert len(logged.lines()) == 1
+    (line,) = logged.lines()
+    assert line["error"] == "no answer within 0.001 s"
 
 
 @pytest.mark.process
-def test_a_lookup_that_hangs_keeps_no_program_from_its_end() -> None:
+def test_hanging_lookup_does_not_delay_the_exit_of_the_program() -> None:
     program = (
         "import asyncio, socket, time\n"
         "from extproc.config import ReplicaSource\n"
@@ -221,31 +229,36 @@ def test_a_lookup_that_hangs_keeps_no_program_from_its_end() -> None:
     assert "Traceback" not in run.stderr
 
 
-async def test_host_that_is_not_configured_is_forgotten(tmp_path: Path, logged: Logged) -> None:
-    file, names = tmp_path / "replicas.yaml", Names(gpu=["10.0.0.1"])
-    found = discovery(file=file, names=names)
-    for content, expected in [("[gpu:80]", ["10.0.0.1:80"]), ("[]", []), ("[ 'gpu:80' ]", [])]:
-        file.write_text(content)
-        assert await ids(found) == expected
-        names.zone = {}
-    assert [
-        line["host"]
-        for line in logged.lines(
-            "replica's host does not resolve: keeping its last addresses and retrying"
-        )
-    ] == ["gpu"]
-
-
-async def test_the_systems_resolver() -> None:
+async def test_system_resolver_finds_localhost_and_no_invalid_name() -> None:
     found = Discovery([ReplicaSource(url="localhost:80")], None, timeout_s=10)
     assert (await ids(found))[0] in ("127.0.0.1:80", "[::1]:80")
     with suppress(OSError):  # raised where no name server is reached
         assert await resolve_host("no-such-host.invalid") == []
 
 
-async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    file = tmp_path / "replicas.yaml"
+def replicas_file(directory: Path) -> Path:
+    file = directory / "replicas.yaml"
     file.write_text("[10.0.0.1:80]")
+    return file
+
+
+async def test_host_removed_from_the_replicas_file_is_forgotten(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file, names = replicas_file(tmp_path), Names(gpu=["10.0.0.1"])
+    found = discovery(file=file, names=names)
+    for content, expected in [("[gpu:80]", ["10.0.0.1:80"]), ("[]", []), ("[ 'gpu:80' ]", [])]:
+        file.write_text(content)
+        assert await ids(found) == expected
+        names.zone = {}
+    (line,) = logged.lines(
+        "replica's host does not resolve: keeping its last addresses and retrying"
+    )
+    assert line["host"] == "gpu"
+
+
+async def test_changed_replicas_file_is_read_again(tmp_path: Path) -> None:
+    file = replicas_file(tmp_path)
     found = discovery(ReplicaSource(url="10.0.0.9:80"), file=file)
     assert await ids(found) == ["10.0.0.9:80", "10.0.0.1:80"]
     file.write_text("- {url: '10.0.0.2:80', name: fast, profile: llama-8b-a10}\n- 10.0.0.3:80\n")
@@ -275,16 +288,15 @@ async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-async def test_a_broken_file_keeps_the_last_list(
+async def test_broken_replicas_file_keeps_the_last_list(
     tmp_path: Path,
     logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
     content: bytes | None,
     error: str,
 ) -> None:
+    file = replicas_file(tmp_path)
     monkeypatch.setitem(sys.modules, "lightkube", None)
-    file = tmp_path / "replicas.yaml"
-    file.write_text("[10.0.0.1:80]")
     found = discovery(file=file)
     assert await ids(found) == ["10.0.0.1:80"]
     if content is None:
@@ -298,25 +310,26 @@ async def test_a_broken_file_keeps_the_last_list(
     assert "\n" not in str(line["error"])
     file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
-    assert len(logged.lines("replicas file can be used again")) == 1
+    assert len(logged.lines(FILE_USABLE)) == 1
 
 
-async def test_file_that_is_yet_to_come_has_no_content(tmp_path: Path, logged: Logged) -> None:
-    file = tmp_path / "replicas.yaml"
+async def test_missing_replicas_file_is_read_when_it_appears(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file = replicas_file(tmp_path)
+    file.unlink()
     found = discovery(file=file)
     assert await ids(found) == await ids(found) == []
     file.write_text("[10.0.0.1:80]")
     assert await ids(found) == ["10.0.0.1:80"]
-    told = [
-        "replicas file cannot be used: keeping the last usable content, if any, and retrying",
-        "replicas file can be used again",
-    ]
-    assert [line["msg"] for line in logged.lines()] == told
+    assert [line["msg"] for line in logged.lines()] == [FILE_BROKEN, FILE_USABLE]
 
 
-async def test_file_that_is_back_unchanged_is_usable_again(tmp_path: Path, logged: Logged) -> None:
-    file, aside = tmp_path / "replicas.yaml", tmp_path / "aside"
-    file.write_text("[10.0.0.1:80]")
+async def test_unchanged_replicas_file_that_returns_is_usable(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file = replicas_file(tmp_path)
+    aside = file.with_name("aside")
     found = discovery(file=file)
     for count in (1, 2):
         assert await ids(found) == ["10.0.0.1:80"]
@@ -324,16 +337,12 @@ async def test_file_that_is_back_unchanged_is_usable_again(tmp_path: Path, logge
         assert await ids(found) == ["10.0.0.1:80"]
         aside.rename(file)
         assert await ids(found) == ["10.0.0.1:80"]
-        problem = (
-            "replicas file cannot be used: keeping the last usable content, if any, and retrying"
-        )
-        assert len(logged.lines(problem)) == count
-        assert len(logged.lines("replicas file can be used again")) == count
+        assert len(logged.lines(FILE_BROKEN)) == len(logged.lines(FILE_USABLE)) == count
 
 
-async def test_file_of_same_size_and_time_replaces_another(tmp_path: Path) -> None:
-    file, other = tmp_path / "replicas.yaml", tmp_path / "other.yaml"
-    file.write_text("[10.0.0.1:80]")
+async def test_replicas_file_of_same_size_and_time_replaces_another(tmp_path: Path) -> None:
+    file = replicas_file(tmp_path)
+    other = file.with_name("other.yaml")
     other.write_text("[10.0.0.2:80]")
     for path in (file, other):
         os.utime(path, ns=(0, 0))
@@ -343,8 +352,8 @@ async def test_file_of_same_size_and_time_replaces_another(tmp_path: Path) -> No
     assert await ids(found) == ["10.0.0.2:80"]
 
 
-async def test_a_config_map_update_adds_and_removes_replicas(tmp_path: Path) -> None:
-    """Kubernetes mounts a ConfigMap as links into a folder, and replaces the link to that."""
+async def test_config_map_update_adds_and_removes_replicas(tmp_path: Path) -> None:
+    """Kubernetes mounts a ConfigMap as links into a folder, and replaces the folder link."""
     data, file = tmp_path / "..data", tmp_path / "replicas.yaml"
     file.symlink_to("..data/replicas.yaml")
 

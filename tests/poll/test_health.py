@@ -1,3 +1,5 @@
+"""``/readyz`` fails without Redis, ``/livez`` once heartbeats have ended."""
+
 import aiohttp
 import pytest
 from redis.asyncio import Redis
@@ -9,7 +11,7 @@ from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling
 from tests.poll.replica import serving
-from tests.waiting import until
+from tests.waiting import until_read
 
 pytestmark = pytest.mark.process
 
@@ -18,28 +20,23 @@ async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logg
     async with serving() as replica, aiohttp.ClientSession() as session:
         settings = config(redis_server, replica, pools={"second": {"replicas": []}})
 
-        async def says(path: str) -> tuple[int, str]:
+        async def read(path: str = "/readyz") -> tuple[int, str]:
             async with session.get(f"http://{settings.poll.admin}{path}") as response:
                 return response.status, await response.text()
 
-        async def ready() -> bool:
-            return await says("/readyz") == (200, "ok\n")
-
-        async def alone() -> bool:
-            lost = "pool default: redis is lost; pool second: redis is lost\n"
-            return await says("/readyz") == (503, lost)
-
+        ok = 200, "ok\n"
+        lost = 503, "pool default: redis is lost; pool second: redis is lost\n"
         async with polling(settings):
             await logged.line("poller started")
-            await until(ready)
+            await until_read(read, lambda now: now == ok)
             await redis_server.kill()
-            await until(alone)
-            assert await says("/livez") == await says("/healthz") == (200, "ok\n")
+            await until_read(read, lambda now: now == lost)
+            assert await read("/livez") == await read("/healthz") == ok
             await redis_server.start()
-            await until(ready)
+            await until_read(read, lambda now: now == ok)
 
 
-async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redis) -> None:
+async def test_poller_whose_heartbeats_have_ended_is_not_live(redis_client: Redis) -> None:
     clock = ManualClock()
     health = Health(["one"], clock)
     assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")
