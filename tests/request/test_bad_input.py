@@ -1,4 +1,4 @@
-"""Whatever a client sends is measured or refused; nothing else ever comes out."""
+"""Any body is either measured, with a plausible profile, or refused with an error."""
 
 import json
 import math
@@ -46,14 +46,14 @@ fields = st.fixed_dictionaries(
     {"model": st.text(min_size=1, max_size=8)},
     optional={**dict.fromkeys(PROMPTS, values), **dict.fromkeys(BOUNDS, numbers | values)},
 )
-OF_JSON = [endpoint for endpoint in Endpoint if not endpoint.takes_audio]
+JSON_ENDPOINTS = [endpoint for endpoint in Endpoint if not endpoint.takes_audio]
 endpoints = st.sampled_from(Endpoint)
 
 
-def check(endpoint: Endpoint, body: bytes, **how: Any) -> RequestProfile | None:
-    """The profile, if it is a sane one; None: refused, with a sane answer."""
+def check(endpoint: Endpoint, body: bytes, **options: Any) -> RequestProfile | None:
+    """Return a plausible profile; None: the body was refused with an error message."""
     try:
-        got = inspect(endpoint, body, COUNTER, **how)
+        got = inspect(endpoint, body, COUNTER, **options)
     except BadRequest as error:
         refusal = error_body(error)
     else:
@@ -63,9 +63,8 @@ def check(endpoint: Endpoint, body: bytes, **how: Any) -> RequestProfile | None:
     return None
 
 
-def measured(endpoint: Endpoint, body: bytes, **how: Any) -> RequestProfile:
-    """The profile, which must be a sane one."""
-    got = check(endpoint, body, **how)
+def measured(endpoint: Endpoint, body: bytes, **options: Any) -> RequestProfile:
+    got = check(endpoint, body, **options)
     assert got is not None
     return got
 
@@ -89,18 +88,13 @@ def check_sane(got: RequestProfile, endpoint: Endpoint) -> None:
 
 
 @given(endpoints, st.binary(max_size=64))
-def test_any_bytes(endpoint: Endpoint, body: bytes) -> None:
+def test_any_bytes_are_measured_or_refused(endpoint: Endpoint, body: bytes) -> None:
     check(endpoint, body)
     check(endpoint, body, partial=True, content_length=len(body) * 2)
 
 
-@given(endpoints, values)
-def test_any_json(endpoint: Endpoint, value: Any) -> None:
-    check(endpoint, json.dumps(value).encode())
-
-
 @settings(max_examples=150)
-@given(st.sampled_from(OF_JSON), fields, st.integers(0, 400))
+@given(st.sampled_from(JSON_ENDPOINTS), fields, st.integers(0, 400))
 def test_any_fields_are_measured(endpoint: Endpoint, body: dict[str, Any], cut: int) -> None:
     encoded = json.dumps(body).encode()
     got = measured(endpoint, encoded)
@@ -129,8 +123,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
-def test_what_no_replica_could_serve_is_refused(body: bytes) -> None:
-    for endpoint in OF_JSON:
+def test_body_that_no_replica_could_serve_is_refused(body: bytes) -> None:
+    for endpoint in JSON_ENDPOINTS:
         assert check(endpoint, body) is None
 
 
@@ -156,20 +150,20 @@ ROUTED = {
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "x"}', b'{"model": null}', b'{"model": ""}'])
-@pytest.mark.parametrize("there_is", ["", "m"])
-def test_without_a_model_it_is_for_the_one_there_is(body: bytes, there_is: str) -> None:
-    for endpoint in OF_JSON:
-        got = measured(endpoint, body, model_of=lambda asked, _: asked or there_is)
-        assert got.model == there_is
+@pytest.mark.parametrize("default", ["", "m"])
+def test_request_without_a_model_is_for_the_default(body: bytes, default: str) -> None:
+    for endpoint in JSON_ENDPOINTS:
+        got = measured(endpoint, body, model_of=lambda requested, _: requested or default)
+        assert got.model == default
 
 
 @pytest.mark.parametrize("body", ROUTED.values(), ids=ROUTED)
-def test_what_a_replica_may_judge_is_routed(body: bytes) -> None:
-    for endpoint in OF_JSON:
+def test_body_that_a_replica_may_reject_is_routed(body: bytes) -> None:
+    for endpoint in JSON_ENDPOINTS:
         assert measured(endpoint, body).model == ("m" * 512 if b"m" * 512 in body else "m")
 
 
-def test_image_of_40_mb_is_not_counted_as_text() -> None:
+def test_image_of_40_mb_does_not_count_as_text() -> None:
     body = b"".join(
         [
             b'{"model": "m", "messages": [{"role": "user", "content": [',
@@ -183,14 +177,14 @@ def test_image_of_40_mb_is_not_counted_as_text() -> None:
     assert 0 < got.prompt_tokens - COUNTER.image_tokens("m") < 20
 
 
-def test_model_between_prompts_too_long_to_be_read_is_found() -> None:
+def test_model_between_very_long_prompts_is_found() -> None:
     text = b'"' + b"sea " * 2**18 + b'"'
     body = b'{"prompt": ' + text + b', "model": "m", "input": [' + (text + b",") * 10 + b"1]}"
     assert measured(Endpoint.CHAT, body).model == "m"
 
 
 @pytest.mark.parametrize(("before", "after"), [("[", "]"), ("[[", "]]")])
-def test_millions_of_token_ids_are_about_as_many_tokens(before: str, after: str) -> None:
+def test_a_million_token_ids_are_estimated(before: str, after: str) -> None:
     ids = ", ".join(map(str, range(1_500_000)))
     body = f'{{"model": "m", "prompt": {before}{ids}{after}, "max_tokens": 9}}'
     got = measured(Endpoint.COMPLETIONS, body.encode())
@@ -198,7 +192,7 @@ def test_millions_of_token_ids_are_about_as_many_tokens(before: str, after: str)
     assert got.prompt_tokens == pytest.approx(1_500_000, rel=0.2)
 
 
-def test_a_long_text_full_of_commas_is_measured_by_its_length() -> None:
+def test_long_text_full_of_commas_is_measured_by_its_length() -> None:
     text = "seven, eight, nine,\n" * 300_000
     body = json.dumps({"model": "m", "prompt": text, "max_tokens": 9}).encode()
     got = measured(Endpoint.COMPLETIONS, body)
@@ -224,8 +218,8 @@ FIELDS = ["messages", "tools", "prompt", "input", "documents", "unknown"]
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("value", SMALL_VALUES.values(), ids=SMALL_VALUES)
-def test_a_megabyte_of_small_values_is_not_walked_to_the_end(field: str, value: str) -> None:
-    """Read whole, it would keep a router busy for up to two seconds."""
+def test_megabyte_of_small_values_is_not_read_whole(field: str, value: str) -> None:
+    """Reading the whole body would keep the router busy for up to two seconds."""
     many = ",".join([value] * (900_000 // len(value)))
     body = f'{{"model": "m", "{field}": [{many}], "max_tokens": 9, "unknown": [{many}]}}'
     got = measured(Endpoint.CHAT, body.encode())
@@ -243,7 +237,7 @@ def test_a_megabyte_of_small_values_is_not_walked_to_the_end(field: str, value: 
     ],
     ids=["8,000 messages", "2 MB of text", "half a megabyte of JSON as text"],
 )
-def test_an_ordinary_body_is_read_whole(value: str, times: int) -> None:
+def test_ordinary_body_is_read_whole(value: str, times: int) -> None:
     many = ",".join([value] * times)
     body = f'{{"model": "m", "messages": [{many}], "max_tokens": 9, "unknown": "{"x" * 20_000}"}}'
     got = measured(Endpoint.CHAT, body.encode())
@@ -270,7 +264,7 @@ MANY = "[" + "{}," * 300_000 + "{}]"
         r'"x": "\"model\": 1, ", "model": "m", "max_tokens": 9, "stream": true, "n": 3}',
     ],
 )
-def test_fields_after_a_prompt_too_long_to_be_read_are_read(end: str) -> None:
+def test_fields_after_a_very_long_prompt_are_read(end: str) -> None:
     got = measured(Endpoint.CHAT, f'{{"messages": {MANY}, {end}'.encode())
     assert (got.model, got.output_bound, got.sequences, got.stream) == ("m", 9, 3, True)
 
@@ -279,12 +273,12 @@ def test_fields_after_a_prompt_too_long_to_be_read_are_read(end: str) -> None:
     "end",
     ['"x": 1}', '"x": {"model": "m"}}', '"x": [{"model": "m"}]}', '"model": ', '"model": "m"', ""],
 )
-def test_inner_or_cut_model_at_the_end_is_no_model(end: str) -> None:
+def test_inner_or_cut_model_at_the_end_does_not_count(end: str) -> None:
     got = measured(Endpoint.CHAT, f'{{"messages": {MANY}, {end}'.encode())
     assert got.model == ""
 
 
-def test_query_for_many_documents_is_counted_not_repeated() -> None:
+def test_query_for_many_documents_is_counted_without_repeating() -> None:
     documents = b"[" + b"1," * 200_000 + b"1]"
     body = b'{"model": "m", "query": "' + b"x" * 1_000_000 + b'", "documents": ' + documents + b"}"
     got = measured(Endpoint.RERANK, body)

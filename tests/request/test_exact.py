@@ -1,4 +1,4 @@
-"""Prompts read token by token, where the folder of a model's tokenizer and template is known."""
+"""Prompts get exactly vLLM's token ids if the model's tokenizer and template are configured."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """A tokenizer as of Llama 2: a text begins with a space that is not in it."""
+    """Return a tokenizer like that of Llama 2, which puts a space before a text."""
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -86,9 +86,7 @@ def sentence_piece() -> Tokenizer:
 @pytest.fixture(scope="module", params=[byte_level, sentence_piece])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     made: Tokenizer = request.param()
-    made.add_special_tokens(
-        [AddedToken(f"<|im_{what}|>", special=True) for what in ("start", "end")]
-    )
+    made.add_special_tokens([AddedToken(f"<|im_{end}|>", special=True) for end in ("start", "end")])
     return made
 
 
@@ -98,7 +96,7 @@ Folder = Callable[..., TokenCounter]
 @pytest.fixture
 def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
     def made(template: str = CHATML, **config: object) -> TokenCounter:
-        tokenizer.enable_truncation(10)  # which would cut prompts short, if it were let
+        tokenizer.enable_truncation(10)  # which the router has to turn off
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         tokenizer.no_truncation()
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -110,7 +108,7 @@ def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are tokenised."""
+    """Record the texts that are tokenised."""
     texts: list[str] = []
 
     class Recorder:
@@ -120,16 +118,16 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.real, name)
 
-        def encode(self, text: str, **how: Any) -> Encoding:
+        def encode(self, text: str, **options: Any) -> Encoding:
             texts.append(text)
-            return self.real.encode(text, **how)
+            return self.real.encode(text, **options)
 
     monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=Recorder))
     return texts
 
 
 def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
-    """The profile of a prompt that was seen often enough to be known to its end."""
+    """Return the profile of a prompt after enough requests to tokenise all of it."""
     for _ in range(20):
         got = profiled(tokens, Endpoint.CHAT, **given)
         if got.prefix.whole:
@@ -138,13 +136,12 @@ def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
 
 
 def printed(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of what a template is to print."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
 
 def read(got: RequestProfile) -> list[int]:
-    """The token ids of a prompt; its keys are those of a prompt that is sent as them."""
+    """Return the token ids of a prompt; check that a prompt sent as these ids has equal keys."""
     ids: list[int] = got.prefix.ids.tolist()
     sent = profiled(TokenCounter(RequestSettings()), Endpoint.COMPLETIONS, prompt=ids)
     assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
@@ -154,196 +151,190 @@ def read(got: RequestProfile) -> list[int]:
     return ids
 
 
-class TestChat:
-    def test_is_what_its_template_prints(self, counter: Folder, tokenizer: Tokenizer) -> None:
-        call = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
-        messages = [
-            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"},
-            user([{"type": "text", "text": "one"}, "", "two"]),
-            {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "x", "content": TEXT[:300]},
-        ]
-        tools = [{"type": "function", "function": {"name": "é", "parameters": {"a": {"b": []}}}}]
-        options = {"enable_thinking": True}
-        got = known(counter(), messages=messages, tools=tools, chat_template_kwargs=options)
-        tool: dict[str, Any] = {"name": "é", "description": None, "parameters": {"a": {"b": []}}}
-        text = (
-            "<|im_start|>tools\n"
-            + json.dumps({"type": "function", "function": tool}, ensure_ascii=False)
-            + "\n<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n"
-            + "<|im_start|>user\none\ntwo<|im_end|>\n"
-            + "<|im_start|>assistant\nhmget(1)<|im_end|>\n"
-            + f"<|im_start|>tool\n{TEXT[:300]}<|im_end|>\n<|im_start|>assistant\n<think>"
-        )
-        assert read(got) == printed(text, tokenizer)
-        assert got.prefix.unit == 64
-        assert got.prompt_bytes == 0
-
-    def test_may_have_its_content_in_parts(self, counter: Folder, tokenizer: Tokenizer) -> None:
-        tokens = counter(IN_PARTS, bos_token={"content": "<s>"})
-        got = known(tokens, messages=[user(["a" * 99, {"type": "text", "text": "b"}]), user("c")])
-        assert read(got) == printed(f"<s>[{'a' * 99}][b]<s>[c]", tokenizer)
-
-    def test_takes_the_template_from_the_configuration_too(
-        self, counter: Folder, tokenizer: Tokenizer, tmp_path: Path
-    ) -> None:
-        counter(chat_template="{{ messages[0].content }}")
-        (tmp_path / "chat_template.jinja").unlink()
-        tokens = TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
-        assert read(known(tokens, messages=[user(TEXT[:500])])) == printed(TEXT[:500], tokenizer)
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"messages": [user([{"type": "image_url", "image_url": {"url": "http://x"}}])]},
-            {"messages": [{"role": "developer", "content": TEXT[:999]}]},
-            {"messages": [user(TEXT[:999])], "documents": [{"text": "x"}]},
-            {"messages": [user(TEXT[:999])], "chat_template": "x"},
-            {"messages": [user(TEXT[:999])], "continue_final_message": True},
-            {"messages": [user(TEXT[:999])], "tools": [{"type": "web_search"}]},
-            {"messages": [user(TEXT[:999])], "chat_template_kwargs": "x"},
-            {"messages": [user("a")] * 2_000},
-            {"messages": [user(["a"] * 2_000)]},
-            {"messages": [user(TEXT * 2)]},
-            {
-                "messages": [user("a")],
-                "tools": [
-                    {"function": {"parameters": {str(number): {} for number in range(2_000)}}}
-                ],
-            },
-        ],
+def test_chat_has_the_token_ids_of_its_rendered_template(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"},
+        user([{"type": "text", "text": "one"}, "", "two"]),
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": TEXT[:300]},
+    ]
+    tools = [{"type": "function", "function": {"name": "é", "parameters": {"a": {"b": []}}}}]
+    options = {"enable_thinking": True}
+    got = known(counter(), messages=messages, tools=tools, chat_template_kwargs=options)
+    tool: dict[str, Any] = {"name": "é", "description": None, "parameters": {"a": {"b": []}}}
+    text = (
+        "<|im_start|>tools\n"
+        + json.dumps({"type": "function", "function": tool}, ensure_ascii=False)
+        + "\n<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n"
+        + "<|im_start|>user\none\ntwo<|im_end|>\n"
+        + "<|im_start|>assistant\nhmget(1)<|im_end|>\n"
+        + f"<|im_start|>tool\n{TEXT[:300]}<|im_end|>\n<|im_start|>assistant\n<think>"
     )
-    def test_that_it_cannot_read_so_is_read_by_its_bytes(
-        self, counter: Folder, given: dict[str, Any]
-    ) -> None:
-        got = profiled(counter(), Endpoint.CHAT, **given)
-        assert got.prefix.keys.size
-        assert not got.prefix.ids.size
-
-    def test_that_its_template_refuses_is_read_by_its_bytes(self, counter: Folder) -> None:
-        got = profiled(counter(IN_PARTS), Endpoint.CHAT, messages=[{"role": "odd", "content": "x"}])
-        assert got.prefix.whole
-        assert not got.prefix.ids.size
+    assert read(got) == printed(text, tokenizer)
+    assert got.prefix.unit == 64
+    assert got.prompt_bytes == 0
 
 
-class TestConversation:
-    def test_turns_have_the_tokens_they_would_have_alone(
-        self, counter: Folder, tokenizer: Tokenizer
-    ) -> None:
-        tokens, messages, text, place = counter(), [], "", 0
-        before: Prefix | None = None
-        for size in (2_000, 700, 5_000, 1, 3_000, 0, 256):
-            messages.append(user(TEXT[place : place + size]))
-            text += f"<|im_start|>user\n{TEXT[place : place + size]}<|im_end|>\n"
-            got = known(tokens, messages=messages)
-            assert read(got) == printed(text + "<|im_start|>assistant\n", tokenizer)
-            answer = TEXT[place : place + 200]
-            if before:
-                assert got.prefix.previous_key == before.whole
-            messages.append(assistant(answer))
-            text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
-            before, place = got.prefix, place + size
+def test_template_may_take_content_in_parts(counter: Folder, tokenizer: Tokenizer) -> None:
+    tokens = counter(IN_PARTS, bos_token={"content": "<s>"})
+    got = known(tokens, messages=[user(["a" * 99, {"type": "text", "text": "b"}]), user("c")])
+    assert read(got) == printed(f"<s>[{'a' * 99}][b]<s>[c]", tokenizer)
+
+
+def test_template_may_stand_in_tokenizer_config(
+    counter: Folder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    counter(chat_template="{{ messages[0].content }}")
+    (tmp_path / "chat_template.jinja").unlink()
+    tokens = TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+    assert read(known(tokens, messages=[user(TEXT[:500])])) == printed(TEXT[:500], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": [user([{"type": "image_url", "image_url": {"url": "http://x"}}])]},
+        {"messages": [{"role": "developer", "content": TEXT[:999]}]},
+        {"messages": [user(TEXT[:999])], "documents": [{"text": "x"}]},
+        {"messages": [user(TEXT[:999])], "chat_template": "x"},
+        {"messages": [user(TEXT[:999])], "continue_final_message": True},
+        {"messages": [user(TEXT[:999])], "tools": [{"type": "web_search"}]},
+        {"messages": [user(TEXT[:999])], "chat_template_kwargs": "x"},
+        {"messages": [user("a")] * 2_000},
+        {"messages": [user(["a"] * 2_000)]},
+        {"messages": [user(TEXT * 2)]},
+        {
+            "messages": [user("a")],
+            "tools": [{"function": {"parameters": {str(number): {} for number in range(2_000)}}}],
+        },
+    ],
+)
+def test_chat_of_unknown_rendering_is_read_by_its_bytes(
+    counter: Folder, given: dict[str, Any]
+) -> None:
+    got = profiled(counter(), Endpoint.CHAT, **given)
+    assert got.prefix.keys.size
+    assert not got.prefix.ids.size
+
+
+def test_chat_rejected_by_its_template_is_read_by_its_bytes(counter: Folder) -> None:
+    got = profiled(counter(IN_PARTS), Endpoint.CHAT, messages=[{"role": "odd", "content": "x"}])
+    assert got.prefix.whole
+    assert not got.prefix.ids.size
+
+
+def test_cached_tokenisation_of_turns_is_that_of_the_whole_text(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    tokens, messages, text, place = counter(), [], "", 0
+    before: Prefix | None = None
+    for size in (2_000, 700, 5_000, 1, 3_000, 0, 256):
+        messages.append(user(TEXT[place : place + size]))
+        text += f"<|im_start|>user\n{TEXT[place : place + size]}<|im_end|>\n"
         got = known(tokens, messages=messages)
-        assert got.prefix.previous_tokens == len(printed(text, tokenizer))
-
-    def test_others_that_part_within_a_word_do_not_disturb_it(
-        self, counter: Folder, tokenizer: Tokenizer
-    ) -> None:
-        tokens = counter("{{ messages[0].content }}")
-        for place in range(500, 520):
-            for end in ("", " things, né? " * 60, "thing" * 200, " " * 700):
-                text = TEXT[:place] + end
-                got = known(tokens, messages=[user(text)])
-                assert read(got) == printed(text, tokenizer)
-
-    def test_an_answer_that_is_printed_otherwise_later_was_not_asked_for(
-        self, counter: Folder
-    ) -> None:
-        tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
-        messages = [user("why?"), assistant("so"), user("well")]
-        assert known(tokens, messages=messages).prefix.previous_key == 0
-
-    def test_a_template_may_print_the_head_of_an_answer_always(
-        self, counter: Folder, tokenizer: Tokenizer
-    ) -> None:
-        tokens = counter(
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-        )
-        messages = [user("a" * 50), assistant("b" * 50), user("c" * 50)]
-        got = known(tokens, messages=messages).prefix
-        said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
-        assert got.previous_tokens == pytest.approx(len(said), abs=2)
-        assert got.previous_key == known(tokens, messages=messages[:1]).prefix.whole
+        assert read(got) == printed(text + "<|im_start|>assistant\n", tokenizer)
+        answer = TEXT[place : place + 200]
+        if before:
+            assert got.prefix.previous_key == before.whole
+        messages.append(assistant(answer))
+        text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
+        before, place = got.prefix, place + size
+    got = known(tokens, messages=messages)
+    assert got.prefix.previous_tokens == len(printed(text, tokenizer))
 
 
-class TestCost:
-    def test_what_was_said_before_is_not_tokenised_anew(
-        self, counter: Folder, encoded: list[str]
-    ) -> None:
-        tokens, messages = counter(), [user(TEXT[:30_000])]
-        known(tokens, messages=messages)
-        for turn in range(5):
-            answer = assistant(f"{turn} it is")
-            messages += [answer, user(TEXT[turn * 1_000 :][:1_000])]
-            encoded.clear()
-            assert profiled(tokens, Endpoint.CHAT, messages=messages).prefix.whole
-            assert 0 < sum(map(len, encoded)) < 1_000 + 3 * 1_024
-
-    def test_a_long_prompt_is_known_after_a_few_requests(
-        self, counter: Folder, tokenizer: Tokenizer, encoded: list[str]
-    ) -> None:
-        tokens = counter()
-        text = f"<|im_start|>user\n{TEXT[:50_000]}<|im_end|>\n<|im_start|>assistant\n"
-        ids = printed(text, tokenizer)
-        sizes = []
-        for _ in range(5):
-            encoded.clear()
-            got = profiled(tokens, Endpoint.CHAT, messages=[user(TEXT[:50_000])])
-            assert 0 < sum(map(len, encoded)) <= 16_384
-            assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
-            sizes.append(len(read(got)))
-            assert read(got) == ids[: sizes[-1]]
-            assert bool(got.prefix.whole) == (sizes[-1] == len(ids))
-        assert sizes[0] > len(ids) / 4
-        assert sizes == sorted(sizes)
-        assert sizes[-1] == len(ids)
-
-    def test_what_is_remembered_has_a_bound(
-        self, counter: Folder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(tokenized, "_MOST_UNITS", 5)
-        tokens = counter("{{ messages[0].content }}")
-        for place in (0, 5_000, 0, 9_000):
-            text = TEXT[place : place + 4_000]
-            assert read(known(tokens, messages=[user(text)])) == printed(text, tokenizer)
+def test_texts_that_diverge_within_a_word_are_tokenised_correctly(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    tokens = counter("{{ messages[0].content }}")
+    for place in range(500, 520):
+        for end in ("", " things, né? " * 60, "thing" * 200, " " * 700):
+            text = TEXT[:place] + end
+            got = known(tokens, messages=[user(text)])
+            assert read(got) == printed(text, tokenizer)
 
 
-class TestCompletion:
-    def test_begins_as_the_tokenizer_says(self, counter: Folder, tokenizer: Tokenizer) -> None:
-        ids = tokenizer.encode(TEXT[:500]).ids
-        got = profiled(counter(), Endpoint.COMPLETIONS, prompt=TEXT[:500])
-        assert read(got) == ids
-        got = profiled(
-            counter(), Endpoint.COMPLETIONS, prompt=[TEXT[:500]], add_special_tokens=False
-        )
-        assert read(got) == printed(TEXT[:500], tokenizer)
+def test_answer_that_is_rendered_differently_later_has_no_previous_key(counter: Folder) -> None:
+    tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
+    messages = [user("why?"), assistant("so"), user("well")]
+    assert known(tokens, messages=messages).prefix.previous_key == 0
 
-    def test_may_be_token_ids(self, counter: Folder) -> None:
-        ids = list(range(100))
-        got = profiled(counter(), Endpoint.COMPLETIONS, prompt=ids)
-        assert read(got) == ids
-        longer = profiled(counter(), Endpoint.COMPLETIONS, prompt=[[*ids, 1]])
-        assert longer.prefix.whole not in (0, got.prefix.whole)
 
-    @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [], None])
-    def test_else_is_no_single_known_prompt(self, counter: Folder, prompt: Any) -> None:
-        assert profiled(counter(), Endpoint.COMPLETIONS, prompt=prompt).prefix.keys.size == 0
+def test_template_may_always_print_the_head_of_an_answer(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    tokens = counter(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    )
+    messages = [user("a" * 50), assistant("b" * 50), user("c" * 50)]
+    got = known(tokens, messages=messages).prefix
+    said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
+    assert got.previous_tokens == pytest.approx(len(said), abs=2)
+    assert got.previous_key == known(tokens, messages=messages[:1]).prefix.whole
 
-    def test_that_is_truncated_has_no_beginning(self, counter: Folder) -> None:
-        got = profiled(
-            counter(), Endpoint.COMPLETIONS, prompt=TEXT[:5_000], truncate_prompt_tokens=50
-        )
-        assert (got.prompt_tokens, got.prefix.keys.size) == (50, 0)
+
+def test_earlier_turns_are_not_tokenised_again(counter: Folder, encoded: list[str]) -> None:
+    tokens, messages = counter(), [user(TEXT[:30_000])]
+    known(tokens, messages=messages)
+    for turn in range(5):
+        answer = assistant(f"{turn} it is")
+        messages += [answer, user(TEXT[turn * 1_000 :][:1_000])]
+        encoded.clear()
+        assert profiled(tokens, Endpoint.CHAT, messages=messages).prefix.whole
+        assert 0 < sum(map(len, encoded)) < 1_000 + 3 * 1_024
+
+
+def test_long_prompt_is_tokenised_over_several_requests(
+    counter: Folder, tokenizer: Tokenizer, encoded: list[str]
+) -> None:
+    tokens = counter()
+    text = f"<|im_start|>user\n{TEXT[:50_000]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = printed(text, tokenizer)
+    sizes = []
+    for _ in range(5):
+        encoded.clear()
+        got = profiled(tokens, Endpoint.CHAT, messages=[user(TEXT[:50_000])])
+        assert 0 < sum(map(len, encoded)) <= 16_384
+        assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
+        sizes.append(len(read(got)))
+        assert read(got) == ids[: sizes[-1]]
+        assert bool(got.prefix.whole) == (sizes[-1] == len(ids))
+    assert sizes[0] > len(ids) / 4
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == len(ids)
+
+
+def test_remembered_tokens_are_bounded(
+    counter: Folder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized, "_MOST_UNITS", 5)
+    tokens = counter("{{ messages[0].content }}")
+    for place in (0, 5_000, 0, 9_000):
+        text = TEXT[place : place + 4_000]
+        assert read(known(tokens, messages=[user(text)])) == printed(text, tokenizer)
+
+
+def test_completion_has_the_special_tokens_of_the_tokenizer(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT[:500]).ids
+    got = profiled(counter(), Endpoint.COMPLETIONS, prompt=TEXT[:500])
+    assert read(got) == ids
+    got = profiled(counter(), Endpoint.COMPLETIONS, prompt=[TEXT[:500]], add_special_tokens=False)
+    assert read(got) == printed(TEXT[:500], tokenizer)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [], None])
+def test_completion_without_a_single_valid_prompt_has_no_keys(counter: Folder, prompt: Any) -> None:
+    assert profiled(counter(), Endpoint.COMPLETIONS, prompt=prompt).prefix.keys.size == 0
+
+
+def test_truncated_prompt_has_no_keys(counter: Folder) -> None:
+    got = profiled(counter(), Endpoint.COMPLETIONS, prompt=TEXT[:5_000], truncate_prompt_tokens=50)
+    assert (got.prompt_tokens, got.prefix.keys.size) == (50, 0)
 
 
 def test_other_endpoints_are_read_by_their_bytes(counter: Folder) -> None:
@@ -352,7 +343,7 @@ def test_other_endpoints_are_read_by_their_bytes(counter: Folder) -> None:
     assert not got.prefix.ids.size
 
 
-def test_another_salt_is_another_prompt(counter: Folder) -> None:
+def test_cache_salt_changes_all_keys(counter: Folder) -> None:
     tokens = counter()
     plain = known(tokens, messages=[user(TEXT[:500])]).prefix
     salted = known(tokens, messages=[user(TEXT[:500])], cache_salt="s").prefix
@@ -370,45 +361,43 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> TokenCounter:
 
 @settings(max_examples=150)
 @given(st.sampled_from([Endpoint.CHAT, Endpoint.COMPLETIONS]), fields)
-def test_whatever_a_client_sends_is_measured(
+def test_any_fields_are_measured_with_a_tokenizer(
     small: TokenCounter, endpoint: Endpoint, body: dict[str, Any]
 ) -> None:
     check_sane(inspect(endpoint, json.dumps(body | {"model": "m"}).encode(), small), endpoint)
 
 
-def test_other_models_are_estimated(counter: Folder) -> None:
+def test_models_without_a_tokenizer_are_estimated(counter: Folder) -> None:
     assert counter().count("other", ["x" * 400]) == 100
 
 
-class TestFolder:
-    def test_without_a_template_is_said(self, counter: Folder, tmp_path: Path) -> None:
+def test_folder_without_a_template_is_an_error(counter: Folder, tmp_path: Path) -> None:
+    counter()
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(TokenizerError, match=r"'m' has no chat template.*neither .* nor"):
+        TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+
+
+def test_folder_with_a_broken_template_is_an_error(counter: Folder) -> None:
+    with pytest.raises(TokenizerError, match=r"not a Jinja template.*to estimate its tokens"):
+        counter("{% if %}")
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_folder_without_a_tokenizer_is_an_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"'m' cannot be read.*r\.json: .*; give the folder"):
+        TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+def test_missing_package_is_named(
+    counter: Folder, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in ("extproc.request.exact", "extproc.request.template"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"'{package}'.*pip install 'extproc\[tokenizers\]'"
+    with pytest.raises(TokenizerError, match=message):
         counter()
-        (tmp_path / "chat_template.jinja").unlink()
-        with pytest.raises(TokenizerError, match=r"'m' has no chat template.*neither .* nor"):
-            TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
-
-    def test_with_a_broken_template_is_said(self, counter: Folder) -> None:
-        with pytest.raises(TokenizerError, match=r"not a Jinja template.*to estimate its tokens"):
-            counter("{% if %}")
-
-    @pytest.mark.parametrize(("name", "content"), [("", None), ("x", None), ("", "{}")])
-    def test_without_a_tokenizer_is_said(
-        self, tmp_path: Path, name: str, content: str | None
-    ) -> None:
-        if content is not None:
-            (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(
-            TokenizerError, match=r"'m' cannot be read.*r\.json: .*; give the folder"
-        ):
-            TokenCounter(RequestSettings(tokenizers={"m": tmp_path / name}))
-
-    @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
-    def test_needs_packages(
-        self, counter: Folder, monkeypatch: pytest.MonkeyPatch, package: str
-    ) -> None:
-        for name in ("extproc.request.exact", "extproc.request.template"):
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, package, None)
-        told = rf"'{package}'.*pip install 'extproc\[tokenizers\]'"
-        with pytest.raises(TokenizerError, match=told):
-            counter()

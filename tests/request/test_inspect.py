@@ -1,3 +1,5 @@
+"""Profiles of request bodies: endpoint, prompt tokens, bounds of the output, flags, audio."""
+
 import json
 import time
 from typing import Any
@@ -22,7 +24,7 @@ DATA_URL = "data:image/png;base64," + "iVBORw0K" * 10_000
 
 
 def counter() -> TokenCounter:
-    """A counter of one token a byte: text is worth its length."""
+    """Counts one token per byte."""
     return TokenCounter(RequestSettings(bytes_per_token=1.0, image_tokens=IMAGE_TOKENS))
 
 
@@ -34,53 +36,48 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-class TestEndpoint:
-    @pytest.mark.parametrize("endpoint", list(Endpoint))
-    @pytest.mark.parametrize("prefix", ["", "/batch", "/a/b/c/d", "/v1/models"])
-    def test_is_named_by_the_end_of_the_path(self, prefix: str, endpoint: Endpoint) -> None:
-        path = prefix + endpoint.value
-        assert endpoint_of(path) is endpoint
-        assert endpoint_of(f"{path}?api-version=1&x=/v1/models") is endpoint
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("prefix", ["", "/batch", "/a/b/c/d", "/v1/models"])
+def test_endpoint_is_the_end_of_the_path(prefix: str, endpoint: Endpoint) -> None:
+    path = prefix + endpoint.value
+    assert endpoint_of(path) is endpoint
+    assert endpoint_of(f"{path}?api-version=1&x=/v1/models") is endpoint
 
-    @pytest.mark.parametrize(
-        ("path", "endpoint"),
-        [
-            ("/score", E.SCORE),
-            ("/rerank", E.RERANK),
-            ("/v2/rerank", E.RERANK),
-            ("/v2/embed", E.EMBEDDINGS),
-        ],
-    )
-    def test_has_other_paths_too(self, path: str, endpoint: Endpoint) -> None:
-        assert endpoint_of(path) is endpoint
 
-    @pytest.mark.parametrize(
-        "path",
-        [
-            *("", "/", "?", "/v1/models", "/health", "/v1/score/", "/V1/Score", "/v1/highscore"),
-            *("/v1/chat/completions/render", "/v1/messages/count_tokens", "/x?/v1/score"),
-            *("/tokenize", "/detokenize", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"),
-        ],
-    )
-    def test_other_paths_carry_no_inference(self, path: str) -> None:
-        assert endpoint_of(path) is None
+ALIASES = {
+    "/score": E.SCORE,
+    "/rerank": E.RERANK,
+    "/v2/rerank": E.RERANK,
+    "/v2/embed": E.EMBEDDINGS,
+}
+WITHOUT_ENDPOINT = [
+    *("", "/", "?", "/v1/models", "/health", "/v1/score/", "/V1/Score", "/v1/highscore"),
+    *("/v1/chat/completions/render", "/v1/messages/count_tokens", "/x?/v1/score"),
+    *("/tokenize", "/detokenize", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"),
+]
 
-    @pytest.mark.parametrize(
-        ("path", "response"),
-        [
-            ("/v1/responses/resp_1", "resp_1"),
-            ("/v1/responses/resp_1?stream=true", "resp_1"),
-            ("/batch/v1/responses/resp_1/cancel", "resp_1"),
-            *[("/v1/responses", ""), ("/v1/responses/", ""), ("/v1/responses/a/b", "")],
-            *[("/x?/v1/responses/resp_1", ""), ("/v1/models/resp_1", "")],
-        ],
-    )
-    def test_a_path_may_name_a_stored_response(self, path: str, response: str) -> None:
-        assert stored_response_of(path) == response
+
+@pytest.mark.parametrize("path", [*ALIASES, *WITHOUT_ENDPOINT])
+def test_only_paths_of_inference_have_an_endpoint(path: str) -> None:
+    assert endpoint_of(path) is ALIASES.get(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "response"),
+    [
+        ("/v1/responses/resp_1", "resp_1"),
+        ("/v1/responses/resp_1?stream=true", "resp_1"),
+        ("/batch/v1/responses/resp_1/cancel", "resp_1"),
+        *[("/v1/responses", ""), ("/v1/responses/", ""), ("/v1/responses/a/b", "")],
+        *[("/x?/v1/responses/resp_1", ""), ("/v1/models/resp_1", "")],
+    ],
+)
+def test_stored_response_is_read_from_the_path(path: str, response: str) -> None:
+    assert stored_response_of(path) == response
 
 
 def media(kind: str, value: Any) -> list[dict[str, Any]]:
-    """A question of 3 tokens about a medium."""
+    """Return a question of 3 tokens about a medium."""
     return [user([{"type": "text", "text": "abc"}, {"type": kind, kind: value}])]
 
 
@@ -161,7 +158,7 @@ def test_prompt_tokens_are_those_of_content_and_template(
         ("", 0, 1),
     ],
 )
-def test_texts_and_token_ids_are_prompts(prompt: Any, tokens: int, prompts: int) -> None:
+def test_prompts_may_be_texts_or_token_ids(prompt: Any, tokens: int, prompts: int) -> None:
     completion = profile(E.COMPLETIONS, prompt=prompt, n=3)
     assert (completion.prompt_tokens, completion.sequences) == (tokens, 3 * prompts)
     embedding = profile(E.EMBEDDINGS, input=prompt, n=3)
@@ -173,7 +170,7 @@ def test_texts_and_token_ids_are_prompts(prompt: Any, tokens: int, prompts: int)
     [({"prompt": []}, 1), ({"x": "text " * 500}, 1), ({"x": [[12, 34, 56]] * 900}, 0.3)],
 )
 @pytest.mark.parametrize("endpoint", [E.COMPLETIONS, E.POOLING, E.SCORE])
-def test_fields_unknown_here_count_by_the_length_of_the_body(
+def test_body_with_unknown_fields_counts_by_its_length(
     endpoint: Endpoint, fields: dict[str, Any], density: float
 ) -> None:
     got = profile(endpoint, **fields)
@@ -182,11 +179,13 @@ def test_fields_unknown_here_count_by_the_length_of_the_body(
     assert got.prompt_bytes == 0
 
 
+ANY = 10_000_000  # tokens: the limit of all counts
+ABSURD_IDS: list[Any] = [None, "", 5, [], "x" * 1_000]
 BOUNDS: list[tuple[Endpoint, dict[str, Any], int | None]] = [
     (E.CHAT, {}, None), (E.CHAT, {"max_tokens": 5}, 5), (E.CHAT, {"max_output_tokens": 5}, None),
     (E.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
     (E.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
-    (E.CHAT, {"max_tokens": 300.0}, 300), (E.CHAT, {"max_tokens": 10**400}, 10_000_000),
+    (E.CHAT, {"max_tokens": 300.0}, 300), (E.CHAT, {"max_tokens": 10**400}, ANY),
     (E.COMPLETIONS, {}, 16), (E.COMPLETIONS, {"max_tokens": None}, 16),
     (E.COMPLETIONS, {"max_tokens": 5}, 5), (E.COMPLETIONS, {"max_tokens": 0}, 16),
     (E.COMPLETIONS, {"max_tokens": 0, "echo": True}, 0),
@@ -196,144 +195,125 @@ BOUNDS: list[tuple[Endpoint, dict[str, Any], int | None]] = [
     (E.GENERATE, {"sampling_params": "x"}, None), (E.MESSAGES, {"max_tokens": 5}, 5),
     (E.EMBEDDINGS, {"max_tokens": 5}, 0), (E.SCORE, {}, 0), (E.RERANK, {}, 0),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("endpoint", "fields", "bound"), BOUNDS)
-def test_output_is_bounded_as_vllm_bounds_it(
-    endpoint: Endpoint, fields: dict[str, Any], bound: int | None
-) -> None:
-    assert profile(endpoint, **fields).output_bound == bound
-
-
-@pytest.mark.parametrize(
-    ("fields", "least"),
-    [
-        ({"min_tokens": 5}, 5),
-        ({"min_tokens": 5, "max_tokens": 3}, 3),
-        ({"ignore_eos": True, "max_tokens": 30}, 30),
-        ({"ignore_eos": True}, 10_000_000),
-        ({"ignore_eos": False, "max_tokens": 30}, 0),
-    ],
-)
-def test_least_output_is_what_the_end_of_text_does_not_cut(
-    fields: dict[str, Any], least: int
-) -> None:
-    assert profile(E.CHAT, **fields).least_output == least
-
-
-class TestNumbers:
-    @pytest.mark.parametrize(
-        "absurd",
-        [
-            *("abc", "", "-1", "5.5", "1e1", "NaN", "9" * 5_000, [], {}, None),
-            *(-1, 0, False, 1.5, 1e30, float("nan"), float("inf")),
-        ],
-    )
-    def test_absurd_numbers_count_as_absent(self, absurd: Any) -> None:
-        chat = profile(E.CHAT, max_completion_tokens=absurd, n=absurd)
-        assert (chat.output_bound, chat.sequences) == (None, 1)
-        completion = profile(E.COMPLETIONS, max_tokens=absurd, n=absurd)
-        assert (completion.output_bound, completion.sequences) == (16, 1)
-
-    @pytest.mark.parametrize(
-        ("given", "read"),
-        [("12", 12), (" 12 ", 12), ("12.0", 12), ("+5", 5), (12.0, 12), (True, 1), ("1_000", 1000)],
-    )
-    def test_numbers_are_read_as_vllm_reads_them(self, given: Any, read: int) -> None:
-        got = profile(E.CHAT, max_tokens=given, n=given)
-        assert (got.output_bound, got.sequences) == (read, read)
-        got = profile(E.COMPLETIONS, prompt=["a", "b"], max_tokens=given, n=given)
-        assert (got.output_bound, got.sequences) == (read, 2 * read)
-        got = profile(E.EMBEDDINGS, input="x" * 2_000, truncate_prompt_tokens=given)
-        assert got.prompt_tokens == read
-
-    def test_sequences_have_a_limit(self) -> None:
-        assert profile(E.CHAT, n=10**12).sequences == 100_000
-
-
-FLAGS: list[tuple[str, Endpoint, dict[str, Any], bool]] = [
-    *(("stream", E.CHAT, {"stream": said}, True) for said in (True, "true", "yes", 1)),
-    *(("stream", E.CHAT, {"stream": said}, False) for said in (False, "false", 0, "abc", None)),
-    *(("stored", E.RESPONSES, said, True) for said in ({}, {"store": True})),
-    *(("stored", E.RESPONSES, {"store": said}, False) for said in (False, None)),
-    *(("stored", E.CHAT, said, False) for said in ({}, {"store": True})),
+FIELDS: list[tuple[str, Endpoint, dict[str, Any], object]] = [
+    *(("output_bound", endpoint, fields, bound) for endpoint, fields, bound in BOUNDS),
+    ("least_output", E.CHAT, {"min_tokens": 5}, 5),
+    ("least_output", E.CHAT, {"min_tokens": 5, "max_tokens": 3}, 3),
+    ("least_output", E.CHAT, {"ignore_eos": True, "max_tokens": 30}, 30),
+    ("least_output", E.CHAT, {"ignore_eos": True}, ANY),
+    ("least_output", E.CHAT, {"ignore_eos": False, "max_tokens": 30}, 0),
+    *(("stream", E.CHAT, {"stream": value}, True) for value in (True, "true", "yes", 1)),
+    *(("stream", E.CHAT, {"stream": value}, False) for value in (False, "false", 0, "abc", None)),
+    *(("stored", E.RESPONSES, fields, True) for fields in ({}, {"store": True})),
+    *(("stored", E.RESPONSES, {"store": value}, False) for value in (False, None)),
+    *(("stored", E.CHAT, fields, False) for fields in ({}, {"store": True})),
     ("in_background", E.RESPONSES, {"background": True}, True),
     ("in_background", E.RESPONSES, {"background": True, "stream": True}, False),
     ("in_background", E.CHAT, {"background": True}, False),
+    ("previous_response", E.RESPONSES, {"previous_response_id": "resp_1"}, "resp_1"),
+    ("previous_response", E.CHAT, {"previous_response_id": "resp_1"}, ""),
+    *(("previous_response", E.RESPONSES, {"previous_response_id": id_}, "") for id_ in ABSURD_IDS),
 ]
 
 
-@pytest.mark.parametrize(("name", "endpoint", "fields", "expected"), FLAGS)
-def test_flags_are_read_as_vllm_reads_them(
-    name: str, endpoint: Endpoint, fields: dict[str, Any], expected: bool
+@pytest.mark.parametrize(("name", "endpoint", "fields", "expected"), FIELDS)
+def test_fields_are_read_as_vllm_reads_them(
+    name: str, endpoint: Endpoint, fields: dict[str, Any], expected: object
 ) -> None:
-    assert getattr(profile(endpoint, input="abc", **fields), name) is expected
+    assert getattr(profile(endpoint, input="abc", **fields), name) == expected
 
 
-class TestPromptBytes:
-    def test_teach_the_true_ratio(self) -> None:
-        """Reports on short prompts, mostly template, lead to the ratio of the text alone."""
-        tokens = TokenCounter(RequestSettings(bytes_per_token=4.0))
-        content = "12345678" * 5
-        body = json.dumps({"model": "m", "messages": [user(content)]})
-        for _ in range(5_000):
-            got = inspect(E.CHAT, body.encode(), tokens)
-            tokens.learn("m", got.prompt_bytes, len(content) // 2 + FRAME)
-        assert tokens.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
-        assert got.prompt_tokens == pytest.approx(len(content) // 2 + FRAME, abs=1)
-
-    def test_are_left_out_where_the_report_says_nothing_of_text(self) -> None:
-        messages = media("image_url", {"url": "http://x/y.png"})
-        assert profile(E.CHAT, messages=messages).prompt_bytes == 0
-        assert profile(E.COMPLETIONS, prompt=[1, 2, 3]).prompt_bytes == 0
-        assert profile(E.RERANK, query="a", documents=["b", "c"]).prompt_bytes == 0
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        *("abc", "", "-1", "5.5", "1e1", "NaN", "9" * 5_000, [], {}, None),
+        *(-1, 0, False, 1.5, 1e30, float("nan"), float("inf")),
+    ],
+)
+def test_absurd_numbers_count_as_absent(absurd: Any) -> None:
+    chat = profile(E.CHAT, max_completion_tokens=absurd, n=absurd)
+    assert (chat.output_bound, chat.sequences) == (None, 1)
+    completion = profile(E.COMPLETIONS, max_tokens=absurd, n=absurd)
+    assert (completion.output_bound, completion.sequences) == (16, 1)
 
 
-class TestPartialBody:
-    body = json.dumps(
-        {
-            "model": "m",
-            "max_tokens": 7,
-            "messages": [
-                user('é \U0001f600 "quoted" \\ text'),
-                user("a\u00e9b") | {"name": "n", "x": [-1.5e-10, True, None]},
-            ],
-            "stream": True,
-        },
-        ensure_ascii=False,
-    ).encode()
-
-    @pytest.mark.parametrize("length", range(len(body) + 1))
-    def test_may_break_off_anywhere(self, length: int) -> None:
-        whole, size = inspect(E.CHAT, self.body, counter()), len(self.body)
-        part = self.body[:length]
-        got = inspect(E.CHAT, part, counter(), partial=True, content_length=size)
-        assert got.model in ("", "m")
-        assert got.prompt_bytes == 0
-        assert whole.prompt_tokens <= got.prompt_tokens <= len(self.body)
-
-    def test_model_cut_short_is_no_model(self) -> None:
-        got = inspect(E.CHAT, b'{"stream": true, "model": "gpt', counter(), partial=True)
-        assert got.model == ""
-
-    def test_missing_bytes_of_an_image_are_not_text(self) -> None:
-        messages = [user([{"type": "image_url", "image_url": {"url": DATA_URL}}])]
-        body = json.dumps({"model": "m", "messages": messages}).encode()
-        got = inspect(E.CHAT, body[:5_000], counter(), partial=True, content_length=len(body))
-        assert got.prompt_tokens == IMAGE_TOKENS + FRAME
-        assert (got.images, got.fetches) == (0, True)
-
-    @pytest.mark.parametrize(("length", "tokens"), [(10**400, 10_000_000), (-1, 0), (None, 0)])
-    def test_absurd_length_is_no_harm(self, length: int | None, tokens: int) -> None:
-        got = inspect(E.SCORE, b"", counter(), partial=True, content_length=length)
-        assert got.prompt_tokens == tokens
-
-    def test_that_is_no_json_is_refused(self) -> None:
-        with pytest.raises(BadRequest):
-            inspect(E.CHAT, b"model=m", counter(), partial=True)
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("12", 12), (" 12 ", 12), ("12.0", 12), ("+5", 5), (12.0, 12), (True, 1), ("1_000", 1000)],
+)
+def test_numbers_are_read_as_vllm_reads_them(given: Any, read: int) -> None:
+    got = profile(E.CHAT, max_tokens=given, n=given)
+    assert (got.output_bound, got.sequences) == (read, read)
+    got = profile(E.COMPLETIONS, prompt=["a", "b"], max_tokens=given, n=given)
+    assert (got.output_bound, got.sequences) == (read, 2 * read)
+    got = profile(E.EMBEDDINGS, input="x" * 2_000, truncate_prompt_tokens=given)
+    assert got.prompt_tokens == read
 
 
-def test_error_body_is_openais() -> None:
+def test_reports_on_short_prompts_teach_the_ratio_of_the_text_alone() -> None:
+    tokens = TokenCounter(RequestSettings(bytes_per_token=4.0))
+    content = "12345678" * 5
+    body = json.dumps({"model": "m", "messages": [user(content)]})
+    for _ in range(5_000):
+        got = inspect(E.CHAT, body.encode(), tokens)
+        tokens.learn("m", got.prompt_bytes, len(content) // 2 + FRAME)
+    assert tokens.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
+    assert got.prompt_tokens == pytest.approx(len(content) // 2 + FRAME, abs=1)
+
+
+def test_prompts_that_are_not_only_text_teach_no_ratio() -> None:
+    messages = media("image_url", {"url": "http://x/y.png"})
+    assert profile(E.CHAT, messages=messages).prompt_bytes == 0
+    assert profile(E.COMPLETIONS, prompt=[1, 2, 3]).prompt_bytes == 0
+    assert profile(E.RERANK, query="a", documents=["b", "c"]).prompt_bytes == 0
+    continued = profile(E.RESPONSES, input="abc", previous_response_id="resp_1")
+    assert continued.prompt_bytes == 0  # the replica also counts earlier turns
+    assert profile(E.RESPONSES, input="abc", previous_response_id=5).prompt_bytes > 0
+
+
+CUT = json.dumps(
+    {
+        "model": "gpt",
+        "max_tokens": 7,
+        "messages": [
+            user('é \U0001f600 "quoted" \\ text'),
+            user("a\u00e9b") | {"name": "n", "x": [-1.5e-10, True, None]},
+        ],
+        "stream": True,
+    },
+    ensure_ascii=False,
+).encode()
+
+
+@pytest.mark.parametrize("length", range(len(CUT) + 1))
+def test_body_cut_anywhere_is_measured(length: int) -> None:
+    whole = inspect(E.CHAT, CUT, counter())
+    got = inspect(E.CHAT, CUT[:length], counter(), partial=True, content_length=len(CUT))
+    assert got.model in ("", "gpt")
+    assert got.prompt_bytes == 0
+    assert whole.prompt_tokens <= got.prompt_tokens <= len(CUT)
+
+
+def test_missing_bytes_of_an_image_are_not_text() -> None:
+    messages = [user([{"type": "image_url", "image_url": {"url": DATA_URL}}])]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    got = inspect(E.CHAT, body[:5_000], counter(), partial=True, content_length=len(body))
+    assert got.prompt_tokens == IMAGE_TOKENS + FRAME
+    assert (got.images, got.fetches) == (0, True)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(10**400, 10_000_000), (-1, 0), (None, 0)])
+def test_absurd_content_length_is_bounded(length: int | None, tokens: int) -> None:
+    got = inspect(E.SCORE, b"", counter(), partial=True, content_length=length)
+    assert got.prompt_tokens == tokens
+
+
+def test_beginning_that_is_no_json_is_refused() -> None:
+    with pytest.raises(BadRequest):
+        inspect(E.CHAT, b"model=m", counter(), partial=True)
+
+
+def test_error_body_has_the_form_of_openai() -> None:
     with pytest.raises(BadRequest) as caught:
         inspect(E.CHAT, b'{"model": 5}', counter())
     assert json.loads(error_body(caught.value)) == {
@@ -346,83 +326,73 @@ def test_error_body_is_openais() -> None:
     }
 
 
-class TestLongestPrompt:
-    @pytest.mark.parametrize(
-        ("endpoint", "fields", "longest"),
-        [
-            (E.CHAT, {"messages": [user("x" * 91)], "n": 4}, 100),
-            (E.COMPLETIONS, {"prompt": "x" * 100, "n": 4}, 100),
-            (E.COMPLETIONS, {"prompt": ["x" * 80, "x" * 20], "n": 4}, 80),
-            (E.COMPLETIONS, {"prompt": [[1] * 30, [1] * 10]}, 30),
-            (E.EMBEDDINGS, {"input": ["x" * 10] * 9 + ["x" * 60]}, 60),
-            (E.EMBEDDINGS, {"input": ["", ""]}, 0),
-            (E.EMBEDDINGS, {"input": ["x" * 90, "x"], "truncate_prompt_tokens": 30}, 30),
-            (E.CLASSIFY, {"input": ["x" * 10, "x" * 30]}, 30),
-            (E.POOLING, {"input": "x" * 30}, 30),
-            (E.SCORE, {"text_1": "xyz", "text_2": ["x" * 7, "x" * 17]}, 20),
-            (E.SCORE, {"text_1": ["x" * 20, "x"], "text_2": ["x", "x" * 7]}, 21),
-            (E.RERANK, {"query": "xyz", "documents": ["x" * 7, "x" * 17]}, 20),
-        ],
-    )
-    def test_is_one_of_the_prompts(
-        self, endpoint: Endpoint, fields: dict[str, Any], longest: float
-    ) -> None:
-        assert profile(endpoint, **fields).longest_prompt == pytest.approx(longest)
-
-    def test_shares_the_context_with_the_output(self) -> None:
-        bounded = profile(E.COMPLETIONS, prompt="x" * 60)
-        assert bounded.most_output(100) == 16
-        assert bounded.most_output(70) == 10
-        assert bounded.most_output(50) == 1
-        assert profile(E.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
-        unbounded = profile(E.CHAT, messages=[])
-        assert unbounded.most_output(100) == 100 - TOKENS_TO_REPLY
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "longest"),
+    [
+        (E.CHAT, {"messages": [user("x" * 91)], "n": 4}, 100),
+        (E.COMPLETIONS, {"prompt": "x" * 100, "n": 4}, 100),
+        (E.COMPLETIONS, {"prompt": ["x" * 80, "x" * 20], "n": 4}, 80),
+        (E.COMPLETIONS, {"prompt": [[1] * 30, [1] * 10]}, 30),
+        (E.EMBEDDINGS, {"input": ["x" * 10] * 9 + ["x" * 60]}, 60),
+        (E.EMBEDDINGS, {"input": ["", ""]}, 0),
+        (E.EMBEDDINGS, {"input": ["x" * 90, "x"], "truncate_prompt_tokens": 30}, 30),
+        (E.CLASSIFY, {"input": ["x" * 10, "x" * 30]}, 30),
+        (E.POOLING, {"input": "x" * 30}, 30),
+        (E.SCORE, {"text_1": "xyz", "text_2": ["x" * 7, "x" * 17]}, 20),
+        (E.SCORE, {"text_1": ["x" * 20, "x"], "text_2": ["x", "x" * 7]}, 21),
+        (E.RERANK, {"query": "xyz", "documents": ["x" * 7, "x" * 17]}, 20),
+    ],
+)
+def test_longest_prompt_is_that_of_the_longest_text(
+    endpoint: Endpoint, fields: dict[str, Any], longest: float
+) -> None:
+    assert profile(endpoint, **fields).longest_prompt == pytest.approx(longest)
 
 
-class TestAudioForm:
-    AUDIO = bytes(range(256)) * 7_500  # two minutes of MP3 at 128 kbit/s
-
-    def form(self, **fields: str) -> bytes:
-        parts = [f'; name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
-        file = b'; name="file"; filename="x.mp3"\r\nContent-Type: audio/mpeg\r\n\r\n' + self.AUDIO
-        head = b"--b\r\nContent-Disposition: form-data"
-        return b"".join(head + part + b"\r\n" for part in (*parts, file)) + b"--b--\r\n"
-
-    @pytest.mark.parametrize("endpoint", [E.TRANSCRIPTIONS, E.TRANSLATIONS])
-    def test_is_routed_on_its_length(self, endpoint: Endpoint) -> None:
-        got = inspect(endpoint, self.form(model="whisper", stream="true"), counter())
-        assert (got.model, got.stream) == ("whisper", True)
-        assert got.prompt_tokens == pytest.approx(120 * 25, rel=0.01)
-        assert got.longest_prompt == pytest.approx(30 * 25, rel=0.3)
-        assert got.sequences in (4, 5)
-        assert (got.prompt_bytes, got.output_bound) == (0, None)
-
-    def test_may_name_no_model(self) -> None:
-        got = inspect(E.TRANSCRIPTIONS, self.form(), counter(), model_of=lambda *_: "m")
-        assert (got.model, got.stream) == ("m", False)
-
-    @pytest.mark.parametrize(
-        "line", [b'name="model"', b'name="model"\r\n', b'name="model"\r\nx: y\r\n', b"\r\n"]
-    )
-    def test_takes_little_time_whatever_it_is(self, line: bytes) -> None:
-        started = time.process_time()
-        inspect(E.TRANSCRIPTIONS, line * (4_000_000 // len(line)), counter())
-        assert time.process_time() - started < 0.1
-
-    def test_need_not_be_seen(self) -> None:
-        got = inspect(E.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=1_920_000)
-        assert got.prompt_tokens == 120 * 25
+def test_prompt_and_output_share_the_context() -> None:
+    bounded = profile(E.COMPLETIONS, prompt="x" * 60)
+    assert bounded.most_output(100) == 16
+    assert bounded.most_output(70) == 10
+    assert bounded.most_output(50) == 1
+    assert profile(E.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
+    unbounded = profile(E.CHAT, messages=[])
+    assert unbounded.most_output(100) == 100 - TOKENS_TO_REPLY
 
 
-class TestResponses:
-    def test_go_on_from_one_that_a_replica_holds(self) -> None:
-        got = profile(E.RESPONSES, input="abc", previous_response_id="resp_1")
-        assert got.previous_response == "resp_1"
-        assert got.prompt_bytes == 0  # the replica's count has what was said before, too
-        assert profile(E.CHAT, previous_response_id="resp_1").previous_response == ""
+AUDIO = bytes(range(256)) * 7_500  # two minutes of MP3 at 128 kbit/s
 
-    @pytest.mark.parametrize("absurd", [None, "", 5, [], "x" * 1_000])
-    def test_absurd_ids_count_as_absent(self, absurd: Any) -> None:
-        got = profile(E.RESPONSES, input="abc", previous_response_id=absurd)
-        assert got.previous_response == ""
-        assert got.prompt_bytes > 0
+
+def form(**fields: str) -> bytes:
+    parts = [f'; name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+    file = b'; name="file"; filename="x.mp3"\r\nContent-Type: audio/mpeg\r\n\r\n' + AUDIO
+    head = b"--b\r\nContent-Disposition: form-data"
+    return b"".join(head + part + b"\r\n" for part in (*parts, file)) + b"--b--\r\n"
+
+
+@pytest.mark.parametrize("endpoint", [E.TRANSCRIPTIONS, E.TRANSLATIONS])
+def test_audio_form_is_measured_by_its_length(endpoint: Endpoint) -> None:
+    got = inspect(endpoint, form(model="whisper", stream="true"), counter())
+    assert (got.model, got.stream) == ("whisper", True)
+    assert got.prompt_tokens == pytest.approx(120 * 25, rel=0.01)
+    assert got.longest_prompt == pytest.approx(30 * 25, rel=0.3)
+    assert got.sequences in (4, 5)
+    assert (got.prompt_bytes, got.output_bound) == (0, None)
+
+
+def test_audio_form_without_a_model_gets_the_default() -> None:
+    got = inspect(E.TRANSCRIPTIONS, form(), counter(), model_of=lambda *_: "m")
+    assert (got.model, got.stream) == ("m", False)
+
+
+@pytest.mark.parametrize(
+    "line", [b'name="model"', b'name="model"\r\n', b'name="model"\r\nx: y\r\n', b"\r\n"]
+)
+def test_any_audio_form_is_read_in_little_time(line: bytes) -> None:
+    started = time.process_time()
+    inspect(E.TRANSCRIPTIONS, line * (4_000_000 // len(line)), counter())
+    assert time.process_time() - started < 0.1
+
+
+def test_audio_form_without_its_body_is_measured_by_content_length() -> None:
+    got = inspect(E.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=1_920_000)
+    assert got.prompt_tokens == 120 * 25

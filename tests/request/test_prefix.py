@@ -1,4 +1,4 @@
-"""Keys of prompts are equal where their beginnings are: of texts, conversations and token ids."""
+"""Keys of two prompts are equal exactly as far as the prompts are: texts, chats and token ids."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def words(name: str, count: int) -> str:
 
 
 def shared(one: Prefix, other: Prefix) -> int:
-    """Units from the first on that are the same."""
+    """Count the equal units at the beginning; all later ones have to differ."""
     size = min(one.keys.size, other.keys.size)
     differ = np.flatnonzero(one.keys[:size] != other.keys[:size])
     equal = int(differ[0]) if differ.size else size
@@ -78,7 +78,8 @@ ITEMS = [
     assistant([{"type": "output_text", "text": words("answer", 300)}]),
     user([{"type": "input_image", "image_url": "https://x/y.png"}]),
 ]
-CONVERSATIONS: dict[str, tuple[Callable[[int], Prefix], tuple[int, ...]]] = {
+Conversation = tuple[Callable[[int], Prefix], tuple[int, ...]]
+CONVERSATIONS: dict[str, Conversation] = {
     "chat": (lambda turn: chat(*CHAT[:turn], tools=TOOLS), (2, 4, 6, 8)),
     "messages": (
         lambda turn: prefix(
@@ -95,101 +96,108 @@ CONVERSATIONS: dict[str, tuple[Callable[[int], Prefix], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("of", CONVERSATIONS.values(), ids=CONVERSATIONS)
-class TestConversation:
-    def test_a_turn_begins_with_the_one_before(
-        self, of: tuple[Callable[[int], Prefix], tuple[int, ...]]
-    ) -> None:
-        turns = [of[0](messages) for messages in of[1]]
-        for before, after in pairwise(turns):
-            assert shared(before, after) == before.keys.size > 0
-
-    def test_an_answer_was_given_to_the_prompt_of_its_turn(
-        self, of: tuple[Callable[[int], Prefix], tuple[int, ...]]
-    ) -> None:
-        turns = [of[0](messages) for messages in of[1]]
-        assert (turns[0].previous_key, turns[0].previous_tokens) == (0, 0.0)
-        for before, after in pairwise(turns):
-            assert after.previous_key == before.whole != after.whole
-        assert len({turn.whole for turn in turns}) == len(turns)
+@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_turn_begins_with_the_keys_of_the_previous_turn(
+    conversation: Conversation,
+) -> None:
+    prefix_of_turn, turn_ends = conversation
+    turns = [prefix_of_turn(end) for end in turn_ends]
+    for before, after in pairwise(turns):
+        assert shared(before, after) == before.keys.size > 0
 
 
-def test_the_answer_ends_where_the_next_question_begins() -> None:
+@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_previous_key_is_that_of_the_previous_turns_prompt(
+    conversation: Conversation,
+) -> None:
+    prefix_of_turn, turn_ends = conversation
+    turns = [prefix_of_turn(end) for end in turn_ends]
+    assert (turns[0].previous_key, turns[0].previous_tokens) == (0, 0.0)
+    for before, after in pairwise(turns):
+        assert after.previous_key == before.whole != after.whole
+    assert len({turn.whole for turn in turns}) == len(turns)
+
+
+def test_previous_tokens_end_where_the_next_question_begins() -> None:
     question, answer = words("q", 1_000), words("a", 500)
     got = profile(Endpoint.CHAT, messages=[user(question), assistant(answer), user("x" * 4_000)])
     share = (len(question) + len(answer)) / (len(question) + len(answer) + 4_000)
     assert got.prefix.previous_tokens == pytest.approx(share * got.prompt_tokens, rel=0.001)
 
 
-def test_a_conversation_may_end_with_an_answer() -> None:
+def test_conversation_may_end_with_an_answer() -> None:
     got = profile(Endpoint.CHAT, messages=[user("why?"), assistant("Because")])
     assert got.prefix.previous_tokens == got.prompt_tokens
     assert got.prefix.previous_key == chat(user("why?")).whole
 
 
-def test_units_are_tokens_of_the_prompt() -> None:
+def test_unit_is_256_bytes_in_tokens_of_the_prompt() -> None:
     got = profile(Endpoint.CHAT, messages=CHAT, tools=TOOLS)
     hashed = got.prompt_tokens / got.prefix.unit * UNIT_BYTES
     assert got.prefix.keys.size == hashed // UNIT_BYTES
     assert got.prefix.unit == pytest.approx(64, rel=0.1)
 
 
-class TestDifference:
-    def test_begins_in_its_unit(self) -> None:
-        text = words("w", 2_000)
-        for place in (0, 300, 5_000):
-            other = text[:place] + "X" + text[place + 1 :]
-            got = shared(chat(user(text)), chat(user(other)))
-            assert got == pytest.approx(place // UNIT_BYTES, abs=1)
+def test_keys_differ_from_the_unit_of_the_first_difference() -> None:
+    text = words("w", 2_000)
+    for place in (0, 300, 5_000):
+        other = text[:place] + "X" + text[place + 1 :]
+        got = shared(chat(user(text)), chat(user(other)))
+        assert got == pytest.approx(place // UNIT_BYTES, abs=1)
 
-    @pytest.mark.parametrize(
-        "fields",
-        [{"model": "adapter"}, {"cache_salt": "s"}, {"cache_salt": "t"}, {"tools": TOOLS}],
-    )
-    def test_of_model_salt_or_tools_is_one_from_the_beginning(self, fields: Any) -> None:
-        text = words("w", 2_000)
-        other = chat(user(text), **fields)
-        assert shared(chat(user(text)), other) == 0
-        assert chat(user(text)).whole != other.whole
 
-    def test_of_tools_comes_after_the_system_prompt(self) -> None:
-        messages = [{"role": "system", "content": SYSTEM}, user(words("w", 500))]
-        got = shared(chat(*messages), chat(*messages, tools=TOOLS))
-        assert got == pytest.approx(len(SYSTEM) // UNIT_BYTES, abs=1)
-        got = shared(chat(*messages, tools=TOOLS), chat(messages[0], user("x" * 999), tools=TOOLS))
-        assert got >= (len(SYSTEM) + len(str(TOOLS)) * 0.9) // UNIT_BYTES
+@pytest.mark.parametrize(
+    "fields",
+    [{"model": "adapter"}, {"cache_salt": "s"}, {"cache_salt": "t"}, {"tools": TOOLS}],
+)
+def test_model_salt_or_tools_change_all_keys(fields: Any) -> None:
+    text = words("w", 2_000)
+    other = chat(user(text), **fields)
+    assert shared(chat(user(text)), other) == 0
+    assert chat(user(text)).whole != other.whole
 
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            (IMAGE, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}),
-            *[
-                ({"type": kind, kind: {"url": "https://x/1"}}, {"type": kind, kind: {"url": "x"}})
-                for kind in ("video_url", "audio_url")
-            ],
-            (
-                {"type": "image", "source": {"type": "base64", "data": "iVBO"}},
-                {"type": "image", "source": {"type": "base64", "data": "jVBO"}},
-            ),
+
+def test_tools_follow_the_system_prompt() -> None:
+    messages = [{"role": "system", "content": SYSTEM}, user(words("w", 500))]
+    got = shared(chat(*messages), chat(*messages, tools=TOOLS))
+    assert got == pytest.approx(len(SYSTEM) // UNIT_BYTES, abs=1)
+    got = shared(chat(*messages, tools=TOOLS), chat(messages[0], user("x" * 999), tools=TOOLS))
+    assert got >= (len(SYSTEM) + len(str(TOOLS)) * 0.9) // UNIT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGE, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}),
+        *[
+            ({"type": kind, kind: {"url": "https://x/1"}}, {"type": kind, kind: {"url": "x"}})
+            for kind in ("video_url", "audio_url")
         ],
-    )
-    def test_of_media_is_one_of_what_follows(self, one: Any, other: Any) -> None:
-        texts = [{"type": "text", "text": words(name, 500)} for name in ("before", "after")]
-        got = [chat(user([texts[0], medium, texts[1]])) for medium in (one, one, other)]
-        assert shared(got[0], got[1]) == got[0].keys.size == got[2].keys.size
-        assert shared(got[0], got[2]) == len(texts[0]["text"]) // UNIT_BYTES
-        assert got[0].whole == got[1].whole != got[2].whole
-
-    def test_of_what_a_message_is_makes_another_prompt(self) -> None:
-        assert chat(user("hi")).whole != chat(assistant("hi")).whole
-        assert chat(user("hi"), user("you")).whole != chat(user("hi you")).whole
-
-    def test_of_length_alone_makes_another_prompt(self) -> None:
-        wholes = {chat(user("\0" * count)).whole for count in range(2 * UNIT_BYTES)}
-        assert len(wholes) == 2 * UNIT_BYTES
+        (
+            {"type": "image", "source": {"type": "base64", "data": "iVBO"}},
+            {"type": "image", "source": {"type": "base64", "data": "jVBO"}},
+        ),
+    ],
+)
+def test_different_media_change_only_later_keys(one: Any, other: Any) -> None:
+    texts = [{"type": "text", "text": words(name, 500)} for name in ("before", "after")]
+    got = [chat(user([texts[0], medium, texts[1]])) for medium in (one, one, other)]
+    assert shared(got[0], got[1]) == got[0].keys.size == got[2].keys.size
+    assert shared(got[0], got[2]) == len(texts[0]["text"]) // UNIT_BYTES
+    assert got[0].whole == got[1].whole != got[2].whole
 
 
-def test_what_is_learned_of_images_shifts_nothing() -> None:
+def test_role_and_message_borders_change_the_whole_key() -> None:
+    assert chat(user("hi")).whole != chat(assistant("hi")).whole
+    assert chat(user("hi"), user("you")).whole != chat(user("hi you")).whole
+
+
+def test_length_alone_changes_the_whole_key() -> None:
+    wholes = {chat(user("\0" * count)).whole for count in range(2 * UNIT_BYTES)}
+    assert len(wholes) == 2 * UNIT_BYTES
+
+
+def test_learned_image_tokens_do_not_change_keys() -> None:
     counter = TokenCounter(RequestSettings(image_tokens=100))
     body = json.dumps({"model": "m", "messages": [user([IMAGE, "see"]), user("x" * 999)]}).encode()
     before = inspect(Endpoint.CHAT, body, counter).prefix
@@ -202,9 +210,7 @@ def test_what_is_learned_of_images_shifts_nothing() -> None:
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.CHAT])
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_what_claude_code_writes_anew_each_time_is_left_out(
-    endpoint: Endpoint, in_parts: bool
-) -> None:
+def test_billing_line_of_claude_code_is_ignored(endpoint: Endpoint, in_parts: bool) -> None:
     def got(header: str) -> RequestProfile:
         system: object = header + SYSTEM
         if in_parts:
@@ -220,27 +226,28 @@ def test_what_claude_code_writes_anew_each_time_is_left_out(
         assert with_it.prompt_tokens == without.prompt_tokens
 
 
-class TestCompletions:
-    def test_a_text(self) -> None:
-        text = words("w", 500)
-        got = prefix(Endpoint.COMPLETIONS, prompt=text)
-        assert got.keys.size == len(text) // UNIT_BYTES
-        assert got.whole == prefix(Endpoint.COMPLETIONS, prompt=[text]).whole
-        longer = prefix(Endpoint.COMPLETIONS, prompt=text + "more")
-        assert shared(got, longer) == got.keys.size
+def test_completion_of_a_text() -> None:
+    text = words("w", 500)
+    got = prefix(Endpoint.COMPLETIONS, prompt=text)
+    assert got.keys.size == len(text) // UNIT_BYTES
+    assert got.whole == prefix(Endpoint.COMPLETIONS, prompt=[text]).whole
+    longer = prefix(Endpoint.COMPLETIONS, prompt=text + "more")
+    assert shared(got, longer) == got.keys.size
 
-    def test_token_ids(self) -> None:
-        ids = list(range(1_000))
-        got = profile(Endpoint.COMPLETIONS, prompt=ids)
-        assert got.prefix.unit == 64
-        assert got.prefix.keys.size == 1_000 // 64
-        changed = prefix(Endpoint.COMPLETIONS, prompt=[*ids[:200], 7, *ids[201:]])
-        assert shared(got.prefix, changed) == 200 // 64
-        assert got.prefix.whole == prefix(Endpoint.COMPLETIONS, prompt=[ids]).whole
 
-    @pytest.mark.parametrize("odd", [-1, 2**32, 1.5, "a", None, []])
-    def test_odd_token_ids_have_no_keys(self, odd: Any) -> None:
-        assert prefix(Endpoint.COMPLETIONS, prompt=[1, odd] * 500).keys.size == 0
+def test_completion_of_token_ids() -> None:
+    ids = list(range(1_000))
+    got = profile(Endpoint.COMPLETIONS, prompt=ids)
+    assert got.prefix.unit == 64
+    assert got.prefix.keys.size == 1_000 // 64
+    changed = prefix(Endpoint.COMPLETIONS, prompt=[*ids[:200], 7, *ids[201:]])
+    assert shared(got.prefix, changed) == 200 // 64
+    assert got.prefix.whole == prefix(Endpoint.COMPLETIONS, prompt=[ids]).whole
+
+
+@pytest.mark.parametrize("odd", [-1, 2**32, 1.5, "a", None, []])
+def test_invalid_token_ids_have_no_keys(odd: Any) -> None:
+    assert prefix(Endpoint.COMPLETIONS, prompt=[1, odd] * 500).keys.size == 0
 
 
 TEXT = words("w", 500)
@@ -258,36 +265,36 @@ TEXT = words("w", 500)
         (Endpoint.RESPONSES, {"input": TEXT, "previous_response_id": "resp_1"}),
     ],
 )
-def test_without_one_known_prompt_there_is_nothing(endpoint: Endpoint, fields: Any) -> None:
+def test_request_without_a_single_known_prompt_has_no_keys(endpoint: Endpoint, fields: Any) -> None:
     got = prefix(endpoint, **fields)
     assert (got.keys.size, got.whole, got.previous_key) == (0, 0, 0)
 
 
-def test_truncation_that_leaves_all_of_a_prompt_changes_nothing() -> None:
+def test_truncation_beyond_the_prompt_changes_nothing() -> None:
     assert chat(user(TEXT), truncate_prompt_tokens=9_999).whole == chat(user(TEXT)).whole
 
 
-def test_of_a_body_that_is_cut_the_head_may_be_missing() -> None:
+def test_cut_body_has_no_keys() -> None:
     body = json.dumps({"model": "m", "messages": [user(TEXT)], "tools": TOOLS}).encode()
     got = inspect(Endpoint.CHAT, body[:-500], COUNTER, partial=True, content_length=len(body))
     assert (got.prefix.keys.size, got.prefix.whole) == (0, 0)
 
 
-def test_the_end_of_a_very_long_prompt_is_not_told_apart() -> None:
+def test_prompt_beyond_the_limit_has_no_whole_key() -> None:
     got = chat(user("x" * (MOST_BYTES + 999)), assistant("yes"), user("well"))
     assert got.keys.size == MOST_BYTES // UNIT_BYTES
     assert (got.whole, got.previous_key) == (0, 0)
 
 
-def test_images_without_end_take_no_memory() -> None:
+def test_digests_of_many_media_are_bounded() -> None:
     parts = [{"type": "video_url", "video_url": f"https://x/{number}"} for number in range(9_000)]
     got = chat(user(parts))
     assert got.keys.size == MOST_BYTES // UNIT_BYTES
     assert got.whole == 0
 
 
-def test_another_process_has_the_same_keys() -> None:
-    """Routers tell each other of them."""
+def test_keys_are_the_same_in_another_process() -> None:
+    """Routers exchange keys."""
     source = (
         "from tests.request.test_prefix import CHAT, TOOLS, chat; got = chat(*CHAT, tools=TOOLS); "
         "print(got.whole, got.previous_key, got.keys.tolist())"
@@ -309,7 +316,7 @@ IDS = np.random.default_rng(1).integers(0, 150_000, 1_000).astype(np.uint32)
 SEED = seed_of("")
 
 
-def test_keys_of_a_part_follow_from_the_key_before_it() -> None:
+def test_keys_of_a_part_continue_from_the_key_before() -> None:
     whole = token_keys(IDS, 16, SEED).tolist()
     assert len(whole) == len(set(whole)) == 62
     for cut in (1, 7, 61):
@@ -318,7 +325,7 @@ def test_keys_of_a_part_follow_from_the_key_before_it() -> None:
         assert first + rest == whole
 
 
-def test_a_key_stands_for_all_up_to_its_block() -> None:
+def test_key_depends_on_all_blocks_up_to_its_own() -> None:
     other = IDS.copy()
     other[100] += 1
     same = token_keys(IDS, 16, SEED) == token_keys(other, 16, SEED)
@@ -327,19 +334,14 @@ def test_a_key_stands_for_all_up_to_its_block() -> None:
     assert not (token_keys(IDS, 16, SEED) == token_keys(swapped, 16, SEED)).any()
 
 
-def test_block_size_adapter_and_salt_set_keys_apart() -> None:
+def test_block_size_adapter_and_salt_change_all_keys() -> None:
     keys = token_keys(IDS, 16, SEED)
     assert not np.isin(keys, token_keys(IDS, 16, seed_of("sql", ""))).any()
     assert not np.isin(keys, token_keys(IDS, 16, seed_of("", "sql"))).any()
     assert not np.isin(keys, token_keys(IDS, 32, SEED)).any()
 
 
-@pytest.mark.parametrize("ids", [[], [1] * 15])
-def test_what_fills_no_block_has_no_key(ids: list[int]) -> None:
-    assert len(token_keys(ids, 16, SEED)) == 0
-
-
 @pytest.mark.parametrize("ids", [[-1] * 16, [2**32] * 16, ["x"] * 16, [1.5, None] * 8])
-def test_what_is_no_token_id_is_refused(ids: list[int]) -> None:
+def test_invalid_token_ids_raise(ids: list[int]) -> None:
     with pytest.raises((OverflowError, TypeError, ValueError)):
         token_keys(ids, 16, SEED)

@@ -1,3 +1,5 @@
+"""Usage and response id are read from bodies of every API, in chunks split anywhere."""
+
 import itertools
 import json
 import tracemalloc
@@ -26,7 +28,7 @@ def compact(value: Any) -> str:
 
 
 def sse(*events: Any, done: bool = True) -> bytes:
-    """Events as vLLM writes them; those with a type have it on a line of its own, too."""
+    """Format events as vLLM does: the type of an event also stands on a line of its own."""
     lines = [
         (f"event: {e['type']}\n" if "type" in e else "") + f"data: {compact(e)}\n\n" for e in events
     ]
@@ -43,7 +45,7 @@ def text_chunk(text: str) -> dict[str, Any]:
 
 
 def ids_chunk(ids: list[int]) -> dict[str, Any]:
-    """As ``/inference/v1/generate`` streams, which reports usage only where it is asked for."""
+    """Return a chunk of ``/inference/v1/generate``, which reports usage only on request."""
     return {"request_id": "g", "choices": [{"index": 0, "token_ids": ids}]}
 
 
@@ -121,7 +123,7 @@ RESPONSES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("body", RESPONSES.values(), ids=RESPONSES)
-def test_usage_of_every_dialect(body: bytes) -> None:
+def test_usage_is_read_from_every_api(body: bytes) -> None:
     assert read([body]) == EXPECTED
 
 
@@ -134,7 +136,7 @@ RESPONSES_EVENTS = [
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_a_responses_stream_generates_from_its_third_event_on(size: int) -> None:
+def test_responses_stream_generates_from_its_third_event_on(size: int) -> None:
     reader, begun = UsageReader(PRELUDE[Endpoint.RESPONSES]), 0
     for event in RESPONSES_EVENTS:
         body = sse(event, done=False)
@@ -151,7 +153,7 @@ def test_other_streams_begin_with_the_first_token() -> None:
     assert reader.generating
 
 
-def test_a_later_object_that_says_nothing_changes_nothing() -> None:
+def test_later_object_without_figures_changes_nothing() -> None:
     body = compact({"usage": CHAT_USAGE, "kv_transfer_params": {"usage": {"blocks": 3}}})
     assert read([body.encode()]) == EXPECTED
 
@@ -196,18 +198,13 @@ def test_generated_text_cannot_fake_usage(text: str) -> None:
     ],
     ids=["chat", "chat broken off", "completions", "token ids", "CRLF"],
 )
-def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens: int) -> None:
+def test_streamed_events_are_counted_without_usage(body: bytes, tokens: int) -> None:
     assert read([body]) == ReportedUsage(None, tokens)
 
 
 def test_messages_stream_broken_off_keeps_its_prompt() -> None:
     begun = RESPONSES["messages stream"].partition(b"event: message_delta")[0]
     assert read([begun]) == ReportedUsage(12, 3, 8)
-
-
-def test_embeddings_decode_nothing() -> None:
-    body = b'{"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}'
-    assert read([body]) == ReportedUsage(7, 0)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +218,12 @@ def test_embeddings_decode_nothing() -> None:
         '{"a":' * 2_000 + "}" * 2_000,
     ],
 )
-def test_usage_that_makes_no_sense_is_none(usage: str) -> None:
+def test_malformed_usage_is_ignored(usage: str) -> None:
     assert read([f'{{"choices": [], "usage": {usage}}}'.encode()]) is None
 
 
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([b'"usage":', b"{", b"}", b"data:"])))
-def test_any_bytes(chunks: list[bytes]) -> None:
+def test_any_bytes_are_accepted(chunks: list[bytes]) -> None:
     read(chunks)
 
 
@@ -254,7 +251,7 @@ STREAM = (
 def ids_in(body: bytes, size: int) -> list[str]:
     reader = ResponseIdReader()
     found = [reader.feed(body[start : start + size]) for start in range(0, len(body), size)]
-    return [one for one in found if one is not None]
+    return [id_ for id_ in found if id_ is not None]
 
 
 @pytest.mark.parametrize("body", [WHOLE, STREAM])
@@ -274,5 +271,5 @@ def test_response_id_is_read_once_however_the_body_is_split(body: bytes, size: i
         b" " * 5_000 + WHOLE,
     ],
 )
-def test_other_and_late_ids_are_passed_over(body: bytes) -> None:
+def test_other_and_late_ids_are_ignored(body: bytes) -> None:
     assert ids_in(body, 64) == []

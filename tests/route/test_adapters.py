@@ -78,7 +78,7 @@ def request(model: str, tokens: int = 50) -> RequestProfile:
     return replace(chat(100, tokens), model=model, least_output=tokens)
 
 
-def test_the_first_token_comes_later_by_the_load_of_an_adapter_that_is_not_loaded() -> None:
+def test_unloaded_adapter_delays_the_first_token_by_its_load_time() -> None:
     system = System(1, max_loras=2)
     plain, first = system.decide(MODEL), system.decide("a")
     assert first.predicted_ttft == pytest.approx(plain.predicted_ttft + LOAD_S)
@@ -88,7 +88,7 @@ def test_the_first_token_comes_later_by_the_load_of_an_adapter_that_is_not_loade
     assert system.decide("a").predicted_ttft == pytest.approx(plain.predicted_ttft)
 
 
-def test_as_many_stay_loaded_as_a_batch_may_have_and_no_more() -> None:
+def test_max_loras_adapters_stay_loaded() -> None:
     system = System(1, max_loras=2)
     for model in ("a", "b", "a"):
         system.serve(model, 1)
@@ -97,7 +97,7 @@ def test_as_many_stay_loaded_as_a_batch_may_have_and_no_more() -> None:
     assert [system.extra(model) for model in ADAPTERS] == [0.0, LOAD_S, 0.0]
 
 
-def test_an_adapter_is_loaded_under_the_name_that_each_replica_knows() -> None:
+def test_adapter_is_loaded_under_the_name_of_each_replica() -> None:
     clock = ManualClock()
     names = ModelNames({"sql": ("sql-1", "sql-2"), "latest": ("sql-2",)})
     fleet = Fleet(OutputLengths(), clock, names=names)
@@ -117,7 +117,7 @@ def test_an_adapter_is_loaded_under_the_name_that_each_replica_knows() -> None:
     assert (loads("sql"), loads("latest"), loads("sql-1")) == ([LOAD_S, 0.0], [0.0], [LOAD_S])
 
 
-def test_a_replica_that_started_anew_has_none_loaded() -> None:
+def test_restarted_replica_has_no_adapter_loaded() -> None:
     system = System(1, max_loras=2)
     system.poll(1, steps=100.0)
     system.serve("a", 1)
@@ -126,7 +126,7 @@ def test_a_replica_that_started_anew_has_none_loaded() -> None:
     assert system.extra("a") == LOAD_S
 
 
-def test_nothing_is_added_until_a_new_process_tells_of_adapters() -> None:
+def test_no_adapter_time_until_a_restarted_replica_reports_adapters() -> None:
     system = System(1, max_loras=1)
     system.poll(1, "b", steps=100.0, running=1)
     assert system.extra("a") > LOAD_S
@@ -135,20 +135,20 @@ def test_nothing_is_added_until_a_new_process_tells_of_adapters() -> None:
     assert system.extra("a") == 0.0
 
 
-def test_an_adapter_that_others_are_seen_to_use_is_loaded() -> None:
+def test_adapter_used_by_other_clients_is_loaded() -> None:
     system = System(1, max_loras=2)
     system.poll(1, "b")
     assert [system.extra(model) for model in ("a", "b")] == [LOAD_S, 0.0]
 
 
-def test_nothing_is_added_where_vllm_does_not_tell_of_adapters() -> None:
+def test_no_adapter_time_without_reported_adapters() -> None:
     system = System(2, max_loras=0)
     system.serve("b", 1)
     assert system.decide("a").prediction.adapter.tolist() == [0.0, 0.0]
     assert system.decide(MODEL).prediction.adapter.tolist() == [0.0, 0.0]
 
 
-def test_a_full_batch_is_waited_for_until_the_first_adapter_leaves_it() -> None:
+def test_adapter_waits_until_the_first_adapter_leaves_a_full_batch() -> None:
     system = System(1, max_loras=2)
     for model, tokens in (("a", 800), ("a", 100), ("b", 300), (MODEL, 2000)):
         system.send(model, 1, tokens)
@@ -160,7 +160,7 @@ def test_a_full_batch_is_waited_for_until_the_first_adapter_leaves_it() -> None:
     assert wait == pytest.approx(left * step, rel=0.15)
 
 
-def test_adapters_that_wait_already_go_first() -> None:
+def test_adapters_that_wait_already_precede_a_new_adapter() -> None:
     system = System(1, max_loras=1)
     for model, tokens in (("a", 300), ("b", 200)):
         system.send(model, 1, tokens)
@@ -170,7 +170,7 @@ def test_adapters_that_wait_already_go_first() -> None:
     assert system.extra("a") == 0.0, "vLLM lets it pass"
 
 
-def test_a_poll_tells_which_of_two_came_first() -> None:
+def test_poll_decides_which_of_two_adapters_came_first() -> None:
     system = System(1, max_loras=1)
     system.clock.advance(0.1)
     for model in ("a", "b"):
@@ -184,7 +184,7 @@ def test_a_poll_tells_which_of_two_came_first() -> None:
     assert system.extra("b") == 0.0 < system.extra("a")
 
 
-def test_an_adapter_of_others_in_the_batch_is_waited_for_until_polls_see_it_no_more() -> None:
+def test_adapter_of_other_clients_blocks_until_a_poll_no_longer_sees_it() -> None:
     system = System(1, max_loras=1)
     system.poll(1, "b", running=1)
     assert system.extra("a") > LOAD_S
@@ -192,7 +192,7 @@ def test_an_adapter_of_others_in_the_batch_is_waited_for_until_polls_see_it_no_m
     assert system.extra("a") == LOAD_S
 
 
-def test_its_own_last_request_is_not_taken_for_others() -> None:
+def test_routers_own_last_request_does_not_count_as_of_other_clients() -> None:
     system = System(1, max_loras=1)
     ticket = system.send("b", 1)
     system.clock.advance(1.0)
@@ -206,7 +206,7 @@ def test_its_own_last_request_is_not_taken_for_others() -> None:
     assert system.extra("a") > LOAD_S, "another router's"
 
 
-def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
+def test_load_time_is_learned_from_first_tokens() -> None:
     system = System(1, max_loras=1)
     for _ in range(4):
         for model in ("a", "b"):
@@ -219,7 +219,7 @@ def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
     assert system.extra("a") == pytest.approx(0.7)
 
 
-def test_how_much_longer_places_are_held_by_those_that_come_after_is_learned() -> None:
+def test_overrun_of_adapter_waits_is_learned() -> None:
     system = System(1, max_loras=1)
     system.send("a", 1, 300)
     decision = system.decide("b")
@@ -233,7 +233,7 @@ def test_how_much_longer_places_are_held_by_those_that_come_after_is_learned() -
     assert system.decide(MODEL).predicted_ttft < 1.0
 
 
-def test_each_adapter_keeps_to_its_replica_and_plain_requests_to_none() -> None:
+def test_adapters_stay_with_their_replicas_and_plain_requests_spread() -> None:
     system = System(2, max_loras=1)
     chosen: dict[str, Counter[str]] = {"a": Counter(), "b": Counter(), MODEL: Counter()}
     for _ in range(20):
@@ -248,7 +248,7 @@ def test_each_adapter_keeps_to_its_replica_and_plain_requests_to_none() -> None:
     assert len(chosen[MODEL]) == 2
 
 
-def test_a_replica_is_spared_whose_adapter_would_be_driven_out() -> None:
+def test_replica_whose_adapter_would_be_evicted_is_avoided() -> None:
     system = System(2, max_loras=1)
     system.serve("b", 1)
     system.clock.advance(10.0)
@@ -258,7 +258,7 @@ def test_a_replica_is_spared_whose_adapter_would_be_driven_out() -> None:
     assert first - second == pytest.approx(LOAD_S * 0.85, rel=0.01), "exp(−10 s ÷ 60 s)"
 
 
-def test_a_retry_elsewhere_moves_the_adapter_with_it() -> None:
+def test_retry_moves_the_adapter_to_the_other_replica() -> None:
     system = System(2, max_loras=1)
     ticket = system.send("a", 1, 400)
     system.fleet.move(ticket, replica(2))
@@ -269,7 +269,7 @@ def test_a_retry_elsewhere_moves_the_adapter_with_it() -> None:
     assert system.decide("b").prediction.adapter[1] == LOAD_S
 
 
-def test_why_says_that_an_adapter_is_waited_for_or_loaded() -> None:
+def test_reason_names_the_wait_for_an_adapter() -> None:
     system = System(2, max_loras=1)
     system.serve("a", 1)
     assert "there its adapter takes 0.10 s more" in system.decide("a", SHORT).why
@@ -277,7 +277,7 @@ def test_why_says_that_an_adapter_is_waited_for_or_loaded() -> None:
     assert "there its adapter takes" in system.decide("b").why
 
 
-def test_no_more_adapters_are_told_apart_than_a_batch_can_have() -> None:
+def test_number_of_tracked_adapters_is_bounded() -> None:
     system = System(1, max_loras=5_000)
     names = tuple(f"adapter-{number}" for number in range(5_000))
     many = {"models": (MODEL, *names), "adapters": names, "adapters_in_use": names}
@@ -288,7 +288,9 @@ def test_no_more_adapters_are_told_apart_than_a_batch_can_have() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [30, 50])
-def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_model(in_flight: int) -> None:
+def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_base_model(
+    in_flight: int,
+) -> None:
     """Counted in function calls, which no other process slows down."""
     system = System(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
     names = cycle(system.adapters)
@@ -309,7 +311,7 @@ def calls_of(system: System, model: str) -> int:
     return calls["call"] + calls["c_call"]
 
 
-def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:
+def test_adapter_that_no_replica_lists_is_forgotten() -> None:
     system = System(2, max_loras=2)
     for number in (1, 2):
         assert times(system, "c") is not None

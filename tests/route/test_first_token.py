@@ -33,7 +33,7 @@ def answered(router: Router, profile: RequestProfile, times: int, by_steps: floa
         router.learn(decision.forecast(), decision.replica, 50, ttft + 2.0, ttft)
 
 
-def test_first_tokens_are_predicted_as_late_as_they_come_on_all_replicas(router: Router) -> None:
+def test_delay_beside_steps_is_learned_for_all_replicas(router: Router) -> None:
     request = chat(1000, 50)
     before = decide(router, request).prediction.ttft
     answered(router, request, 30, before.item(0))
@@ -41,14 +41,14 @@ def test_first_tokens_are_predicted_as_late_as_they_come_on_all_replicas(router:
     assert after == pytest.approx(before + LATE_S, rel=0.02)
 
 
-def test_what_was_learned_is_not_learned_again(router: Router) -> None:
+def test_learned_delay_does_not_grow_with_repetition(router: Router) -> None:
     request = chat(1000, 50)
     by_steps = decide(router, request).predicted_ttft
     answered(router, request, 300, by_steps)
     assert decide(router, request).predicted_ttft == pytest.approx(by_steps + LATE_S, rel=0.02)
 
 
-def test_requests_that_wait_for_something_else_teach_nothing(router: Router) -> None:
+def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None:
     request = chat(1000, 50)
     by_steps = decide(router, request).predicted_ttft
     answered(router, replace(request, image_tokens=500), 30, by_steps)

@@ -383,7 +383,7 @@ EXAMPLES = settings(
 
 @EXAMPLES
 @given(requests(10, 30), LIMITS, st.sampled_from(("completion", "least_request", "queue_kv")))
-def test_no_request_waits_for_a_replica_while_another_would_finish_it_sooner(
+def test_no_request_waits_while_another_replica_would_finish_it_sooner(
     given: list[Request], limits: dict[str, Any], policy: str
 ) -> None:
     world = World(policy=policy, limits=limits)
@@ -413,7 +413,7 @@ def test_no_request_blocks_other_models(given: list[Request]) -> None:
         router=st.just(0),
     )
 )
-def test_requests_are_overtaken_only_within_the_bound(given: list[Request]) -> None:
+def test_overtaking_is_bounded(given: list[Request]) -> None:
     check_overtaking(World().play(given))
 
 
@@ -467,9 +467,7 @@ def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
     requests(15, 30, gap_s=st.sampled_from((0.0, 0.05, 0.4)), breaks=st.just(False)),
     st.sets(st.integers(3, 15), min_size=5, max_size=8),
 )
-def test_clients_that_leave_change_nothing_for_others(
-    given: list[Request], leaving: set[int]
-) -> None:
+def test_clients_that_leave_do_not_affect_others(given: list[Request], leaving: set[int]) -> None:
     given = [
         replace(one, leaves_s=0.0 if number in leaving else inf) for number, one in enumerate(given)
     ]
@@ -517,9 +515,7 @@ def test_every_wait_ends(given: list[Request], limits: dict[str, Any]) -> None:
         slower=st.just(1000.0),
     ),
 )
-def test_stuck_gauges_hold_up_no_queue_for_10_s(
-    gauges: dict[str, Any], given: list[Request]
-) -> None:
+def test_stuck_gauges_delay_no_queue_for_10_s(gauges: dict[str, Any], given: list[Request]) -> None:
     check_progress(World(frozen=gauges).play(given, 0.0))
 
 
@@ -561,7 +557,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("tenants", "models"), [(1, 1), (10_000, 1), (1, 8), (10_000, 8)])
-def test_arrival_and_end_cost_the_same_however_many_are_queued(tenants: int, models: int) -> None:
+def test_cost_of_arrival_and_end_does_not_depend_on_queue_length(tenants: int, models: int) -> None:
     few, few_opcodes = spent(16, tenants, models)
     many, many_opcodes = spent(10_000, tenants, models)
     assert many <= max(few, 32)
@@ -586,24 +582,24 @@ def _oldest(self: Backlog) -> Waiting:
 
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
     (
-        test_no_request_waits_for_a_replica_while_another_would_finish_it_sooner,
+        test_no_request_waits_while_another_replica_would_finish_it_sooner,
         *(router, "_without_idle_wait", lambda choice, *_: choice),
     ),
     (test_no_request_blocks_other_models, Backlog, "reserves", _blocking),
-    (test_requests_are_overtaken_only_within_the_bound, Backlog, "reserves", lambda *_: False),
+    (test_overtaking_is_bounded, Backlog, "reserves", lambda *_: False),
     (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),
     (
         test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority,
         *(Backlog, "victim", _oldest),
     ),
     (test_tenants_with_offered_loads_of_10_to_1_get_the_same, Shares, "charge", lambda *_: None),
-    (test_clients_that_leave_change_nothing_for_others, Queue, "abandon", lambda *_: None),
+    (test_clients_that_leave_do_not_affect_others, Queue, "abandon", lambda *_: None),
     (
-        partial(test_arrival_and_end_cost_the_same_however_many_are_queued, 1, 1),
+        partial(test_cost_of_arrival_and_end_does_not_depend_on_queue_length, 1, 1),
         *(Backlog, "heads", _everyone),
     ),
     (test_every_wait_ends, Queue, "_refuse_overdue", lambda *_: None),
-    (test_stuck_gauges_hold_up_no_queue_for_10_s, queue, "_STUCK_S", inf),
+    (test_stuck_gauges_delay_no_queue_for_10_s, queue, "_STUCK_S", inf),
 ]
 
 

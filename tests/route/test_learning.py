@@ -52,7 +52,7 @@ class System:
 
 
 @pytest.mark.parametrize("tokens", [20, 800])
-def test_how_long_answers_are_shows_in_the_steps_until_their_ends(tokens: int) -> None:
+def test_answer_length_is_learned_from_counted_steps(tokens: int) -> None:
     system = System()
     before = system.expected(chat(100))
     for _ in range(20):
@@ -60,7 +60,7 @@ def test_how_long_answers_are_shows_in_the_steps_until_their_ends(tokens: int) -
     assert abs(system.expected(chat(100)) - tokens) < abs(before - tokens) / 4
 
 
-def test_an_answer_that_its_bound_cut_is_known_as_one_though_the_count_is_a_little_short() -> None:
+def test_answer_cut_by_its_bound_is_recognised_despite_a_short_count() -> None:
     system, cut = System(), chat(100, 63)
     system.serve(chat(100), 100)
     before = system.expected(chat(100))
@@ -69,7 +69,7 @@ def test_an_answer_that_its_bound_cut_is_known_as_one_though_the_count_is_a_litt
     assert system.expected(chat(100)) > 0.9 * before
 
 
-def test_how_much_longer_requests_decode_than_predicted_shows_in_it_too() -> None:
+def test_slow_decoding_is_learned_from_counted_steps() -> None:
     system = System()
     assert system.stretch == 1.0
     for _ in range(10):
@@ -79,7 +79,7 @@ def test_how_much_longer_requests_decode_than_predicted_shows_in_it_too() -> Non
     assert system.stretch == pytest.approx(TICK_S / STEPS / predicted, rel=0.15)
 
 
-def test_a_first_token_that_comes_late_is_not_taken_for_slow_decoding() -> None:
+def test_late_first_token_does_not_count_as_slow_decoding() -> None:
     soon, late = System(), System()
     for _ in range(10):
         soon.serve(chat(100), 20)
@@ -87,14 +87,14 @@ def test_a_first_token_that_comes_late_is_not_taken_for_slow_decoding() -> None:
     assert late.stretch == pytest.approx(soon.stretch, rel=0.2)
 
 
-def test_the_end_of_several_sequences_tells_nothing_of_how_long_each_was() -> None:
+def test_several_sequences_teach_no_length() -> None:
     system = System()
     before = system.expected(chat(100, sequences=4))
     system.serve(chat(100, sequences=4), 100)
     assert system.expected(chat(100, sequences=4)) == before
 
 
-def test_a_client_that_hangs_up_before_the_first_token_tells_nothing() -> None:
+def test_client_that_hangs_up_before_the_first_token_teaches_nothing() -> None:
     system = System()
     before = system.expected(chat(100))
     system.serve(chat(100), 0)

@@ -33,23 +33,23 @@ def decide(router: Router, model: str) -> Decision:
     return decision
 
 
-def test_a_list_is_served_by_all_that_know_one_of_its_names() -> None:
+def test_alias_is_served_by_all_replicas_with_any_of_its_models() -> None:
     decision = decide(router(one=("b",), two=("a",), three=("q",), four=("b",)), "llama")
     assert set(decision.situation.view.ids) == {replica(1), replica(2), replica(4)}
     assert (decision.replica, decision.name) == (replica(1), "b")
     assert decision.second == replica(4), "the second knows the name, though it may be the third"
 
 
-def test_of_several_names_on_a_replica_the_first_in_the_list_is_sent() -> None:
+def test_first_listed_name_on_the_replica_is_sent() -> None:
     assert decide(router(one=("b", "a")), "llama").name == "a"
     assert decide(router(one=()), "llama").name == "a"
 
 
-def test_where_no_other_knows_the_name_there_is_no_second() -> None:
+def test_second_choice_must_know_the_name() -> None:
     assert decide(router(one=("b",), two=("a",)), "llama").second is None
 
 
-def test_a_draw_has_its_shares_among_what_is_served() -> None:
+def test_model_is_drawn_by_weight_among_served_models() -> None:
     chosen = router(one=("a",), two=("q", "off"))
     drawn = [chosen.model("split", "", None) for _ in range(1_000)]
     assert set(drawn) == {"llama", "q"}
@@ -57,7 +57,7 @@ def test_a_draw_has_its_shares_among_what_is_served() -> None:
     assert chosen.model("other", "", None) == "other"
 
 
-def test_a_draw_does_not_lead_away_from_a_stored_response() -> None:
+def test_draw_keeps_the_model_of_a_stored_response() -> None:
     chosen = router(one=("a",), two=("q",))
     chosen.fleet.responses.remember("resp_1", replica(2))
     assert {chosen.model("split", "resp_1", None) for _ in range(20)} == {"q"}
@@ -65,5 +65,5 @@ def test_a_draw_does_not_lead_away_from_a_stored_response() -> None:
     assert {chosen.model("split", "", subset) for _ in range(20)} == {"llama"}
 
 
-def test_while_none_of_a_draw_is_served_it_is_for_one_of_them() -> None:
+def test_draw_without_a_served_model_names_one_of_the_weighted_models() -> None:
     assert router(one=("x",)).model("split", "", None) in {"llama", "q", "none"}

@@ -23,7 +23,7 @@ def decide(fleet: Fleet, policy: str, profile: RequestProfile, seed: int = 1) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_chooses_a_replica_and_another_for_a_retry(policy: str) -> None:
+def test_every_policy_chooses_a_replica_and_a_second(policy: str) -> None:
     decision = decide(fleet_of(ManualClock(), A10, A10, A10), policy, chat(100, 50))
     assert decision.second is not None
     assert decision.replica != decision.second
@@ -39,7 +39,7 @@ def test_every_policy_works_on_a_single_replica(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_idle_replicas_alike_share_the_work(policy: str) -> None:
+def test_equal_idle_replicas_share_the_requests(policy: str) -> None:
     fleet = fleet_of(ManualClock(), A10, A10, A10, A10)
     router = Router(fleet, policy, random.Random(5))
     chosen: Counter[str] = Counter()
@@ -56,7 +56,7 @@ POLLED = ("least_kv", "queue_kv")
 
 
 @pytest.mark.parametrize("policy", ["completion", "least_request", "lmetric"])
-def test_a_loaded_replica_is_avoided(policy: str) -> None:
+def test_loaded_replica_is_avoided(policy: str) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_a_loaded_replica_is_avoided(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLLED)
-def test_the_figures_of_the_last_poll_decide(policy: str) -> None:
+def test_polled_policies_use_the_figures_of_the_last_poll(policy: str) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(1, A10, clock, running=2, waiting=1, kv_usage=0.2))
@@ -85,7 +85,7 @@ def test_round_robin_takes_turns() -> None:
     assert [d.replica for d in decisions if d] == [replica(1), replica(2)] * 2
 
 
-def test_round_robin_takes_turns_for_each_of_several_models() -> None:
+def test_round_robin_takes_turns_for_each_model() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10, A10, A10)
     for number in (3, 4):
@@ -100,14 +100,14 @@ def test_round_robin_takes_turns_for_each_of_several_models() -> None:
     assert set(chosen.values()) == {25}
 
 
-def test_power_of_two_takes_the_less_loaded_of_two() -> None:
+def test_power_of_two_chooses_the_less_loaded_replica() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.dispatch(replica(1), chat(10, 10))
     for seed in range(10):
         assert decide(fleet, "power_of_two", chat(1), seed).replica == replica(2)
 
 
-def test_a_request_may_ask_for_another_policy() -> None:
+def test_request_may_name_another_policy() -> None:
     router = Router(fleet_of(ManualClock(), A10), "completion", random.Random(0))
     asked, unknown = router.decide(chat(1), "least_kv"), router.decide(chat(1), "no such")
     assert asked is not None
@@ -115,59 +115,62 @@ def test_a_request_may_ask_for_another_policy() -> None:
     assert (asked.policy, unknown.policy) == ("least_kv", "completion")
 
 
-class TestAStoredResponse:
-    PROFILE = replace(chat(100, 50), previous_response="resp_1")
-
-    def test_is_gone_on_from_where_it_is_held(self) -> None:
-        fleet = fleet_of(ManualClock(), H100, A10)
-        for holder, other in ((2, 1), (1, 2)):
-            fleet.responses.remember("resp_1", replica(holder))
-            decision = decide(fleet, "completion", self.PROFILE)
-            assert (decision.replica, decision.second) == (replica(holder), None)
-            assert decision.policy == "holder"
-            assert "resp_1" in decision.why
-            assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
-            assert fleet.response_owner("resp_1") != replica(other)
-
-    def test_that_nobody_knows_is_routed_as_any_other(self) -> None:
-        fleet = fleet_of(ManualClock(), H100, A10)
-        assert decide(fleet, "completion", self.PROFILE).policy == "completion"
-
-    def test_is_waited_for_where_its_replica_is_only_held_up(self) -> None:
-        """No other knows it."""
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        fleet.responses.remember("resp_1", replica(2))
-        fleet.put(state(2, A10, clock, unanswered_s=0.3))
-        assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
-        decision = decide(fleet, "completion", self.PROFILE)
-        assert (decision.replica, decision.policy) == (replica(2), "holder")
-        fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-
-    def test_is_not_looked_for_on_a_replica_that_may_not_be_used(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        fleet.responses.remember("resp_1", replica(2))
-        fleet.put(state(2, A10, clock, draining=True))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.response_owner("resp_1") == replica(2)  # to ask for it is no work
-        fleet.put(state(2, A10, clock, healthy=False))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.response_owner("resp_1") is None
-        fleet.put(state(2, A10, clock))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(2)
-        for _ in range(3):
-            fleet.eligibility.failed(replica(2))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.response_owner("resp_1") is None
-        fleet.eligibility.succeeded(replica(2))
-        fleet.remove(replica(2))
-        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
-        assert fleet.response_owner("resp_1") is None
+PROFILE = replace(chat(100, 50), previous_response="resp_1")
 
 
-def test_without_a_healthy_replica_there_is_no_decision() -> None:
+def test_continued_response_goes_to_its_owner() -> None:
+    fleet = fleet_of(ManualClock(), H100, A10)
+    for holder, other in ((2, 1), (1, 2)):
+        fleet.responses.remember("resp_1", replica(holder))
+        decision = decide(fleet, "completion", PROFILE)
+        assert (decision.replica, decision.second) == (replica(holder), None)
+        assert decision.policy == "holder"
+        assert "resp_1" in decision.why
+        assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
+        assert fleet.response_owner("resp_1") != replica(other)
+
+
+def test_unknown_continued_response_is_routed_as_any_request() -> None:
+    fleet = fleet_of(ManualClock(), H100, A10)
+    assert decide(fleet, "completion", PROFILE).policy == "completion"
+
+
+def test_continued_response_goes_to_an_owner_that_is_held_up() -> None:
+    """No other knows it."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    fleet.responses.remember("resp_1", replica(2))
+    fleet.put(state(2, A10, clock, unanswered_s=0.3))
+    assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
+    decision = decide(fleet, "completion", PROFILE)
+    assert (decision.replica, decision.policy) == (replica(2), "holder")
+    fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
+    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+
+
+def test_continued_response_avoids_an_excluded_owner() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    fleet.responses.remember("resp_1", replica(2))
+    fleet.put(state(2, A10, clock, draining=True))
+    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert fleet.response_owner("resp_1") == replica(2)  # to ask for it is no work
+    fleet.put(state(2, A10, clock, healthy=False))
+    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert fleet.response_owner("resp_1") is None
+    fleet.put(state(2, A10, clock))
+    assert decide(fleet, "completion", PROFILE).replica == replica(2)
+    for _ in range(3):
+        fleet.eligibility.failed(replica(2))
+    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert fleet.response_owner("resp_1") is None
+    fleet.eligibility.succeeded(replica(2))
+    fleet.remove(replica(2))
+    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert fleet.response_owner("resp_1") is None
+
+
+def test_no_decision_without_a_healthy_replica() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, healthy=False))
@@ -203,244 +206,261 @@ def sent(fleet: Fleet, number: int, profile: RequestProfile) -> None:
     fleet.release(fleet.dispatch(replica(number), profile), prefilled=True)
 
 
-class TestAPromptThatIsCached:
-    @pytest.mark.parametrize("policy", ["completion", "lmetric", "queue_kv", "cache_aware"])
-    def test_is_sent_where_it_is(self, policy: str) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10, A10)
-        sent(fleet, 2, beginning(8))
-        for seed in range(10):
-            assert decide(fleet, policy, beginning(8), seed).replica == replica(2)
+@pytest.mark.parametrize("policy", ["completion", "lmetric", "queue_kv", "cache_aware"])
+def test_cached_prompt_goes_to_its_replica(policy: str) -> None:
+    fleet = fleet_of(ManualClock(), A10, A10, A10)
+    sent(fleet, 2, beginning(8))
+    for seed in range(10):
+        assert decide(fleet, policy, beginning(8), seed).replica == replica(2)
 
-    def test_in_lmetric_what_is_cached_is_no_work(self) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10)
-        sent(fleet, 1, beginning(8))
-        fleet.dispatch(replica(1), chat(180, 100))
-        decision = decide(fleet, "lmetric", beginning(8))
-        assert decision.replica == replica(1)
-        assert decision.choice.scores.tolist() == [500 * 2, 1600]
 
-    @pytest.mark.parametrize(("cached", "chosen"), [(6, 2), (7, 1)])
-    def test_outweighs_in_queue_kv_the_longest_queue_from_two_thirds_on(
-        self, cached: int, chosen: int
-    ) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        sent(fleet, 1, beginning(cached))
-        fleet.put(state(1, A10, clock, waiting=3))
-        assert decide(fleet, "queue_kv", beginning(10)).replica == replica(chosen)
+def test_lmetric_does_not_count_cached_tokens() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    sent(fleet, 1, beginning(8))
+    fleet.dispatch(replica(1), chat(180, 100))
+    decision = decide(fleet, "lmetric", beginning(8))
+    assert decision.replica == replica(1)
+    assert decision.choice.scores.tolist() == [500 * 2, 1600]
 
-    @pytest.mark.parametrize(("cached", "chosen"), [(3, 2), (4, 1)])
-    def test_counts_in_cache_aware_from_three_tenths_on(self, cached: int, chosen: int) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10)
-        sent(fleet, 1, beginning(cached))
-        for _ in range(5):
-            fleet.dispatch(replica(1), chat(100, 100))
-        assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
 
-    @pytest.mark.parametrize(
-        ("there", "elsewhere", "chosen"), [(64, 0, 1), (65, 0, 2), (195, 130, 1), (196, 130, 2)]
+@pytest.mark.parametrize(("cached", "chosen"), [(6, 2), (7, 1)])
+def test_queue_kv_prefers_two_thirds_cached_to_the_shortest_queue(cached: int, chosen: int) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    sent(fleet, 1, beginning(cached))
+    fleet.put(state(1, A10, clock, waiting=3))
+    assert decide(fleet, "queue_kv", beginning(10)).replica == replica(chosen)
+
+
+@pytest.mark.parametrize(("cached", "chosen"), [(3, 2), (4, 1)])
+def test_cache_aware_counts_more_than_three_tenths_cached(cached: int, chosen: int) -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    sent(fleet, 1, beginning(cached))
+    for _ in range(5):
+        fleet.dispatch(replica(1), chat(100, 100))
+    assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
+
+
+@pytest.mark.parametrize(
+    ("there", "elsewhere", "chosen"), [(64, 0, 1), (65, 0, 2), (195, 130, 1), (196, 130, 2)]
+)
+def test_cache_aware_ignores_the_cache_if_the_load_is_uneven(
+    there: int, elsewhere: int, chosen: int
+) -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    sent(fleet, 1, beginning(10))
+    for number, requests in ((1, there), (2, elsewhere)):
+        for _ in range(requests):
+            fleet.dispatch(replica(number), chat(10, 100))
+    assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
+
+
+"""The cases the default policy exists for, and what its decisions say of them."""
+
+
+def test_two_requests_about_to_end_beat_one_long_request() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(2), chat(20_000, 4000))
+    clock.advance(6.0)
+    for _ in range(2):
+        fleet.dispatch(replica(1), chat(100, 60))
+    clock.advance(1.6)
+    decision = decide(fleet, "completion", chat(100, 100))
+    assert fleet.view(MODEL).requests.tolist() == [2, 1]
+    assert decision.replica == replica(1)
+    assert decision.why == clause(decision, 1, 2, "decode")
+    assert decide(fleet, "least_request", chat(100, 100)).replica == replica(2)
+
+
+def test_one_request_about_to_end_beats_two_long_requests() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(2):
+        fleet.dispatch(replica(1), chat(8000, 4000))
+    clock.advance(5.0)
+    fleet.dispatch(replica(2), chat(100, 60))
+    clock.advance(1.5)
+    decision = decide(fleet, "completion", chat(100, 100))
+    assert fleet.view(MODEL).requests.tolist() == [2, 1]
+    assert decision.replica == replica(2)
+    assert decision.why == clause(decision, 2, 1, "decode")
+
+
+def test_busy_fast_replica_beats_an_idle_slow_replica() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    for _ in range(8):
+        fleet.dispatch(replica(1), chat(500, 300))
+    clock.advance(0.5)
+    decision = decide(fleet, "completion", chat(1000, 200))
+    assert fleet.view(MODEL).requests.tolist() == [8, 0]
+    assert decision.replica == replica(1)
+    assert decision.why == clause(decision, 1, 2, "decode")
+    assert decide(fleet, "least_request", chat(1000, 200)).replica == replica(2)
+
+
+def test_reason_names_a_replica_that_decodes_slower_than_predicted() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(50):
+        fleet.decoded(replica(2), 2.0, 4.0)
+    fleet.put(state(2, A10, clock))
+    decision = decide(fleet, "completion", chat(100, 100))
+    assert decision.why == clause(decision, 1, 2, "decode")
+
+
+def test_idle_slow_replica_beats_a_very_busy_fast_replica() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    for _ in range(8):
+        fleet.dispatch(replica(1), chat(30_000, 300))
+    decision = decide(fleet, "completion", chat(100, 100))
+    assert decision.replica == replica(2)
+    assert decision.why == clause(decision, 2, 1, "prefill")
+
+
+def test_long_queue_beats_a_kv_cache_that_frees_late() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(41_500, 4000))
+    clock.advance(15.0)
+    for _ in range(4):
+        fleet.dispatch(replica(2), chat(1000, 100))
+    decision = decide(fleet, "completion", chat(1000, 100))
+    assert fleet.view(MODEL).waiting.tolist() == [0, 4]
+    assert decision.replica == replica(2)
+    assert decision.prediction.admission[0] > decision.prediction.ttft[1]
+    assert decision.why == clause(decision, 2, 1, "admission")
+
+
+def test_kv_cache_that_frees_soon_beats_a_long_queue() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(41_500, 100))
+    clock.advance(13.0)
+    for _ in range(8):
+        fleet.dispatch(replica(2), chat(4000, 100))
+    decision = decide(fleet, "completion", chat(1000, 100))
+    assert decision.prediction.admission[0] > 0
+    assert decision.replica == replica(1)
+    assert decision.why == clause(decision, 1, 2, "prefill")
+
+
+def test_free_place_beats_a_full_batch() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(100, 2000, sequences=256))
+    fleet.dispatch(replica(2), chat(100, 2000))
+    clock.advance(1.0)
+    decision = decide(fleet, "completion", chat(10, 10))
+    assert decision.why == clause(decision, 2, 1, "admission")
+
+
+def test_reason_names_a_slower_prefill() -> None:
+    decision = decide(fleet_of(ManualClock(), H100, A10), "completion", embedding(1000))
+    assert decision.why == (
+        "r1 finishes it in 44.5 ms, r2 in 0.29 s: there prefill takes 0.24 s more"
     )
-    def test_does_not_count_in_cache_aware_where_the_load_is_far_from_even(
-        self, there: int, elsewhere: int, chosen: int
-    ) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10)
-        sent(fleet, 1, beginning(10))
-        for number, requests in ((1, there), (2, elsewhere)):
-            for _ in range(requests):
-                fleet.dispatch(replica(number), chat(10, 100))
-        assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
 
 
-class TestCompletion:
-    """The cases the default policy exists for, and what its decisions say of them."""
+def test_prompt_goes_to_the_replica_that_can_hold_it() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(1, A10, clock, max_model_len=4_096))
+    fleet.dispatch(replica(2), chat(9_000, 500))
+    decision = decide(fleet, "completion", chat(8_000, 100))
+    assert decision.replica == replica(2)
+    assert decision.why.endswith("no other replica could hold a prompt that long")
 
-    def test_two_short_ones_about_to_finish_beat_one_long_one(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.dispatch(replica(2), chat(20_000, 4000))
-        clock.advance(6.0)
-        for _ in range(2):
-            fleet.dispatch(replica(1), chat(100, 60))
-        clock.advance(1.6)
-        decision = decide(fleet, "completion", chat(100, 100))
-        assert fleet.view(MODEL).requests.tolist() == [2, 1]
-        assert decision.replica == replica(1)
-        assert decision.why == clause(decision, 1, 2, "decode")
-        assert decide(fleet, "least_request", chat(100, 100)).replica == replica(2)
 
-    def test_one_nearly_done_beats_two_long_ones(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        for _ in range(2):
-            fleet.dispatch(replica(1), chat(8000, 4000))
-        clock.advance(5.0)
-        fleet.dispatch(replica(2), chat(100, 60))
-        clock.advance(1.5)
-        decision = decide(fleet, "completion", chat(100, 100))
-        assert fleet.view(MODEL).requests.tolist() == [2, 1]
-        assert decision.replica == replica(2)
-        assert decision.why == clause(decision, 2, 1, "decode")
+@pytest.mark.parametrize(
+    "profile",
+    [
+        replace(chat(10_000, 100), sequences=4),
+        replace(embedding(10_000), longest_share=0.5),
+        replace(chat(20_000, 100), sequences=8, longest_share=0.25),
+    ],
+    ids=["one prompt, n=4", "embeddings", "prompts of different lengths"],
+)
+def test_replica_must_hold_the_longest_prompt(profile: RequestProfile) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    fleet.put(state(1, H100, clock, max_model_len=4_096))
+    decision = decide(fleet, "completion", profile)
+    assert (decision.replica, decision.second) == (replica(2), None)
 
-    def test_a_busy_fast_replica_beats_an_idle_slow_one(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        for _ in range(8):
-            fleet.dispatch(replica(1), chat(500, 300))
-        clock.advance(0.5)
-        decision = decide(fleet, "completion", chat(1000, 200))
-        assert fleet.view(MODEL).requests.tolist() == [8, 0]
-        assert decision.replica == replica(1)
-        assert decision.why == clause(decision, 1, 2, "decode")
-        assert decide(fleet, "least_request", chat(1000, 200)).replica == replica(2)
 
-    def test_that_a_replica_decoded_slower_than_predicted_is_said(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        for _ in range(50):
-            fleet.decoded(replica(2), 2.0, 4.0)
-        fleet.put(state(2, A10, clock))
-        decision = decide(fleet, "completion", chat(100, 100))
-        assert decision.why == clause(decision, 1, 2, "decode")
+def test_many_short_prompts_fit_a_short_context() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    fleet.put(state(1, H100, clock, max_model_len=4_096))
+    profile = replace(chat(10_000, 100), sequences=4, longest_share=0.25)
+    decision = decide(fleet, "completion", profile)
+    assert (decision.replica, decision.second) == (replica(1), replica(2))
 
-    def test_an_idle_slow_replica_beats_a_fast_one_that_is_too_busy(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        for _ in range(8):
-            fleet.dispatch(replica(1), chat(30_000, 300))
-        decision = decide(fleet, "completion", chat(100, 100))
-        assert decision.replica == replica(2)
-        assert decision.why == clause(decision, 2, 1, "prefill")
 
-    def test_a_long_queue_beats_a_full_kv_cache_that_frees_late(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.dispatch(replica(1), chat(41_500, 4000))
-        clock.advance(15.0)
-        for _ in range(4):
-            fleet.dispatch(replica(2), chat(1000, 100))
-        decision = decide(fleet, "completion", chat(1000, 100))
-        assert fleet.view(MODEL).waiting.tolist() == [0, 4]
-        assert decision.replica == replica(2)
-        assert decision.prediction.admission[0] > decision.prediction.ttft[1]
-        assert decision.why == clause(decision, 2, 1, "admission")
+def test_answer_ends_at_the_end_of_the_context() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, max_model_len=4_096))
+    for bound in (None, 2_000):
+        profile = chat(4_090, bound)
+        decision = decide(fleet, "completion", profile)
+        assert decision.prediction.output_tokens <= 6
+        fleet.dispatch(replica(1), profile)
+    sequences = fleet.sequences(fleet.view(MODEL))
+    assert max(sequences.remaining) <= 6
 
-    def test_a_full_kv_cache_that_frees_soon_beats_a_long_queue(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.dispatch(replica(1), chat(41_500, 100))
-        clock.advance(13.0)
-        for _ in range(8):
-            fleet.dispatch(replica(2), chat(4000, 100))
-        decision = decide(fleet, "completion", chat(1000, 100))
-        assert decision.prediction.admission[0] > 0
-        assert decision.replica == replica(1)
-        assert decision.why == clause(decision, 1, 2, "prefill")
 
-    def test_a_free_place_beats_a_full_batch(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.dispatch(replica(1), chat(100, 2000, sequences=256))
-        fleet.dispatch(replica(2), chat(100, 2000))
-        clock.advance(1.0)
-        decision = decide(fleet, "completion", chat(10, 10))
-        assert decision.why == clause(decision, 2, 1, "admission")
+def test_prompt_that_fits_nowhere_is_still_sent() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    decision = decide(fleet, "completion", chat(100_000, 100))
+    assert decision.predicted_completion < float("inf")
 
-    def test_a_slower_prefill_is_named(self) -> None:
-        decision = decide(fleet_of(ManualClock(), H100, A10), "completion", embedding(1000))
-        assert decision.why == (
-            "r1 finishes it in 44.5 ms, r2 in 0.29 s: there prefill takes 0.24 s more"
-        )
 
-    def test_a_prompt_goes_where_it_fits(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.put(state(1, A10, clock, max_model_len=4_096))
-        fleet.dispatch(replica(2), chat(9_000, 500))
-        decision = decide(fleet, "completion", chat(8_000, 100))
-        assert decision.replica == replica(2)
-        assert decision.why.endswith("no other replica could hold a prompt that long")
+def test_reason_names_the_step_in_progress() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(100, 500))
+    clock.advance(1.0)
+    why = decide(fleet, "completion", embedding(10)).why
+    assert why.endswith(": there the step in progress takes 14.5 ms more")
 
-    @pytest.mark.parametrize(
-        "profile",
-        [
-            replace(chat(10_000, 100), sequences=4),
-            replace(embedding(10_000), longest_share=0.5),
-            replace(chat(20_000, 100), sequences=8, longest_share=0.25),
-        ],
-        ids=["one prompt, n=4", "embeddings", "prompts of different lengths"],
+
+def test_empty_replica_is_preferred_for_equal_completions() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    fleet.dispatch(replica(1), chat(3000, 500))
+    assert decide(fleet, "completion", chat(100, 10)).replica == replica(2)
+
+
+def test_later_completion_wins_if_others_lose_less() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(30):
+        fleet.dispatch(replica(1), chat(1000, 2000))
+    for prompt in (1000, 1000, 1000, 37_000):
+        fleet.dispatch(replica(2), chat(prompt, 2000))
+    clock.advance(13.0)
+    decision = decide(fleet, "completion", chat(500, 100))
+    completion = decision.prediction.completion
+    assert decision.replica == replica(2)
+    assert completion[0] < completion[1]
+    assert f"r1 already in {completion[0]:.2f} s, but costs the requests in flight" in decision.why
+
+
+def test_reason_names_a_draw_among_equal_replicas() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10, A10, A10)
+    decision = decide(fleet, "completion", chat(100, 10))
+    assert f"finishes it in {finish(decision, 1)}, " in decision.why
+    assert decision.why.endswith(": as good as equal, so one was drawn at random")
+
+
+def test_reason_names_the_only_replica() -> None:
+    decision = decide(fleet_of(ManualClock(), A10), "completion", chat(100, 10))
+    assert decision.why == (
+        f"r1 finishes it in {finish(decision, 1)}; no other replica could serve it"
     )
-    def test_every_prompt_must_fit(self, profile: RequestProfile) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        fleet.put(state(1, H100, clock, max_model_len=4_096))
-        decision = decide(fleet, "completion", profile)
-        assert (decision.replica, decision.second) == (replica(2), None)
-
-    def test_many_short_prompts_fit_where_one_as_long_does_not(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, H100, A10)
-        fleet.put(state(1, H100, clock, max_model_len=4_096))
-        profile = replace(chat(10_000, 100), sequences=4, longest_share=0.25)
-        decision = decide(fleet, "completion", profile)
-        assert (decision.replica, decision.second) == (replica(1), replica(2))
-
-    def test_an_answer_ends_where_the_context_does(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10)
-        fleet.put(state(1, A10, clock, max_model_len=4_096))
-        for bound in (None, 2_000):
-            profile = chat(4_090, bound)
-            decision = decide(fleet, "completion", profile)
-            assert decision.prediction.output_tokens <= 6
-            fleet.dispatch(replica(1), profile)
-        sequences = fleet.sequences(fleet.view(MODEL))
-        assert max(sequences.remaining) <= 6
-
-    def test_a_prompt_that_fits_nowhere_is_sent_all_the_same(self) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10)
-        decision = decide(fleet, "completion", chat(100_000, 100))
-        assert decision.predicted_completion < float("inf")
-
-    def test_the_step_in_progress_is_named(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        fleet.dispatch(replica(1), chat(100, 500))
-        clock.advance(1.0)
-        why = decide(fleet, "completion", embedding(10)).why
-        assert why.endswith(": there the step in progress takes 14.5 ms more")
-
-    def test_it_prefers_the_empty_one_of_two_that_finish_alike(self) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10)
-        fleet.dispatch(replica(1), chat(3000, 500))
-        assert decide(fleet, "completion", chat(100, 10)).replica == replica(2)
-
-    def test_where_others_would_lose_more_the_later_one_is_better(self) -> None:
-        clock = ManualClock()
-        fleet = fleet_of(clock, A10, A10)
-        for _ in range(30):
-            fleet.dispatch(replica(1), chat(1000, 2000))
-        for prompt in (1000, 1000, 1000, 37_000):
-            fleet.dispatch(replica(2), chat(prompt, 2000))
-        clock.advance(13.0)
-        decision = decide(fleet, "completion", chat(500, 100))
-        completion = decision.prediction.completion
-        assert decision.replica == replica(2)
-        assert completion[0] < completion[1]
-        assert (
-            f"r1 already in {completion[0]:.2f} s, but costs the requests in flight" in decision.why
-        )
-
-    def test_equals_are_drawn_at_random_and_say_so(self) -> None:
-        fleet = fleet_of(ManualClock(), A10, A10, A10, A10)
-        decision = decide(fleet, "completion", chat(100, 10))
-        assert f"finishes it in {finish(decision, 1)}, " in decision.why
-        assert decision.why.endswith(": as good as equal, so one was drawn at random")
-
-    def test_the_only_one_says_so(self) -> None:
-        decision = decide(fleet_of(ManualClock(), A10), "completion", chat(100, 10))
-        assert decision.why == (
-            f"r1 finishes it in {finish(decision, 1)}; no other replica could serve it"
-        )
 
 
 def finish(decision: Decision, number: int) -> str:
@@ -456,7 +476,7 @@ def clause(decision: Decision, first: int, second: int, term: str) -> str:
     )
 
 
-def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
+def test_decision_names_stale_digests_of_other_routers() -> None:
     clock = ManualClock()
     fleet, other = fleet_of(clock, A10, A10), fleet_of(clock, A10, A10)
     other.dispatch(replica(1), chat(1000, 100))
@@ -474,7 +494,7 @@ def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_cost_to_others_counts_in_full_where_nobody_sees_a_first_token(streamed: bool) -> None:
+def test_cost_to_others_counts_in_full_without_streaming(streamed: bool) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, H100, A10)
     for _ in range(60):

@@ -116,7 +116,7 @@ class System:
         self.on[name] = decision.replica, ticket
 
 
-def test_a_request_waits_until_its_replica_can_carry_it_to_its_end() -> None:
+def test_request_waits_until_its_replica_has_room() -> None:
     system = System()
     system.fill()
     system.come("second")
@@ -129,7 +129,7 @@ def test_a_request_waits_until_its_replica_can_carry_it_to_its_end() -> None:
     assert len(system.queue) == 0
 
 
-def test_nothing_waits_where_there_is_room() -> None:
+def test_no_request_waits_while_replicas_have_room() -> None:
     system = System()
     for name in "abcdef":
         system.come(name, prompt=50)
@@ -137,7 +137,7 @@ def test_nothing_waits_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize(("answers", "fit"), [((600,) * 5, 15), ((60, 60, 60, 60, 2760), 17)])
-def test_of_many_at_once_as_many_go_as_fit_until_they_end(
+def test_simultaneous_requests_start_up_to_the_peak_of_kv_pressure(
     answers: tuple[int], fit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of one length grow together; where most end soon, there is room for more."""
@@ -150,13 +150,13 @@ def test_of_many_at_once_as_many_go_as_fit_until_they_end(
     assert len(system.gone) == fit
 
 
-def test_a_request_larger_than_all_is_not_kept_from_an_idle_replica() -> None:
+def test_request_larger_than_the_kv_cache_starts_on_an_idle_replica() -> None:
     system = System()
     system.come("huge", prompt=60_000)
     assert system.gone == ["huge"]
 
 
-def test_nothing_waits_for_a_replica_that_was_not_heard_of_lately() -> None:
+def test_no_request_waits_for_a_stale_replica() -> None:
     system = System()
     system.come("first")
     system.clock.advance(10.0)
@@ -165,7 +165,7 @@ def test_nothing_waits_for_a_replica_that_was_not_heard_of_lately() -> None:
 
 
 @pytest.mark.parametrize("figures", [{"measured": False}, {"kv_tokens": 0}])
-def test_nor_for_one_that_is_not_known_well(figures: dict[str, float]) -> None:
+def test_no_request_waits_for_a_replica_of_unknown_capacity(figures: dict[str, float]) -> None:
     system = System()
     system.come("first")
     system.poll(**figures)
@@ -173,7 +173,7 @@ def test_nor_for_one_that_is_not_known_well(figures: dict[str, float]) -> None:
     assert system.gone == ["first", "second"]
 
 
-def test_what_fits_may_pass_what_does_not_but_not_for_ever() -> None:
+def test_small_request_passes_a_large_request_only_within_the_bound() -> None:
     system = System()
     system.fill()
     system.come("large")
@@ -187,7 +187,7 @@ def test_what_fits_may_pass_what_does_not_but_not_for_ever() -> None:
     assert system.gone == ["first", "small", "large", "late"]
 
 
-def test_another_replica_that_has_room_is_found() -> None:
+def test_queued_request_moves_to_another_replica_with_room() -> None:
     system = System(replicas=2)
     system.come("a")
     system.come("b")
@@ -201,7 +201,7 @@ def test_another_replica_that_has_room_is_found() -> None:
     assert system.on["c"][0] in other
 
 
-def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first() -> None:
+def test_queue_is_ordered_by_priority_then_due_time_then_arrival() -> None:
     system = System()
     system.come("first")
     system.come("a")
@@ -214,7 +214,7 @@ def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first(
     assert system.gone == ["first", "urgent", "due", "a", "b", "batch"]
 
 
-def test_nobody_passes_a_higher_priority() -> None:
+def test_no_request_passes_a_higher_priority() -> None:
     system = System()
     system.come("first")
     system.come("urgent", priority=1)
@@ -238,7 +238,7 @@ def test_tenants_take_turns_by_what_their_requests_cost() -> None:
     assert {*system.gone[1:5]} == {"many-0", "many-1", "few-0", "few-1"}
 
 
-def test_who_waited_too_long_is_refused() -> None:
+def test_request_that_waited_too_long_is_refused_before_envoys_timeout() -> None:
     system = System(longest_s=60)
     system.come("first")
     system.come("second")
@@ -251,7 +251,7 @@ def test_who_waited_too_long_is_refused() -> None:
     assert len(system.queue) == 0
 
 
-def test_request_is_not_refused_while_a_replica_could_start_it() -> None:
+def test_refusal_frees_the_place_that_the_request_reserved() -> None:
     """The refusal of the first request frees the place that it reserved."""
     system = System(longest_s=60)
     system.fill()
@@ -288,7 +288,7 @@ def test_few_of_many_refusals_at_once_are_decided_anew() -> None:
     assert len(decided) < 20
 
 
-def test_there_are_no_more_than_may_wait() -> None:
+def test_full_queue_refuses_a_request() -> None:
     system = System(most=2)
     system.come("first")
     system.come("a")
@@ -299,7 +299,7 @@ def test_there_are_no_more_than_may_wait() -> None:
 
 
 @pytest.mark.parametrize(("settings", "names"), [({"most": 1}, "abc"), ({"longest_s": 3}, "ab")])
-def test_no_request_is_refused_while_a_replica_could_start_it(
+def test_request_starts_on_a_slow_replica_before_it_is_refused(
     settings: dict[str, int], names: str
 ) -> None:
     """A slow replica idles, for each queued request expects to end sooner on the fast one."""
@@ -319,14 +319,14 @@ def test_no_request_is_refused_while_a_replica_could_start_it(
     assert system.on[names[-1]][0] == replica(2)
 
 
-def test_with_no_time_to_wait_none_does() -> None:
+def test_longest_s_0_turns_the_queue_off() -> None:
     system = System(longest_s=0)
     system.come("first")
     system.come("second")
     assert system.gone == ["first", "second"]
 
 
-def test_who_hangs_up_leaves() -> None:
+def test_request_of_a_client_that_hangs_up_leaves_the_queue() -> None:
     system = System()
     system.come("first")
     waiting = system.come("second")
@@ -337,7 +337,7 @@ def test_who_hangs_up_leaves() -> None:
     assert system.gone == ["first", "third"]
 
 
-def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> None:
+def test_queue_of_one_model_does_not_delay_another_model() -> None:
     system = System(replicas=2)
     system.poll(2, models=("other",))
     system.come("first")
@@ -350,7 +350,7 @@ def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> 
     assert system.gone == ["first", "other", "next"]
 
 
-def test_nor_one_who_waits_for_a_full_replica_from_an_idle_one() -> None:
+def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
     """Twenty wait for the replica that holds their responses."""
     system = System(replicas=2)
     system.come("first", holder=1)
@@ -360,7 +360,7 @@ def test_nor_one_who_waits_for_a_full_replica_from_an_idle_one() -> None:
     assert system.gone == ["first", "other"]
 
 
-def test_a_prompt_that_no_replica_could_ever_hold_does_not_wait() -> None:
+def test_prompt_that_no_replica_can_hold_does_not_wait() -> None:
     system = System()
     system.come("first")
     system.come("endless", prompt=100_000)
@@ -377,7 +377,7 @@ def test_a_prompt_that_no_replica_could_ever_hold_does_not_wait() -> None:
     ],
     ids=["sequences", "prompts"],
 )
-def test_one_that_no_replica_can_hold_at_a_time_does_not_wait(wide: RequestProfile) -> None:
+def test_request_with_more_parts_than_a_batch_does_not_wait(wide: RequestProfile) -> None:
     """An engine begins with some of its parts."""
     system = System()
     system.come("first", prompt=100, answer=2000)
@@ -386,7 +386,7 @@ def test_one_that_no_replica_can_hold_at_a_time_does_not_wait(wide: RequestProfi
     assert system.queue.admit(decision)
 
 
-def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew(
+def test_arrival_and_end_at_a_full_batch_decide_few_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     system = System()
@@ -408,7 +408,7 @@ def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew
     assert len(decided) <= 3, "the newcomer, who goes, and who is next"
 
 
-def test_one_request_beyond_the_limit_of_a_batch_shows_a_limit_learned_too_low() -> None:
+def test_one_request_beyond_a_full_batch_reveals_a_larger_batch() -> None:
     system = System()
     system.poll(max_num_seqs=4, kv_usage=0.05)
     for name in "abcdefg":
@@ -423,7 +423,7 @@ def test_one_request_beyond_the_limit_of_a_batch_shows_a_limit_learned_too_low()
     assert system.gone == [*"abcdef"]
 
 
-def test_requests_wait_for_all_that_are_queued_before_them_where_places_are_short() -> None:
+def test_expected_wait_counts_all_queued_requests_ahead_at_a_full_batch() -> None:
     system = System()
     system.poll(max_num_seqs=4, kv_usage=0.05)
     arrivals = [system.come(str(number), prompt=50) for number in range(30)]
@@ -434,7 +434,7 @@ def test_requests_wait_for_all_that_are_queued_before_them_where_places_are_shor
     assert later == pytest.approx(cost, rel=0.05)
 
 
-def test_a_request_that_no_replica_served_at_first_counts_in_expected_waits() -> None:
+def test_expected_wait_counts_a_request_that_was_unserved_at_first() -> None:
     system = System()
     system.fill()
     profile = RequestProfile(Endpoint.CHAT, MODEL, MOST, MOST, 100)
@@ -454,7 +454,7 @@ def test_a_request_that_no_replica_served_at_first_counts_in_expected_waits() ->
     assert behind.wait_s > first.wait_s + 0.1
 
 
-def test_an_error_is_that_requests_alone() -> None:
+def test_error_of_a_decision_affects_its_request_alone() -> None:
     system = System()
     system.come("first")
     waiting = system.come("broken")
@@ -470,7 +470,7 @@ def test_an_error_is_that_requests_alone() -> None:
     assert str(system.refused["broken"]) == "broken"
 
 
-def test_when_polls_stop_all_go() -> None:
+def test_all_queued_requests_start_when_polls_stop() -> None:
     system = System()
     system.come("first")
     for number in range(100):
@@ -481,7 +481,7 @@ def test_when_polls_stop_all_go() -> None:
     assert len(system.queue) == 0
 
 
-def test_tenants_come_and_go() -> None:
+def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
     """Their names may be of users, of whom there are many."""
     shares = Shares(0.0)
     for number in range(50_000):
@@ -490,14 +490,14 @@ def test_tenants_come_and_go() -> None:
     assert shares.tag(("m", 0, "often")) > shares.tag(("m", 0, "new"))
 
 
-def test_what_a_tenant_got_counts_from_the_start() -> None:
+def test_recent_share_counts_from_the_start_of_the_process() -> None:
     """On a machine whose clock has run for a month."""
     shares = Shares(3e6)
     shares.charge(("m", 0, "first"), 30.0)
     assert shares.recent(3e6 + 1.0)["first"] == pytest.approx(30.0, rel=0.1)
 
 
-def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_yet() -> None:
+def test_room_includes_the_growth_of_long_answers() -> None:
     system = System()
     came = [system.come(str(number), prompt=20, answer=4000) for number in range(40)]
     assert 10 < len(system.gone) < 30  # 42,000 tokens
@@ -507,7 +507,7 @@ def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_ye
     )
 
 
-def test_what_has_to_be_complete_is_due_by_the_time_it_decodes() -> None:
+def test_due_time_of_a_completion_target_excludes_the_decode_time() -> None:
     system = System()
     system.come("first")
     system.come("token", ttft_s=1.0)
@@ -518,7 +518,7 @@ def test_what_has_to_be_complete_is_due_by_the_time_it_decodes() -> None:
     assert system.gone == ["first", "long", "token", "short"]
 
 
-def test_it_is_told_who_waits_and_who_got_how_much() -> None:
+def test_queue_counts_requests_by_objective_and_shares_by_tenant() -> None:
     system = System()
     system.come("first", tenant="many")
     for number in range(6):
@@ -535,7 +535,7 @@ def test_it_is_told_who_waits_and_who_got_how_much() -> None:
     assert not system.queue.shares()
 
 
-def test_it_is_told_why_one_waits() -> None:
+def test_queued_request_names_its_replica_and_expected_wait() -> None:
     system = System()
     system.come("first")
     full, behind = system.come("full"), system.come("behind", prompt=500, priority=-1)
@@ -548,7 +548,7 @@ def test_it_is_told_why_one_waits() -> None:
     assert 0.0 < float(soon[1]) < float(later[1])
 
 
-def test_what_is_refused_when_it_is_decided_anew_costs_its_tenant_nothing() -> None:
+def test_refused_request_is_not_charged_to_its_tenant() -> None:
     system = System()
     system.come("first")
     refused = system.come("refused", tenant="few")

@@ -28,7 +28,7 @@ def later(decision: Decision) -> float:
 
 
 @pytest.mark.parametrize("policy", ["completion", "least_request", "round_robin"])
-def test_it_stays_whatever_the_policy(policy: str) -> None:
+def test_session_stays_with_its_replica_under_every_policy(policy: str) -> None:
     fleet = fleet_of(ManualClock(), A10, A10, A10)
     fleet.sessions.record("s", replica(2))
     for _ in range(6):
@@ -40,7 +40,7 @@ def test_it_stays_whatever_the_policy(policy: str) -> None:
         fleet.dispatch(replica(2), chat(10, 10))
 
 
-def test_it_costs_at_most_so_many_seconds() -> None:
+def test_session_moves_if_staying_costs_more_than_session_cost_s() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.sessions.record("s", replica(2))
     while decide(fleet, 0.5).replica == replica(2):
@@ -55,7 +55,7 @@ def test_it_costs_at_most_so_many_seconds() -> None:
     assert (stays.replica, later(stays) > 0.5) == (replica(2), True)
 
 
-def test_a_session_that_moved_stays_where_it_went() -> None:
+def test_moved_session_stays_with_its_new_replica() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.sessions.record("s", replica(2))
     for _ in range(20):
@@ -66,7 +66,7 @@ def test_a_session_that_moved_stays_where_it_went() -> None:
 
 
 @pytest.mark.parametrize("figures", [{"draining": True}, {"healthy": False}])
-def test_it_is_never_held_to_one_that_is_dead_or_drains(figures: dict[str, bool]) -> None:
+def test_session_leaves_a_replica_that_is_dead_or_drains(figures: dict[str, bool]) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, H100)
     fleet.sessions.record("s", replica(2))
@@ -78,7 +78,7 @@ def test_it_is_never_held_to_one_that_is_dead_or_drains(figures: dict[str, bool]
     assert decide(fleet, 1_000.0).replica == replica(1)
 
 
-def test_a_prompt_that_does_not_fit_there_goes_elsewhere() -> None:
+def test_prompt_too_long_for_the_session_goes_elsewhere() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(2, A10, clock, max_model_len=500))
@@ -86,7 +86,7 @@ def test_a_prompt_that_does_not_fit_there_goes_elsewhere() -> None:
     assert decide(fleet, 1_000.0).replica == replica(1)
 
 
-def test_a_stored_response_comes_first() -> None:
+def test_stored_response_precedes_the_session() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.sessions.record("s", replica(2))
     fleet.responses.remember("resp_1", replica(1))
@@ -96,7 +96,7 @@ def test_a_stored_response_comes_first() -> None:
     assert (decision.replica, decision.policy) == (replica(1), "holder")
 
 
-def test_a_session_keeps_the_model_that_it_drew() -> None:
+def test_session_keeps_the_model_that_was_drawn() -> None:
     fleet = fleet_of(ManualClock(), A10)
     fleet.put(state(2, A10, ManualClock(), models=("next",)))
     fleet.members.names = ModelNames({"canary": {"llama": 1.0, "next": 1.0}})
@@ -117,11 +117,11 @@ def test_a_session_keeps_the_model_that_it_drew() -> None:
         ({"cookie": ";;=;"}, ""),
     ],
 )
-def test_a_header_names_it_or_a_cookie(headers: dict[str, str], session: str) -> None:
+def test_session_id_is_read_from_header_or_cookie(headers: dict[str, str], session: str) -> None:
     assert session_of(headers, "X-Session", "sid") == session
     assert session_of(headers, None, None) == ""
 
 
-def test_each_model_of_a_session_has_its_replica() -> None:
+def test_session_key_differs_by_model_and_has_a_fixed_length() -> None:
     assert session_key("s", "a") != session_key("s", "b")
     assert len(session_key("s" * 10_000, "m")) == 32

@@ -47,7 +47,7 @@ def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Deci
     return decision
 
 
-def test_the_fast_replica_is_left_to_others_where_the_slow_one_is_in_time() -> None:
+def test_completion_target_leaves_the_fast_replica_to_others() -> None:
     router = router_of(slow_and_fast())
     without = decide(router, of())
     assert (without.replica, without.policy) == (FAST, "completion")
@@ -60,14 +60,14 @@ def test_the_fast_replica_is_left_to_others_where_the_slow_one_is_in_time() -> N
     assert "1 of 2 meet its target; r2 finishes it in" in tight.why
 
 
-def test_so_it_is_by_the_time_for_each_token() -> None:
+def test_tpot_target_leaves_the_fast_replica_to_others() -> None:
     router = router_of(slow_and_fast())
     slow, fast = decide(router, of()).prediction.decode / 99
     assert decide(router, of(tpot_s=slow * 1.1)).replica == SLOW
     assert decide(router, of(tpot_s=(slow + fast) / 2)).replica == FAST
 
 
-def test_all_targets_are_to_be_met() -> None:
+def test_all_targets_must_be_met() -> None:
     router = router_of(slow_and_fast())
     prediction = decide(router, of()).prediction
     first, _ = prediction.ttft
@@ -75,14 +75,14 @@ def test_all_targets_are_to_be_met() -> None:
     assert decide(router, of(completion_s=60.0, ttft_s=first * 0.9)).replica == FAST
 
 
-def test_where_none_is_in_time_it_goes_where_it_would_without_a_target() -> None:
+def test_request_that_misses_its_target_everywhere_follows_the_policy() -> None:
     router = router_of(slow_and_fast())
     decision = decide(router, of(completion_s=0.01))
     assert decision.replica == FAST
     assert decision.why.startswith("no replica meets its target; r2 finishes it in")
 
 
-def test_for_the_first_token_alone_it_is_moved_only_if_late() -> None:
+def test_ttft_target_overrides_the_policy_only_if_late() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, H100, H100)
     for _ in range(20):
@@ -93,7 +93,7 @@ def test_for_the_first_token_alone_it_is_moved_only_if_late() -> None:
     assert [decide(router, of(ttft_s=60.0)).replica for _ in range(2)] == [replica(2), replica(1)]
 
 
-def test_what_has_waited_has_less_time_left() -> None:
+def test_time_in_the_queue_counts_towards_the_target() -> None:
     router = router_of(slow_and_fast())
     slow, _ = decide(router, of()).prediction.completion
     aim = of(completion_s=slow * 1.1)
@@ -101,7 +101,7 @@ def test_what_has_waited_has_less_time_left() -> None:
     assert decide(router, aim, waited=slow * 0.2).replica == FAST
 
 
-def test_a_router_that_is_often_wrong_leaves_more_to_spare() -> None:
+def test_prediction_errors_enlarge_the_safety_margin() -> None:
     router = router_of(slow_and_fast())
     before = decide(router, of())
     slow, _ = before.prediction.completion
@@ -117,7 +117,7 @@ def test_a_router_that_is_often_wrong_leaves_more_to_spare() -> None:
     assert decide(router, aim).replica == SLOW
 
 
-def test_a_replica_that_cannot_hold_the_prompt_meets_nothing() -> None:
+def test_replica_that_cannot_hold_the_prompt_meets_no_target() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, H100)
     fleet.put(state(1, A10, clock, max_model_len=500))
@@ -125,26 +125,26 @@ def test_a_replica_that_cannot_hold_the_prompt_meets_nothing() -> None:
         assert decide(router_of(fleet), aim).replica == FAST
 
 
-def test_nothing_is_generated_and_so_nothing_is_late() -> None:
+def test_request_that_generates_nothing_meets_its_tpot_target() -> None:
     router = router_of(slow_and_fast())
     profile = replace(of(tpot_s=0.001), sequences=0)
     assert "meet its target" in decide(router, profile).why
 
 
 @pytest.mark.parametrize("policy", ["least_request", "lmetric", "queue_kv", "random"])
-def test_other_policies_are_led_too(policy: str) -> None:
+def test_target_overrides_other_policies(policy: str) -> None:
     router = router_of(fleet_of(ManualClock(), A10, H100), policy)
     first = decide(router_of(router.fleet), of()).prediction.ttft[0]
     assert {decide(router, of(ttft_s=first * 0.9)).replica for _ in range(10)} == {FAST}
 
 
-def test_a_policy_that_looks_at_two_alone_is_led_to_the_one_that_meets_it() -> None:
+def test_target_reaches_a_replica_that_power_of_two_did_not_draw() -> None:
     router = router_of(fleet_of(ManualClock(), *[A10] * 9, H100), "power_of_two")
     first = decide(router_of(router.fleet), of()).prediction.ttft[0]
     assert {decide(router, of(ttft_s=first * 0.9)).replica for _ in range(30)} == {replica(10)}
 
 
-def test_its_session_comes_first() -> None:
+def test_session_precedes_the_target() -> None:
     fleet = fleet_of(ManualClock(), A10, H100)
     fleet.sessions.record("s", FAST)
     decision = decide(router_of(fleet), replace(of(completion_s=60.0), session="s"))
