@@ -1,3 +1,5 @@
+"""Admin addresses guard their pages by token and TLS, and read renewed files by themselves."""
+
 import asyncio
 import shutil
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from tests.waiting import PATIENCE_S
 
 TOKEN = "an-example"
 write = Path.write_text
-OPEN, CLOSED = ("/livez", "/healthz", "/readyz", "/public"), ("/metrics", "/private", "/none")
+WRONG = ("", "Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é")
+WITHOUT_TOKEN = ("/livez", "/healthz", "/readyz", "/public")
+WITH_TOKEN = {"/metrics": 200, "/private": 200, "/none": 404}
 
 
 async def hello(_: web.Request) -> web.Response:
@@ -46,17 +50,17 @@ async def status(url: str, authorization: str = "") -> int:
 
 async def test_token_is_needed_for_all_but_health_and_public_pages(file: Path) -> None:
     async with serving(AdminSettings(token_file=file)) as address:
-        for path in OPEN:
+        for path in WITHOUT_TOKEN:
             assert await status(f"http://{address}{path}") == 200
-        for path in CLOSED:
+        for path, expected in WITH_TOKEN.items():
             url = f"http://{address}{path}"
-            wrong = ("", "Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é")
-            assert {await status(url, one) for one in wrong} == {401}
-            right = {await status(url, f"{scheme} {TOKEN}") for scheme in ("Bearer", "bearer")}
-            assert right == {404 if path == "/none" else 200}
+            for wrong in WRONG:
+                assert await status(url, wrong) == 401
+            for scheme in ("Bearer", "bearer"):
+                assert await status(url, f"{scheme} {TOKEN}") == expected
 
 
-async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> None:
+async def test_changed_token_replaces_the_old_one(file: Path, logged: Logged) -> None:
     async with serving(AdminSettings(token_file=file)) as address:
         url = f"http://{address}/metrics"
         write(file, "another-one")
@@ -73,12 +77,14 @@ async def test_changed_token_holds_from_then_on(file: Path, logged: Logged) -> N
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "problem"),
     [(Path.unlink, "No such file"), (lambda file: file.write_text(" \n"), "holds no token")],
 )
-async def test_bad_token_file(file: Path, spoil: Callable[[Path], object], said: str) -> None:
+async def test_unusable_token_file_stops_the_start(
+    file: Path, spoil: Callable[[Path], object], problem: str
+) -> None:
     spoil(file)
-    with pytest.raises(ValueError, match=rf"admin\.token_file: .*{said}"):
+    with pytest.raises(ValueError, match=rf"admin\.token_file: .*{problem}"):
         await serving(AdminSettings(token_file=file)).__aenter__()
 
 
@@ -106,7 +112,7 @@ async def test_client_that_hangs_up_leaves_no_log_line(caplog: pytest.LogCapture
     assert caplog.records == []
 
 
-async def reached(address: str, cert: Path) -> bool:
+async def trusts(address: str, cert: Path) -> bool:
     connector = aiohttp.TCPConnector(ssl=trusting(cert))
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
@@ -118,15 +124,17 @@ async def reached(address: str, cert: Path) -> bool:
 
 async def test_first_certificate_of_a_chain_is_trusted_alone(tmp_path: Path) -> None:
     between = Authority(tmp_path / "between", Authority(tmp_path / "root"))
-    (ours, key), (others, _) = between.sign("ours"), between.sign("others")
-    for one in (ours, others):
-        one.write_text(one.read_text() + between.file.read_text())
-    async with serving(AdminSettings(tls_cert=ours, tls_key=key)) as address:
-        assert await reached(address, ours)
-        assert not await reached(address, others)
+    (used, key), (other, _) = between.sign("used"), between.sign("other")
+    for chain in (used, other):
+        chain.write_text(chain.read_text() + between.file.read_text())
+    async with serving(AdminSettings(tls_cert=used, tls_key=key)) as address:
+        assert await trusts(address, used)
+        assert not await trusts(address, other)
 
 
-async def test_renewed_certificate_is_shown(tmp_path: Path, logged: Logged) -> None:
+async def test_renewed_certificate_is_used_without_a_restart(
+    tmp_path: Path, logged: Logged
+) -> None:
     authority = Authority(tmp_path / "authority")
     files = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key"}
 
@@ -138,12 +146,12 @@ async def test_renewed_certificate_is_shown(tmp_path: Path, logged: Logged) -> N
 
     first = put("first")
     async with serving(AdminSettings(**files)) as address:
-        assert await reached(address, first)
+        assert await trusts(address, first)
         second = put("second")
-        assert await reached(address, second)
-        assert not await reached(address, first)
+        assert await trusts(address, second)
+        assert not await trusts(address, first)
         files["tls_key"].write_text("none")
-        assert await reached(address, second)
+        assert await trusts(address, second)
         (line,) = logged.lines(
             "certificate cannot be used: keeping the last usable content, if any, and retrying"
         )
@@ -154,23 +162,25 @@ async def test_renewed_certificate_is_shown(tmp_path: Path, logged: Logged) -> N
 
 @pytest.mark.parametrize("command", ["serve", "poll", "check"])
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "problem"),
     [
         ({"token_file": "none"}, "admin.token_file: none: No such file"),
         ({"tls_cert": "none", "tls_key": "none"}, "admin.tls_cert: none: No such file"),
         ({"tls_cert": "none"}, "tls_cert and tls_key go together"),
     ],
 )
-def test_unusable_file_is_named(
-    command: str, given: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+def test_unusable_file_stops_a_command_with_its_name(
+    command: str, settings: dict[str, str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ports = ("--serve.admin=127.0.0.1:0", "--poll.admin=127.0.0.1:0")
-    files = (f"--admin.{name}={file}" for name, file in given.items())
+    files = (f"--admin.{name}={file}" for name, file in settings.items())
     assert main([command, *ports, *files]) == 2
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
-def test_check_warns_of_expired_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_of_an_expired_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
     assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
     assert f"admin.tls_cert: {cert}: certificate has expired" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Replicas needed: as many as there are where they can just do what comes."""
+"""``extproc_replicas_needed`` is the number of replicas that the load keeps busy."""
 
 from dataclasses import replace
 from random import Random
@@ -23,6 +23,7 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
+@pytest.fixture
 def decision(clock: ManualClock) -> Decision:
     profile = replace(chat(500, 200), least_output=200)
     found = Router(fleet_of(clock, A10), "completion", Random(0)).decide(profile)
@@ -30,32 +31,34 @@ def decision(clock: ManualClock) -> Decision:
     return found
 
 
-def demand_of(clock: ManualClock, per_second: int, seconds: int) -> Demand:
-    demand, one = Demand(clock), decision(clock)
+def demand_of(decision: Decision, clock: ManualClock, per_second: int, seconds: int) -> Demand:
+    demand = Demand(clock)
     for _ in range(seconds * per_second):
         clock.advance(1 / per_second)
-        demand.arrived(one)
+        demand.arrived(decision)
     return demand
 
 
-@pytest.mark.parametrize("seconds", [5, 60, 600])  # as soon as a router has started
-def test_twice_the_load_needs_twice_the_replicas(clock: ManualClock, seconds: int) -> None:
-    some, twice = (demand_of(clock, rate, seconds).replicas(()) for rate in (4, 8))
-    assert 0.5 < some < 2.0
-    assert twice / some == pytest.approx(2.0, rel=0.02)
+@pytest.mark.parametrize("seconds", [5, 60, 600])  # even right after the start
+def test_twice_the_load_needs_twice_the_replicas(
+    decision: Decision, clock: ManualClock, seconds: int
+) -> None:
+    simple, double = (demand_of(decision, clock, rate, seconds).replicas(()) for rate in (4, 8))
+    assert 0.5 < simple < 2.0
+    assert double / simple == pytest.approx(2.0, rel=0.02)
 
 
-def test_no_demand_when_nothing_comes(clock: ManualClock) -> None:
-    demand = demand_of(clock, 4, 60)
+def test_demand_fades_when_no_request_arrives(decision: Decision, clock: ManualClock) -> None:
+    demand = demand_of(decision, clock, 4, 60)
     clock.advance(600.0)
     assert demand.replicas(()) == pytest.approx(0.0, abs=1e-3)
     assert Demand(clock).replicas(()) == 0.0
 
 
-def test_waiting_work_should_be_done_in_a_minute(clock: ManualClock) -> None:
-    one = decision(clock)
+def test_queue_is_to_be_cleared_within_a_minute(decision: Decision, clock: ManualClock) -> None:
     waiting = [
-        Waiting(one.profile, one, clock(), lambda _: one, lambda _: None) for _ in range(100)
+        Waiting(decision.profile, decision, clock(), lambda _: decision, lambda _: None)
+        for _ in range(100)
     ]
     needed = Demand(clock).replicas(waiting)
     assert needed == pytest.approx(100 * waiting[0].cost / 60.0)
@@ -63,7 +66,7 @@ def test_waiting_work_should_be_done_in_a_minute(clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("routers", [1, 4])
-def test_model_that_nothing_serves_needs_a_replica(clock: ManualClock, routers: int) -> None:
+def test_each_unserved_model_needs_a_replica(clock: ManualClock, routers: int) -> None:
     waiting = [
         Waiting(replace(chat(500), model=model), None, clock(), lambda _: None, lambda _: None)
         for model in ("a", "b", "b")
@@ -81,15 +84,14 @@ def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: f
         trace.append(TracedRequest(at, prompt, tokens, None))
     fleet = FleetFile(replicas=(ReplicaGroup(name="r", profile=A10, count=replicas),))
     ended = list[Served]()
-    for one in FleetSimulation(fleet, "completion", hold=True).run(trace):
-        if (one.finished or 0.0) >= seconds:
+    for served in FleetSimulation(fleet, "completion", hold=True).run(trace):
+        if (served.finished or 0.0) >= seconds:
             break
-        ended.append(one)
-    # More came than the replicas can do; `ended` is what they did.
+        ended.append(served)
+    assert len(ended) < 0.8 * len(trace)  # the replicas had more work than they could do
     clock = ManualClock(0.0)
     demand = Demand(clock)
-    for one in ended:
-        clock.advance((one.finished or 0.0) - clock())
-        demand.arrived(one.decision)
-    assert len(ended) < 0.8 * len(trace)
+    for served in ended:
+        clock.advance((served.finished or 0.0) - clock())
+        demand.arrived(served.decision)
     assert demand.replicas(()) == pytest.approx(replicas, rel=0.15)

@@ -1,3 +1,5 @@
+"""``extproc explain`` prints decisions and comparisons, and says why if it cannot."""
+
 import json
 import re
 from dataclasses import replace
@@ -45,11 +47,11 @@ def show(router: str, explain: Run) -> Run:
     return partial(explain, "--router", router)
 
 
-def in_words(lines: list[str]) -> str:
+def joined(lines: list[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def compared(lines: list[str]) -> tuple[list[dict[str, str]], list[str]]:
+def candidates(lines: list[str]) -> tuple[list[dict[str, str]], list[str]]:
     at = next(number for number, line in enumerate(lines) if "prefill" in line)
     names = lines[at].split()
     rows = [line.lstrip("> ").split() for line in lines[at + 1 : at + 3]]
@@ -71,13 +73,15 @@ async def test_last_decisions_are_a_table(services: Services, show: Run) -> None
     assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
 
 
-async def test_request_is_compared_fully(services: Services, router: str, explain: Run) -> None:
+async def test_request_shows_all_candidates_with_terms_that_add_up(
+    services: Services, router: str, explain: Run
+) -> None:
     record = decide(services, chat(1234, 50), ID)
     outcome = record.outcome
     outcome.served_by, outcome.status = replica(1), 200
     outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
     lines = await explain("--router", f"http://{router}/", ID)
-    text = in_words(lines)
+    text = joined(lines)
     assert lines[0] == f"request   {ID}"
     for words in (
         "model llama, 1234 prompt tokens",
@@ -89,7 +93,7 @@ async def test_request_is_compared_fully(services: Services, router: str, explai
         assert words in text
     assert [line[:5] for line in lines if line[3:5] in ("r1", "r2")] == [">  r1", "   r2"]
     predictions = record.decision.prediction.completion
-    for cells, predicted in zip(compared(lines)[0], predictions, strict=True):
+    for cells, predicted in zip(candidates(lines)[0], predictions, strict=True):
         terms = [float(cells[name]) for name in ("step", "admit", "prefill", "decode")]
         assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
@@ -102,7 +106,7 @@ async def test_stretch_is_shown_where_predictions_were_off(services: Services, s
         services.fleet.decoded(replica(1), 1.0, 1.5)
     services.fleet.put(next(iter(services.fleet.members)))
     stretch = decide(services, chat(100, 50), "after").decision.situation.view.stretch[0]
-    (first, second), legend = compared(await show("after"))
+    (first, second), legend = candidates(await show("after"))
     assert stretch > 1.2
     assert (first["×"], second["×"]) == (f"{stretch:.2f}", "1.00")
     assert any(line.startswith("×: actual ÷ predicted decode time") for line in legend)
@@ -118,7 +122,7 @@ async def test_adapter_terms_are_shown_for_its_requests(services: Services, show
     assert not any("adapter" in line for line in await show("plain"))
     decision = decide(services, replace(chat(100, 5), model="law"), "adapted").decision
     services.fleet.release(ticket)
-    (first, second), legend = compared(await show("adapted"))
+    (first, second), legend = candidates(await show("adapted"))
     assert (first["replica"], first["adapter"]) == ("r2", "0.000")
     assert (second["replica"], second["adapter"]) == ("r1", "0.100")
     assert "wasted" in second
@@ -149,8 +153,8 @@ async def test_json_is_the_answer_of_the_router(services: Services, show: Run) -
 async def test_more_decisions_than_a_page_are_read(services: Services, show: Run) -> None:
     for number in range(1, 131):
         decide(services, chat(10), f"request-{number}")
-    for asked, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
-        records = json.loads("\n".join(await show("--json", "--last", str(asked))))
+    for last, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
+        records = json.loads("\n".join(await show("--json", "--last", str(last))))
         assert [record["number"] for record in records] == list(range(131 - shown, 131))
 
 
@@ -189,13 +193,13 @@ async def test_alias_and_outcome_are_shown(
     record = decide(services, replace(chat(10), requested_model=asked), ID)
     for name, value in outcome.items():
         setattr(record.outcome, name, value)
-    listed = in_words(await show())
+    listed = joined(await show())
     assert listed.endswith(remark)
     assert listed.count(" [") == bool(remark)
-    assert words in in_words(await show(ID))
+    assert words in joined(await show(ID))
 
 
-async def test_client_text_is_neither_obeyed_nor_too_wide(services: Services, show: Run) -> None:
+async def test_control_characters_of_clients_are_not_printed(services: Services, show: Run) -> None:
     profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
     decide(services, profile, "i" * 128)
     decide(services, replace(embedding(10), stream=True), "")
@@ -203,7 +207,7 @@ async def test_client_text_is_neither_obeyed_nor_too_wide(services: Services, sh
         assert any("?[31m" in line for line in await show(*arguments))
 
 
-async def test_large_fleet_with_long_names_fits_the_page(services: Services, show: Run) -> None:
+async def test_long_names_of_a_large_fleet_are_shortened(services: Services, show: Run) -> None:
     for number in range(3, 60):
         name = f"a-long-name-in-some-namespace-{number}"
         services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
@@ -216,18 +220,14 @@ async def test_large_fleet_with_long_names_fits_the_page(services: Services, sho
     assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
 
 
-async def test_router_without_decisions_says_so(show: Run) -> None:
-    assert await show() == ["no decisions yet"]
-
-
-async def test_unknown_request_is_one_line(router: str, show: Run) -> None:
+async def test_unknown_request_is_an_error_of_one_line(router: str, show: Run) -> None:
     (line,) = await show("nobody", status=1)
     reason = f"the router at http://{router} has no decision about request 'nobody'"
     assert line.startswith(f"extproc explain: {reason}")
 
 
 @pytest.mark.parametrize("command", ["explain", "top"])
-async def test_missing_router_is_one_line(run: Run, command: str) -> None:
+async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     (line,) = await run(command, "--router", address, status=1)
     assert line.startswith(f"extproc {command}: no router answers at http://{address}: ")
@@ -239,7 +239,7 @@ async def test_missing_router_is_one_line(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "seen"),
+    ("body", "problem"),
     [
         ("<html>", "text/html instead of application/json"),
         ("{}", "JSON that is no list of decisions"),
@@ -247,7 +247,9 @@ async def test_missing_router_is_one_line(run: Run, command: str) -> None:
         ('[{"number": 1}]', "cannot be read (Object missing required field `request_id` - at"),
     ],
 )
-async def test_server_that_is_no_router_is_one_line(explain: Run, body: str, seen: str) -> None:
+async def test_server_that_is_no_router_is_an_error_of_one_line(
+    explain: Run, body: str, problem: str
+) -> None:
     kind = "application/json" if body[0] in "{[" else "text/html"
 
     async def answer(_: web.Request) -> web.Response:
@@ -256,10 +258,10 @@ async def test_server_that_is_no_router_is_one_line(explain: Run, body: str, see
     routes = [web.get("/decisions", answer)]
     async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
         (line,) = await explain("--router", address, status=1)
-    assert seen in line
+    assert problem in line
 
 
-async def test_router_of_the_configuration_is_asked(
+async def test_router_comes_from_file_or_environment(
     router: str, explain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "extproc.yaml"
@@ -273,7 +275,7 @@ async def test_router_of_the_configuration_is_asked(
 
 
 @pytest.mark.parametrize("command", ["explain", "top"])
-async def test_router_with_tls_and_a_token_is_asked(
+async def test_token_and_certificate_come_from_the_settings(
     services: Services, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     decide(services, chat(10), ID)

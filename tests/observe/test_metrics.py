@@ -1,3 +1,6 @@
+"""Counters and histograms export like prometheus_client's, and labels of clients stay bounded."""
+
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -7,16 +10,9 @@ from prometheus_client.exposition import generate_latest
 from extproc.observe.metrics import RouterMetrics
 from extproc.observe.tally import Counts, Spread
 
-OWN = "seconds", "Time."
-
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def theirs() -> CollectorRegistry:
     return CollectorRegistry()
 
 
@@ -26,48 +22,40 @@ def page(registry: CollectorRegistry) -> list[str]:
 
 
 def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
-    samples = [one for family in registry.collect() for one in family.samples if one.name == name]
-    return {tuple(one.labels.values()): one.value for one in samples}
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {tuple(one.labels.values()): one.value for one in samples if one.name == name}
 
 
 @pytest.mark.parametrize("counted", [[], [("a", "x")], [("a", "x"), ("b", 'y"\n'), ("a", "x")]])
 def test_counts_export_like_prometheus_counter(
-    counted: list[tuple[str, str]], registry: CollectorRegistry, theirs: CollectorRegistry
+    counted: list[tuple[str, str]], registry: CollectorRegistry
 ) -> None:
-    labels = ["policy", "replica"]
-    counts = Counts("decisions_total", "Decisions.", labels, registry)
-    counter = Counter("decisions_total", "Decisions.", labels, registry=theirs)
-    for labels in map(list, counted):
+    names, model = ["policy", "replica"], CollectorRegistry()
+    counts = Counts("decisions_total", "Decisions.", names, registry)
+    counter = Counter("decisions_total", "Decisions.", names, registry=model)
+    for labels in counted:
         counts.add(*labels)
         counter.labels(*labels).inc()
-    assert page(registry) == page(theirs)
+    assert page(registry) == page(model)
 
 
-def test_spread_is_a_histogram(registry: CollectorRegistry, theirs: CollectorRegistry) -> None:
-    bounds, random = (5e-5, 0.5, 1, 2.5, 100), Random(0)
-    spread = Spread(*OWN, bounds, registry)
-    histogram = Histogram(*OWN, buckets=bounds, registry=theirs)
-    for value in [*bounds, 0.0, 1000.0, *(random.expovariate(1.0) for _ in range(1000))]:
-        spread.observe(value)
-        histogram.observe(value)
-    assert page(registry) == page(theirs)
-
-
-def test_labelled_spread_exports_like_prometheus_histogram(
-    registry: CollectorRegistry, theirs: CollectorRegistry
+@pytest.mark.parametrize("labels", [(), ("model", "objective")])
+def test_spread_exports_like_prometheus_histogram(
+    labels: Sequence[str], registry: CollectorRegistry
 ) -> None:
-    labels = ["model", "objective"]
-    spread = Spread(*OWN, (0.5, 1), registry, labels)
-    histogram = Histogram(*OWN, labels, buckets=(0.5, 1), registry=theirs)
-    assert page(registry) == page(theirs)
-    for value, model, objective in ((0.1, "a", "x"), (0.7, "a", 'y"\n'), (3.0, "a", "x")):
-        spread.observe(value, model, objective)
-        histogram.labels(model, objective).observe(value)
-    assert page(registry) == page(theirs)
+    bounds, random, model = (5e-5, 0.5, 1, 2.5, 100), Random(0), CollectorRegistry()
+    spread = Spread("seconds", "Time.", bounds, registry, labels)
+    histogram = Histogram("seconds", "Time.", labels, buckets=bounds, registry=model)
+    assert page(registry) == page(model)
+    for value in [*bounds, 0.0, 1000.0, *(random.expovariate(1.0) for _ in range(1000))]:
+        given = random.choice((("a", "x"), ("b", 'y"\n'))) if labels else ()
+        spread.observe(value, *given)
+        (histogram.labels(*given) if labels else histogram).observe(value)
+    assert page(registry) == page(model)
 
 
 def test_labels_of_clients_make_a_bounded_number_of_series(registry: CollectorRegistry) -> None:
-    spread = Spread(*OWN, (1,), registry, ["model", "objective"])
+    spread = Spread("seconds", "Time.", (1,), registry, ["model", "objective"])
     for number in [*range(1000), *range(1000)]:
         spread.observe(2.0, f"model {number}", "chat")
     counted = values(registry, "seconds_count")
@@ -85,12 +73,12 @@ def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -
     metrics.set_waiting([], [])
     assert values(registry, waiting) == {("", ""): 0}
     assert values(registry, share) == {}
-    held = [("chat", str(tenant), tenant) for tenant in range(1, 1001)]
-    got = [(str(tenant), float(tenant)) for tenant in range(1, 1001)] * 2  # of two pools
-    metrics.set_waiting(held, got)
-    named = {str(tenant) for tenant in range(996, 1001)}  # those with the most
-    assert {tenant for _, tenant in values(registry, waiting)} == named | {"other", ""}
-    assert {tenant for (tenant,) in values(registry, share)} == named | {"other"}
+    queued = [("chat", str(tenant), tenant) for tenant in range(1, 1001)]
+    used = [(str(tenant), float(tenant)) for tenant in range(1, 1001)] * 2  # of two pools
+    metrics.set_waiting(queued, used)
+    most = {str(tenant) for tenant in range(996, 1001)}
+    assert {tenant for _, tenant in values(registry, waiting)} == most | {"other", ""}
+    assert {tenant for (tenant,) in values(registry, share)} == most | {"other"}
     assert sum(values(registry, waiting).values()) == 500_500
     assert abs(sum(values(registry, share).values()) - 1.0) < 1e-9
 
