@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol."""
+"""A tab of a headless Chromium, driven through its DevTools protocol."""
 
 import asyncio
 import json
@@ -23,18 +23,15 @@ _FLAGS = """--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide
 --remote-debugging-port=0"""
 
 
-class Page:
-    """A tab."""
-
+class BrowserPage:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._numbers = count(1)
-        self.problems: list[str] = []  # of the console, the content security policy and scripts
-        self.requested: list[str] = []  # every address
-        self.received = 0  # pieces of answers
+        self.problems: list[str] = []  # of console, content security policy and scripts
+        self.requested: list[str] = []  # addresses
+        self.received = 0  # pieces of responses
 
-    async def ask(self, method: str, **parameters: object) -> dict[str, Any]:
-        """Gives a command and returns its result."""
+    async def command(self, method: str, **parameters: object) -> dict[str, Any]:
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(PATIENCE_S):
@@ -43,23 +40,23 @@ class Page:
         assert "error" not in message, message["error"]
         return dict(message["result"])
 
-    def _note(self, event: str, about: dict[str, Any]) -> None:
+    def _note(self, event: str, details: dict[str, Any]) -> None:
         if event == "Network.requestWillBeSent":
-            self.requested.append(about["request"]["url"])
+            self.requested.append(details["request"]["url"])
         self.received += event == "Network.dataReceived"
         if event in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
-            self.problems.append(json.dumps(about))
+            self.problems.append(json.dumps(details))
 
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
-            await self.ask(f"{domain}.enable")
-        await self.ask("Page.navigate", url=url)
+            await self.command(f"{domain}.enable")
+        await self.command("Page.navigate", url=url)
         await self.until("document.readyState == 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
-        """Returns an expression of JavaScript, awaited; ``$`` and ``$$`` find elements."""
+        """Value of a JavaScript expression, awaited; ``$`` and ``$$`` find elements."""
         flags = dict.fromkeys(("awaitPromise", "returnByValue", "includeCommandLineAPI"), True)
-        answer = await self.ask("Runtime.evaluate", expression=expression, **flags)
+        answer = await self.command("Runtime.evaluate", expression=expression, **flags)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -70,17 +67,17 @@ class Page:
         event = {"key": key, "windowsVirtualKeyCode": code}
         event |= {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            await self.ask("Input.dispatchKeyEvent", type=kind, **event)
+            await self.command("Input.dispatchKeyEvent", type=kind, **event)
 
     async def look(self, width: int, height: int, scheme: str = "light") -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        await self.ask("Emulation.setDeviceMetricsOverride", **size)
+        await self.command("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        await self.ask("Emulation.setEmulatedMedia", features=features)
+        await self.command("Emulation.setEmulatedMedia", features=features)
 
 
 @asynccontextmanager
-async def chromium(directory: Path) -> AsyncIterator[Page]:
+async def chromium(directory: Path) -> AsyncIterator[BrowserPage]:
     assert BINARY is not None
     ports = directory / "profile" / "DevToolsActivePort"
 
@@ -93,7 +90,7 @@ async def chromium(directory: Path) -> AsyncIterator[Page]:
     async with process, aiohttp.ClientSession() as session:
         port = ports.read_text().splitlines()[0]
         async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-            tab = next(one for one in await response.json() if one["type"] == "page")
+            tab = next(target for target in await response.json() if target["type"] == "page")
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-            yield Page(socket)
+            yield BrowserPage(socket)
             await socket.send_json({"id": 0, "method": "Browser.close"})

@@ -1,3 +1,5 @@
+"""A router with four measured replicas, and shortcuts for its pollers and clients."""
+
 from dataclasses import replace
 from random import Random
 
@@ -66,7 +68,7 @@ def ended(
     expected: float = 0.0,
     cached: int | None = None,
 ) -> None:
-    """A request ended, some seconds ago, on a replica that found so many tokens cached."""
+    """Add the result of a request that ended ``ago`` seconds ago on replica ``on``."""
     at = services.clock() - ago
     result = PredictionResult(at, replica(on), predicted, actual, expected, cached)
     services.accuracy.add(result)

@@ -1,3 +1,5 @@
+"""The page and its data over HTTP: files, events, decisions, and refusals."""
+
 import asyncio
 import json
 import re
@@ -40,11 +42,10 @@ async def client(router: str) -> AsyncIterator[ClientSession]:
         yield session
 
 
-async def events(response: ClientResponse, most: int) -> list[dict[str, Any]]:
-    """The first so many snapshots."""
+async def events(response: ClientResponse, number: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(PATIENCE_S):
-        while len(found) < most:
+        while len(found) < number:
             line = await response.content.readuntil(b"\n\n")
             assert line.startswith(b"data: ")
             found.append(json.loads(line.removeprefix(b"data: ")))
@@ -52,7 +53,7 @@ async def events(response: ClientResponse, most: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FILES)
-async def test_the_page_may_load_only_its_own_files(client: ClientSession, path: str) -> None:
+async def test_page_loads_only_its_own_files(client: ClientSession, path: str) -> None:
     async with client.get(path) as response:
         assert (response.status, response.content_type) == (200, FILES[path])
         policy = response.headers["Content-Security-Policy"]
@@ -74,7 +75,7 @@ async def test_viewers_share_the_same_snapshots(services: Services) -> None:
     assert first != second
 
 
-async def test_snapshots_are_events_that_no_other_site_reads(client: ClientSession) -> None:
+async def test_snapshots_arrive_as_server_sent_events(client: ClientSession) -> None:
     async with client.get("/dashboard/events") as response:
         assert response.content_type == "text/event-stream"
         assert "Content-Security-Policy" in response.headers
@@ -107,7 +108,9 @@ async def test_events_end_when_the_token_changes(services: Services, tmp_path: P
             await response.read()
 
 
-async def test_stuck_viewer_is_dropped(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewer_that_reads_nothing_is_disconnected(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
@@ -115,20 +118,21 @@ async def test_stuck_viewer_is_dropped(services: Services, monkeypatch: pytest.M
     async with serving(services) as address, ClientSession() as client:
         url = f"http://{address}/dashboard/events"
 
-        async def alone() -> bool:
-            # , and then none for another viewer."""
-            async with client.get(url) as one, client.get(url) as two:
-                return (one.status, two.status) == (200, 503)
+        async def only_place_is_free() -> bool:
+            async with client.get(url) as first, client.get(url) as second:
+                return (first.status, second.status) == (200, 503)
 
         with socket.socket() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(split_address(address))
             stuck.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: here\r\n\r\n")
             assert await asyncio.to_thread(stuck.recv, 15) == b"HTTP/1.1 200 OK"
-            await until(alone)
+            await until(only_place_is_free)
 
 
-async def test_large_fleet_delays_no_request(client: ClientSession, services: Services) -> None:
+async def test_snapshot_of_a_large_fleet_delays_no_request(
+    client: ClientSession, services: Services
+) -> None:
     await apply(Snapshot(thousand_states()), services.fleet)
     for number in range(50):
         decide(services, chat(500, 200), f"request-{number}")
@@ -141,7 +145,7 @@ async def test_large_fleet_delays_no_request(client: ClientSession, services: Se
     await assert_event_loop_is_free(look)
 
 
-async def test_decision_reads_as_in_explain(client: ClientSession, services: Services) -> None:
+async def test_decision_has_the_words_of_explain(client: ClientSession, services: Services) -> None:
     record = decide(services, chat(1234, 50), "the-id")
     async with client.get("/dashboard/decision", params={"number": "1"}) as response:
         shown = await response.json()
@@ -149,7 +153,7 @@ async def test_decision_reads_as_in_explain(client: ClientSession, services: Ser
     assert shown["facts"][0] == ["request", "the-id"]
     for name, value in shown["facts"]:
         assert " ".join(f"{name} {value}".split()) in " ".join(text.split())
-    for row in zip(*(one["values"] for one in shown["candidates"]["columns"]), strict=True):
+    for row in zip(*(column["values"] for column in shown["candidates"]["columns"]), strict=True):
         assert " ".join(row).split() in [line.split() for line in text.splitlines()]
     assert all(line in text for line in shown["legend"])
 
@@ -157,9 +161,9 @@ async def test_decision_reads_as_in_explain(client: ClientSession, services: Ser
 WRONG = {"2": 404, "0": 404, "": 400, "x": 400, "1" * 99: 400}
 REFUSED = [
     *(("GET", f"/dashboard/decision?number={number}", status) for number, status in WRONG.items()),
-    *(("HEAD", path, 405) for path in ("/dashboard/events", "/decisions", "/fleet")),  # streamed
+    *(("HEAD", path, 405) for path in ("/dashboard/events", "/decisions", "/fleet")),
     *(
-        (method, path, 405)  # nothing can be changed
+        (method, path, 405)  # the page is read-only
         for path in (*FILES, "/dashboard/events", "/dashboard/decision")
         for method in ("POST", "PUT", "DELETE", "PATCH")
     ),

@@ -1,3 +1,5 @@
+"""The page in a browser: content, keyboard, screen reader, token, and a router that goes away."""
+
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from math import inf
@@ -7,19 +9,17 @@ import pytest
 
 from extproc.config import AdminSettings
 from extproc.lab.harness.processes import free_port
-from extproc.lab.harness.stack import SimulatedReplica
 from extproc.proxy.services import Services
-from tests.e2e.stack import Stack
 from tests.fakes import chat, replica
 from tests.observe.conftest import decide, serving
-from tests.observe.dashboard.browser import BINARY, Page, chromium
+from tests.observe.dashboard.browser import BINARY, BrowserPage, chromium
 from tests.observe.dashboard.conftest import ended, poll, wait
 from tests.observe.dashboard.test_http import FILES
 from tests.waiting import until
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(BINARY is None, reason="there is no chromium on PATH to look with"),
+    pytest.mark.skipif(BINARY is None, reason="no chromium is on the PATH"),
 ]
 EVIL = "<img src=x onerror=document.title='hacked'>"
 ROWS, DOWN = "$$('#replicas tbody tr')", "$('.health.down')"
@@ -28,15 +28,15 @@ REQUEST, COMPARISON = "$('#decisions button')", "$('#comparison')"
 
 
 @pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[Page]:
+async def page(tmp_path: Path) -> AsyncIterator[BrowserPage]:
     async with chromium(tmp_path) as tab:
         yield tab
         assert tab.problems == []
 
 
 @pytest.fixture
-async def shown(page: Page, services: Services, router: str) -> Page:
-    """The page of a router with four replicas and one decision, with its first snapshot."""
+async def shown(page: BrowserPage, services: Services, router: str) -> BrowserPage:
+    """The page of a router with four replicas and a decision, after its first snapshot."""
     decide(services, request_id=EVIL)
     ended(services, actual=1.2)
     await page.open(f"http://{router}/")
@@ -44,13 +44,13 @@ async def shown(page: Page, services: Services, router: str) -> Page:
     return page
 
 
-async def test_page_asks_only_the_router(shown: Page, router: str) -> None:
+async def test_page_requests_nothing_from_other_hosts(shown: BrowserPage, router: str) -> None:
     start = f"http://{router}/"
-    asked = {one.removeprefix(start) for one in shown.requested if not one.startswith("data:")}
-    assert asked == {*(path.removeprefix("/") for path in FILES), "dashboard/events"}
+    paths = {url.removeprefix(start) for url in shown.requested if not url.startswith("data:")}
+    assert paths == {*(path.removeprefix("/") for path in FILES), "dashboard/events"}
 
 
-async def test_text_of_clients_stays_text(shown: Page) -> None:
+async def test_text_of_clients_is_no_markup(shown: BrowserPage) -> None:
     assert await shown.evaluate(f"{REQUEST}.textContent") == EVIL
     await shown.evaluate(f"{REQUEST}.click()")
     await shown.until("$('#comparison tbody tr')")
@@ -59,7 +59,7 @@ async def test_text_of_clients_stays_text(shown: Page) -> None:
     assert await shown.evaluate("document.title") == "extproc router"
 
 
-async def test_request_is_opened_and_closed_by_keyboard(shown: Page) -> None:
+async def test_request_is_opened_and_closed_by_keyboard(shown: BrowserPage) -> None:
     await shown.evaluate(f"{REQUEST}.focus()")
     await shown.press("Enter", 13)
     await shown.until("$$('#comparison tbody tr').length == 4")
@@ -70,7 +70,7 @@ async def test_request_is_opened_and_closed_by_keyboard(shown: Page) -> None:
     await shown.until(f"document.activeElement == {REQUEST}")
 
 
-async def test_elements_reached_by_tab_are_outlined(shown: Page) -> None:
+async def test_elements_reached_by_tab_are_outlined(shown: BrowserPage) -> None:
     reached = []
     for _ in range(5):
         await shown.press("Tab", 9)
@@ -81,9 +81,9 @@ async def test_elements_reached_by_tab_are_outlined(shown: Page) -> None:
     assert EVIL[:30] in reached
 
 
-async def test_screen_reader_finds_headings_tables_and_names(shown: Page) -> None:
+async def test_screen_reader_finds_headings_tables_and_names(shown: BrowserPage) -> None:
     found: dict[str, list[str]] = defaultdict(list)
-    for node in (await shown.ask("Accessibility.getFullAXTree"))["nodes"]:
+    for node in (await shown.command("Accessibility.getFullAXTree"))["nodes"]:
         if not node["ignored"]:
             found[node["role"]["value"]].append(node.get("name", {}).get("value", ""))
     assert found["heading"] == [
@@ -100,9 +100,9 @@ async def test_screen_reader_finds_headings_tables_and_names(shown: Page) -> Non
 
 
 @pytest.mark.parametrize("width", [360, 390, 1400])
-async def test_page_fits_the_window(shown: Page, services: Services, width: int) -> None:
+async def test_page_fits_the_window(shown: BrowserPage, services: Services, width: int) -> None:
     poll(services, 2, healthy=False, problem="a-long-word-" * 20)
-    for number in (1, 3, 4):  # fills the other replicas
+    for number in (1, 3, 4):
         services.fleet.dispatch(replica(number), chat(41_000, 1000))
     wait(services, "blue")
     await shown.look(width, 800)
@@ -111,7 +111,7 @@ async def test_page_fits_the_window(shown: Page, services: Services, width: int)
     assert await shown.evaluate("document.documentElement.scrollWidth") <= width
 
 
-async def test_page_is_dark_where_the_user_prefers_it(shown: Page) -> None:
+async def test_page_is_dark_where_the_user_prefers_it(shown: BrowserPage) -> None:
     brightness = (
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
         ".reduce((sum, one) => sum + one) / 3"
@@ -122,12 +122,12 @@ async def test_page_is_dark_where_the_user_prefers_it(shown: Page) -> None:
     assert await shown.evaluate(brightness) < 50
 
 
-async def test_warning_is_announced_once_and_goes(shown: Page, services: Services) -> None:
+async def test_warning_is_announced_once_and_goes(shown: BrowserPage, services: Services) -> None:
     assert await shown.evaluate("$('#warnings').ariaLive") == "polite"
     every = "$$('#warnings li')"
 
     async def warned() -> bool:
-        poll(services, 1, 3, 4)  # or news are stale before a slow browser has shown them
+        poll(services, 1, 3, 4)  # else their state is stale before a slow browser shows it
         poll(services, 2, healthy=False, problem="cannot connect")
         warnings = await shown.evaluate(f"(window.first = {every}).map(one => one.textContent)")
         return bool(warnings == ["r2 is excluded: cannot connect."])
@@ -144,64 +144,70 @@ async def test_warning_is_announced_once_and_goes(shown: Page, services: Service
     await until(gone)
 
 
-async def two_more(page: Page) -> None:
+async def two_more_snapshots(page: BrowserPage) -> None:
     before = page.received
 
-    async def came() -> bool:
-        await page.evaluate("1")  # events are read with the answer of a command
+    async def arrived() -> bool:
+        await page.evaluate("1")  # events are read along with the answer to a command
         return page.received >= before + 2
 
-    await until(came)
+    await until(arrived)
 
 
-async def test_broken_page_says_so_and_keeps_the_connection(shown: Page) -> None:
+async def test_broken_page_says_so_and_keeps_the_connection(shown: BrowserPage) -> None:
     await shown.evaluate("$('#warnings').remove()")
     await shown.until(f"{STATE}.includes('cannot show')")
-    await two_more(shown)
-    assert len([one for one in shown.requested if one.endswith("/events")]) == 1
+    await two_more_snapshots(shown)
+    assert len([url for url in shown.requested if url.endswith("/events")]) == 1
     assert shown.problems
     shown.problems.clear()
 
 
-async def test_infinite_prediction_is_no_obstacle(shown: Page, services: Services) -> None:
+async def test_infinite_prediction_does_not_stop_the_page(
+    shown: BrowserPage, services: Services
+) -> None:
     ended(services, inf, 1.2)
-    await two_more(shown)
+    await two_more_snapshots(shown)
     assert await shown.evaluate(STATE) == "live"
 
 
-async def test_paused_page_stands_still(shown: Page, services: Services) -> None:
+async def test_paused_page_does_not_change(shown: BrowserPage, services: Services) -> None:
     await shown.evaluate(PAUSE)
     await shown.until(f"{STATE} == 'paused'")
     poll(services, 2, healthy=False, problem="cannot connect")
-    await two_more(shown)
+    await two_more_snapshots(shown)
     assert not await shown.evaluate(DOWN)
     await shown.evaluate(PAUSE)
     await shown.until(DOWN)
 
 
-async def test_page_keeps_token_to_itself(page: Page, services: Services, tmp_path: Path) -> None:
+async def test_token_stays_in_the_tab(
+    page: BrowserPage, services: Services, tmp_path: Path
+) -> None:
     file = tmp_path / "token"
     file.write_text("an-example")
     async with serving(services, AdminSettings(token_file=file)) as address:
         await page.open(f"http://{address}/")
         await page.until("!$('#token-form').hidden")
         assert await page.evaluate("document.activeElement.id") == "token"
-        for token, then in (
+        for token, result in (
             ("wrong", "$('#token-error').textContent"),
             ("an-example", f"{ROWS}.length == 4"),
         ):
             await page.evaluate(f"$('#token').value = '{token}'")
             await page.press("Enter", 13)
-            await page.until(then)
+            await page.until(result)
         assert await page.evaluate("$('#token-form').hidden")
         assert await page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
-        await page.open(f"http://{address}/")  # this tab knows it
+        await page.open(f"http://{address}/")  # the tab knows the token
         await page.until(f"{ROWS}.length == 4")
-        assert not [one for one in page.requested if "an-example" in one]
-        page.problems.clear()  # each 401
+        assert not [url for url in page.requested if "an-example" in url]
+        page.problems.clear()  # of the 401s
 
 
-async def test_page_says_router_is_gone_and_goes_on(page: Page, services: Services) -> None:
+async def test_page_says_that_the_router_is_gone_and_reconnects(
+    page: BrowserPage, services: Services
+) -> None:
     async with serving(services, address=f"127.0.0.1:{free_port()}") as address:
         await page.open(f"http://{address}/")
         await page.until(f"{STATE} == 'live'")
@@ -217,16 +223,4 @@ async def test_page_says_router_is_gone_and_goes_on(page: Page, services: Servic
     await page.until(old)
     async with serving(services, address=address):
         await page.until(f"{STATE} == 'paused'")
-    page.problems.clear()  # that the router did not answer
-
-
-async def test_killed_replica_is_shown(page: Page, tmp_path: Path) -> None:
-    replicas = [SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two")]
-    async with Stack(tmp_path / "stack", replicas) as stack:
-        await page.open(f"{stack.router_admin}/")
-        await page.until("$$('.health.ok').length == 2")
-        await page.until("$('#parts').textContent.includes(':')")
-        await stack.kill("two")
-        await page.until("$$('.health.down').length == 1")
-        refused = "two is excluded: cannot connect: connection refused."  # if need be, once more
-        await page.until(f"$('#warnings').textContent == '{refused}'")
+    page.problems.clear()  # of the failed connections

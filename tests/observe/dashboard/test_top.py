@@ -72,15 +72,15 @@ async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None
     address = f"127.0.0.1:{free_port()}"
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
-    seen, more = bytearray(), asyncio.Event()
+    output, more = bytearray(), asyncio.Event()
 
     def read() -> None:
-        seen.extend(os.read(master, 65536))
+        output.extend(os.read(master, 65536))
         more.set()
 
     async def shows(text: bytes, times: int = 1) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while seen.count(text) < times:
+            while output.count(text) < times:
                 more.clear()
                 await more.wait()
 
@@ -95,10 +95,10 @@ async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None
         await shows(b"r4 is excluded")
     await shows(b"! no router answers")  # above the last snapshot
     async with serving(services, address=address):
-        await shows(b"3 of 4 replicas in use", seen.count(b"3 of 4") + 2)
+        await shows(b"3 of 4 replicas in use", output.count(b"3 of 4") + 2)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-    assert b"Traceback" not in seen
+    assert b"Traceback" not in output
     asyncio.get_running_loop().remove_reader(master)
     os.close(master)
     os.close(slave)
