@@ -1,4 +1,4 @@
-"""Process in place of the pollers: writes new states of many busy replicas at their pace."""
+"""Process that replaces the pollers: writes new states of many busy replicas."""
 
 import asyncio
 import sys
@@ -13,19 +13,19 @@ from extproc.share.replicas import StateWriter
 MODEL = "model"
 PROFILE = "llama-8b-h100"
 _TTL_S = 10.0
-_TICK_S = 0.02  # pollers write what came in meanwhile in one go; so does this
+_TICK_S = 0.02  # states are written in batches, as pollers write them
 _STEPS_A_SECOND = 100.0
 _ANSWERS_A_SECOND = 2.0
-_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # of vLLM's output lengths
+_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # tokens of an answer, as vLLM
 
 
 def addresses(replicas: int, port: int) -> list[str]:
-    """Loopback addresses, on all of which one server can listen."""
+    """Loopback addresses: a single server on all interfaces answers on each."""
     return [f"127.0.{1 + number // 250}.{1 + number % 250}:{port}" for number in range(replicas)]
 
 
 def state(address: str, at: float, random: Random) -> ReplicaState:
-    """State by a scrape of a busy replica ``at`` seconds after its start."""
+    """State of a busy replica, scraped ``at`` seconds after its start."""
     running = random.randint(4, 20)
     steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
     return ReplicaState(
@@ -61,7 +61,8 @@ async def write(url: str, pool: str, replicas: int, port: int, interval_s: float
             due = int(at / interval_s * replicas) - written
             for first in range(0, due, replicas):
                 batch = range(written + first, written + min(first + replicas, due))
-                await writer.put([state(names[one % replicas], at + 1.0, random) for one in batch])
+                states = [state(names[n % replicas], at + 1.0, random) for n in batch]
+                await writer.put(states)
             written += due
             await asyncio.sleep(_TICK_S)
 

@@ -132,7 +132,6 @@ async def play(
 
     Raises ProcessError if the contender, a replica or the load client fails.
     """
-    directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
         fleet.fresh(directory) as (servers, replicas),
         contender.running(fleet, servers, directory, args.seed + repeat) as front,

@@ -3,8 +3,8 @@
     python -m benchmarks.load --url http://127.0.0.1:8080 \\
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 60
 
-The server is a router, a gateway or a replica with OpenAI's API. The exit status is 0 when every
-request was answered whole, 1 when some failed, 2 when it could not begin.
+The server is a router, a gateway or a replica with OpenAI's API. The exit status is 0 if every
+request was answered completely, 1 if requests failed, 2 if the run could not begin.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.load.plan import (
     PATHS,
     URGENT,
     TargetError,
-    ask,
+    ask_server,
     plan,
     with_urgent,
 )
@@ -40,7 +40,7 @@ from extproc.ground.clock import monotonic
 from extproc.lab.harness.traffic import POLICY_HEADER, Client
 from extproc.lab.replay.figures import progress
 
-SENDING = "sending"  # printed when the first request is sent
+SENDING = "sending"  # printed before the first request
 _EVERY_S = 1.0
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"load: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nload: interrupted, nothing was kept", file=sys.stderr)
+        print("\nload: interrupted, no figures were written", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells count
     print(table(result["summary"]))
     arguments.keep(args, result)
@@ -69,7 +69,7 @@ async def _run(
     salt, run = str(args.seed), f"load-{token_hex(4)}"
     headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
     allow_many_connections()
-    target = await ask(args.url, args.endpoint, args.model, salt)
+    target = await ask_server(args.url, args.endpoint, args.model, salt)
     target = replace(target, context=args.context or target.context)
     planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
     planned = with_urgent(planned, args.urgent, Random(f"{args.seed} urgent"))
@@ -79,7 +79,7 @@ async def _run(
     async with Client(args.url, args.timeout) as client:
         print(SENDING, flush=True)
         started, began = datetime.now(UTC), monotonic()
-        sending = client.run(one.request(target, salt, run, headers) for one in planned)
+        sending = client.run(each.request(target, salt, run, headers) for each in planned)
         effort = await _watch(client, asyncio.ensure_future(sending), len(planned))
         took = monotonic() - began
     records = [record(*pair) for pair in zip(planned, client.answers.values(), strict=True)]
@@ -106,20 +106,20 @@ async def _run(
 
 
 async def _watch(client: Client, work: asyncio.Future[Any], planned: int) -> Effort:
-    """CPU time of the client until the work is done; shows the progress meanwhile."""
+    """CPU time of the client until the work is done; shows the progress."""
     show = progress("load")
-    begun = since_cpu = process_time()
-    since, busiest = monotonic(), 0.0
+    begun_cpu = last_cpu = process_time()
+    last, busiest = monotonic(), 0.0
     while not work.done():
         await asyncio.wait({work}, timeout=_EVERY_S)
         now, cpu = monotonic(), process_time()
-        if now - since > _EVERY_S / 2 or not busiest:  # the last bit of a second says little
-            busiest = max(busiest, (cpu - since_cpu) / max(now - since, 1e-9))
-        since, since_cpu = now, cpu
+        if now - last > _EVERY_S / 2 or not busiest:  # a short interval says little
+            busiest = max(busiest, (cpu - last_cpu) / max(now - last, 1e-9))
+        last, last_cpu = now, cpu
         counts = f"{client.in_flight} in flight, {client.failed} failed"
         show(client.ended / planned, f"{len(client.answers)} of {planned} sent, {counts}")
     work.result()
-    return Effort(since_cpu - begun, busiest)
+    return Effort(last_cpu - begun_cpu, busiest)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -131,18 +131,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.add_part(parser, "--from")
     share = "share of the requests that are streamed, 0 to 1 [1]"
     add("--stream-share", type=probability, default=1.0, metavar="F", help=share)
-    add("--policy-header", metavar="P", help="ask the router for this policy")
-    urgent = f"share of the requests that have the header {OBJECTIVE_HEADER}: {URGENT} [0]"
+    add("--policy-header", metavar="P", help="policy to request of the router")
+    urgent = f"share of the requests with the header {OBJECTIVE_HEADER}: {URGENT} [0]"
     add("--urgent", type=probability, default=0.0, metavar="SHARE", help=urgent)
-    add("--model", metavar="NAME", help="where the server has several")
+    add("--model", metavar="NAME", help="needed if the server has several models")
     both, some = list(PATHS), arguments.some_of(PATHS)
-    add("--endpoint", type=some, default=both, metavar=",".join(both), help="one or both")
-    longest = "leave out what needs more than N tokens [as the server says]"
-    add("--context", type=arguments.count, metavar="N", help=longest)
-    known = "max_tokens is what the trace generated, with ignore_eos: for real vLLM servers"
+    add("--endpoint", type=some, default=both, metavar=",".join(both), help="[both]")
+    context = "leave out requests of more than N tokens [context of the server]"
+    add("--context", type=arguments.count, metavar="N", help=context)
+    known = "ask for the trace's answer lengths (max_tokens, ignore_eos): for real vLLM servers"
     add("--known-lengths", action="store_true", help=known)
-    add("--timeout", type=above_zero, default=300.0, metavar="S", help="for a whole answer [300]")
-    drawn = "of the prompts' words, and which are streamed and which are chats [0]"
+    add("--timeout", type=above_zero, default=300.0, metavar="S", help="for an answer [300]")
+    drawn = "of prompts' words, and of the choice of streams and chats [0]"
     add("--seed", type=int, default=0, help=drawn)
     arguments.add_outputs(parser)
     return parser.parse_args(argv)
@@ -152,7 +152,7 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(text)
         sensible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is none
+    except ValueError:  # not a port
         sensible = False
     if not sensible:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8080")

@@ -1,9 +1,10 @@
-"""Requests for a server: their prompts and times, and the questions to the server beforehand."""
+"""Requests for a server: prompts and times, and the questions to the server before the run."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import shake_128
+from math import inf
 from random import Random
 from typing import Any, Literal
 
@@ -22,14 +23,14 @@ DECK = len(_WORDS)
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Tokens that a target counts in a prompt: ``overhead + per_word·words``."""
+    """Tokens that a server counts in a prompt: ``overhead + per_word·words``."""
 
-    overhead: float = 0.0  # tokens of the chat template, or that begin every text
+    overhead: float = 0.0  # tokens of the chat template, or of the beginning of every text
     per_word: float = 1.0
 
     @classmethod
     def of(cls, fewer: tuple[int, int], more: tuple[int, int]) -> "Counting":
-        """Solves for the words and tokens of two prompts; ValueError if more words are no more."""
+        """Solves for the words and tokens of two prompts; ValueError if tokens do not increase."""
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
@@ -37,24 +38,24 @@ class Counting:
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:
-        """Number of words, at least one, that make so many tokens."""
+        """Number of words, at least 1, with this number of tokens."""
         return max(round((tokens - self.overhead) / self.per_word), 1)
 
 
 def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -> str:
-    """Text of the request ``number`` of a trace: equal leading hash ids begin with equal text.
+    """Text of request ``number`` of a trace: equal leading hash ids give equal leading text.
 
-    With another ``salt`` all of it differs, so that no prefix cache knows it.
+    Another ``salt`` gives another text, so that no prefix cache has it.
     """
     words = counting.words(request.prompt_tokens)
     return "".join(_pieces(request, number, words, counting, salt)).rstrip()
 
 
 def some_words(key: str, count: int) -> str:
-    """Words drawn by the key, each followed by a space; fewer with the same key are a prefix.
+    """Words drawn by the key, each followed by a space: a smaller count gives a prefix.
 
-    Every :data:`DECK` words in a row are all words, shuffled: texts of equal length count nearly
-    alike even in a vocabulary that splits some of the words.
+    Every :data:`DECK` words in a row are a permutation of all words. So texts of equal length have
+    nearly equal token counts, even if the vocabulary splits some words.
     """
     decks = -(-count // DECK)
     drawn = np.frombuffer(shake_128(key.encode()).digest(decks * DECK), np.uint8)
@@ -66,8 +67,8 @@ def _pieces(
     request: TracedRequest, number: int, words: int, counting: Counting, salt: str
 ) -> Iterator[str]:
     words_of_an_id = max(round(ID_TOKENS / counting.per_word), 1)
-    for one in request.hash_ids:
-        yield some_words(f"{salt}/{one}", min(words, words_of_an_id))
+    for hash_id in request.hash_ids:
+        yield some_words(f"{salt}/{hash_id}", min(words, words_of_an_id))
         words -= min(words, words_of_an_id)
     yield some_words(f"{salt}/request {number}", words)
 
@@ -76,30 +77,37 @@ Endpoint = Literal["chat", "completions"]
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
-_PROBES = (DECK, 6 * DECK)  # words of the prompts whose tokens are asked for
+_PROBES = (DECK, 6 * DECK)  # words of the prompts that the server counts before the run
 
 
 class TargetError(Exception):
-    """Server cannot be put under load; the message gives reason and remedy."""
+    """Server that cannot be put under load; the message has reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     model: str
-    context: int | None  # most tokens of a prompt and its answer; None: unknown
-    counting: dict[Endpoint, Counting]  # for each endpoint that requests may go to
+    context: int | None  # tokens of a prompt and its answer, at most; None: unknown
+    counting: dict[Endpoint, Counting]  # by endpoint of the requests
 
 
-async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str) -> Target:
-    """Asks the server, with two short prompts for each endpoint; raises TargetError."""
+async def ask_server(
+    url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str
+) -> LoadTarget:
+    """Asks for model and context, and sends two short prompts to each endpoint.
+
+    Raises TargetError if the server cannot be put under load.
+    """
     served = await _served(url)
     if model is None and len(served) != 1:
         names = ", ".join(served) or "nothing"
-        raise TargetError(f"{url}/v1/models lists {names}: say which model with --model NAME")
+        raise TargetError(f"{url}/v1/models lists {names}: choose a model with --model NAME")
     name = model or next(iter(served))
     async with Client(url) as client:
-        counting = {one: await _counting(client, one, name, salt) for one in endpoints}
-    return Target(name, served.get(name), counting)
+        counting = {
+            endpoint: await _counting(client, endpoint, name, salt) for endpoint in endpoints
+        }
+    return LoadTarget(name, served.get(name), counting)
 
 
 def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, Any]:
@@ -109,15 +117,15 @@ def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, An
 
 
 async def _served(url: str) -> dict[str, int | None]:
-    """Models of the server with their context lengths, as far as it lists them."""
+    """Context lengths by model, as far as the server lists them."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
             page = await response.json(content_type=None)
-            return {str(one["id"]): one.get("max_model_len") for one in page["data"]}
+            return {str(model["id"]): model.get("max_model_len") for model in page["data"]}
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
-        raise TargetError(f"{url} cannot be reached: {reason}; is it running?") from None
-    except (ValueError, KeyError, TypeError, AttributeError):  # no such page
+        raise TargetError(f"{url} cannot be reached: {reason}; is the server running?") from None
+    except (ValueError, KeyError, TypeError, AttributeError):  # not a list of models
         return {}
 
 
@@ -132,20 +140,20 @@ async def _counting(client: Client, endpoint: Endpoint, model: str, salt: str) -
         )
         tokens = answer.tokens("prompt")
         if tokens is None:
-            said = answer.account or "no count of its tokens"
+            reason = answer.account or "the answer has no count of tokens"
             raise TargetError(
-                f"{path} did not answer as a model: {said}; --endpoint leaves one of the two out"
+                f"{path} did not answer as a model: {reason}; leave it out with --endpoint"
             )
         counted.append((words, tokens))
     try:
         return Counting.of(*counted)
     except ValueError as error:
-        raise TargetError(f"{path} counts no tokens that make sense: {error}") from None
+        raise TargetError(f"{path} counts tokens in a senseless way: {error}") from None
 
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"  # of the Gateway API Inference Extension
 URGENT = "urgent"
-_ROOM_TOKENS = 64  # left free of the context, since a prompt's tokens are known only roughly
+_ROOM_TOKENS = 64  # of the context, left free since token counts of prompts are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +163,8 @@ class Planned:
     endpoint: Endpoint
     streamed: bool
     max_tokens: int | None
-    ignore_eos: bool  # whether exactly `max_tokens` shall be generated
-    objective: str = ""  # name of its objective; empty: it has none
+    ignore_eos: bool  # generate exactly `max_tokens`
+    objective: str = ""  # name; empty: none
 
     @property
     def at_s(self) -> float:
@@ -164,26 +172,26 @@ class Planned:
 
     @property
     def conversation(self) -> tuple[int, ...]:
-        """Key that is equal for requests whose prompts begin alike."""
+        """Key that is equal for requests with equal beginnings of their prompts."""
         return self.traced.hash_ids[:1] or (-self.number,)
 
     def request(
-        self, target: Target, salt: str, run: str, headers: Mapping[str, str]
+        self, target: LoadTarget, salt: str, run: str, headers: Mapping[str, str]
     ) -> TimedRequest:
-        """TimedRequest for the client.
+        """Request for the client.
 
-        ``tracestate``, which other routers let pass, tells a simulated replica how much to generate
-        and the name of the request.
+        ``tracestate``, which other routers forward, has the length of the answer and the name of
+        the request for a simulated replica.
         """
         name, tokens = f"{run}-{self.number:05}", self.traced.output_tokens
         state = f"{OUTPUT_TOKENS_STATE}={tokens},{REQUEST_STATE}={name}"
-        told = {**headers, "tracestate": state}
+        sent = {**headers, "tracestate": state}
         if self.objective:
-            told[OBJECTIVE_HEADER] = self.objective
+            sent[OBJECTIVE_HEADER] = self.objective
         path, body = PATHS[self.endpoint], json.dumps(self.body(target, salt)).encode()
-        return TimedRequest(self.at_s, name, path, body, self.streamed, told)
+        return TimedRequest(self.at_s, name, path, body, self.streamed, sent)
 
-    def body(self, target: Target, salt: str) -> dict[str, Any]:
+    def body(self, target: LoadTarget, salt: str) -> dict[str, Any]:
         text = prompt(self.traced, self.number, target.counting[self.endpoint], salt)
         more: dict[str, Any] = {"stream": self.streamed}
         if self.max_tokens is not None:
@@ -197,47 +205,48 @@ class Planned:
 
 def plan(
     requests: Iterable[TracedRequest],
-    target: Target,
+    target: LoadTarget,
     stream_share: float,
     known_lengths: bool,
     random: Random,
 ) -> list[Planned]:
     """Requests that fit into the target's context; a share of 0…1 of them is streamed.
 
-    With ``known_lengths`` each answer is bound to the trace's length; otherwise bounds are the
-    trace's, and the target decides.
+    With ``known_lengths`` an answer has exactly the trace's length. Otherwise the trace gives the
+    bound, and the target the length.
     """
     planned = []
     endpoints = list(target.counting)
-    for number, one in enumerate(requests, 1):
+    room = target.context - _ROOM_TOKENS if target.context else inf
+    for number, traced in enumerate(requests, 1):
         streamed, drawn = random.random() < stream_share, random.choice(endpoints)
-        if target.context and one.prompt_tokens + one.output_tokens > target.context - _ROOM_TOKENS:
+        if traced.prompt_tokens + traced.output_tokens > room:
             continue
-        bound = one.output_tokens if known_lengths else _bound(one, target.context)
-        planned.append(Planned(number, one, drawn, streamed, bound, known_lengths))
+        bound = traced.output_tokens if known_lengths else _bound(traced, target.context)
+        planned.append(Planned(number, traced, drawn, streamed, bound, known_lengths))
     return _together(planned, endpoints)
 
 
 def with_urgent(planned: Iterable[Planned], share: float, random: Random) -> list[Planned]:
-    """Plan in which a share of the requests, drawn, has the objective ``urgent``."""
-    return [replace(one, objective=URGENT if random.random() < share else "") for one in planned]
+    """Plan in which a random share of the requests has the objective ``urgent``."""
+    return [replace(each, objective=URGENT if random.random() < share else "") for each in planned]
 
 
-def _bound(one: TracedRequest, context: int | None) -> int | None:
-    """Bound of the trace, within the context: some servers refuse more."""
-    if one.max_tokens is None or context is None:
-        return one.max_tokens
-    return min(one.max_tokens, context - _ROOM_TOKENS - one.prompt_tokens)
+def _bound(traced: TracedRequest, context: int | None) -> int | None:
+    """Bound of the trace, within the context: some servers refuse larger bounds."""
+    if traced.max_tokens is None or context is None:
+        return traced.max_tokens
+    return min(traced.max_tokens, context - _ROOM_TOKENS - traced.prompt_tokens)
 
 
 def _together(planned: Sequence[Planned], endpoints: Collection[Endpoint]) -> list[Planned]:
     """Plan with every conversation on the endpoint of its first turn, to share a prefix cache.
 
-    Conversations with an unbounded turn are chats: completions would end after 16 tokens.
+    Conversations with an unbounded turn are chats: completions end after 16 tokens by default.
     """
-    taken: dict[tuple[int, ...], Endpoint] = {}
-    for one in planned:
-        taken.setdefault(one.conversation, one.endpoint)
-        if one.max_tokens is None and "chat" in endpoints:
-            taken[one.conversation] = "chat"
-    return [replace(one, endpoint=taken[one.conversation]) for one in planned]
+    chosen: dict[tuple[int, ...], Endpoint] = {}
+    for request in planned:
+        chosen.setdefault(request.conversation, request.endpoint)
+        if request.max_tokens is None and "chat" in endpoints:
+            chosen[request.conversation] = "chat"
+    return [replace(request, endpoint=chosen[request.conversation]) for request in planned]

@@ -1,4 +1,4 @@
-"""Results of a run: every request, figures, their table, and warnings about them."""
+"""Results of a run: records of requests, figures, their table, and warnings."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ from extproc.lab.harness.traffic import Answer, Client
 from extproc.lab.replay.figures import FIGURES, distribution
 
 Figures = dict[str, Any]  # in the form of the JSON report; times in seconds
-Record = Mapping[str, Any]  # of a request, as :func:`record` makes it
+Record = Mapping[str, Any]  # of a request, made by :func:`record`
 
-LATE_S = 0.02  # lateness at p99, some engine steps: above it arrivals are not the trace's
-BUSY = 0.9  # share of a core in a second: above it times are the client's
-_OFF = 0.05  # relative difference of token counts from the trace's
+LATE_S = 0.02  # p99 of lateness, a few engine steps: above, arrivals are not those of the trace
+BUSY = 0.9  # share of a core in a second: above, times are partly the client's
+_OFF = 0.05  # relative difference from the trace's token counts
 
 _ROWS = (
     ("time to first token", "ttft_s"),
@@ -63,20 +63,22 @@ def summary(
     records: Sequence[Record], client: Client, effort: Effort, took_s: float, left_out: int = 0
 ) -> Figures:
     """Figures of a run; ``left_out`` requests of the trace did not fit into the context."""
-    answered = [one for one in records if one["error"] is None]
-    gaps = chain.from_iterable(one.gaps_s for one in client.answers.values() if one.ok)
+    answered = [each for each in records if each["error"] is None]
+    answers = client.answers.values()
+    gaps = chain.from_iterable(answer.gaps_s for answer in answers if answer.ok)
+    errors = Counter(each["error"] for each in records if each["error"])
     figures: Figures = {
         "requests": len(records),
         "left_out": left_out,
         "answered": len(answered),
         "failed": len(records) - len(answered),
         "requests_per_s": len(answered) / took_s,
-        "output_tokens_per_s": sum(one["output_tokens"] or 0 for one in answered) / took_s,
+        "output_tokens_per_s": sum(each["output_tokens"] or 0 for each in answered) / took_s,
         **_latencies(answered),
         "gap_s": distribution(np.fromiter(gaps, np.float64)),
-        "late_s": distribution([one["late_s"] for one in records]),
-        "errors": dict(Counter(one["error"] for one in records if one["error"]).most_common()),
-        "replicas": _by("replica", [one for one in records if one["replica"]]),
+        "late_s": distribution([each["late_s"] for each in records]),
+        "errors": dict(errors.most_common()),
+        "replicas": _by("replica", [each for each in records if each["replica"]]),
         "objectives": _by("objective", records),
         "prompt_tokens": _tokens(answered, "prompt_tokens", "counted_prompt_tokens"),
         "output_tokens": _tokens(answered, "planned_output_tokens", "output_tokens"),
@@ -84,7 +86,7 @@ def summary(
             "cpu_s": effort.cpu_s,
             "busiest_second": effort.busiest_second,
             "cpu_us_per_request": 1e6 * effort.cpu_s / max(len(records), 1),
-            "chunks": sum(one.chunks for one in client.answers.values()),
+            "chunks": sum(answer.chunks for answer in answers),
             "most_in_flight": client.most_in_flight,
         },
     }
@@ -99,13 +101,14 @@ def table(figures: Figures) -> str:
         f"{figures['output_tokens_per_s']:.0f} tokens/s\n",
         *text.table(head, [[label, *_cells(figures[key], FIGURES)] for label, key in _ROWS]),
     ]
-    for what, parts in (("replica", figures["replicas"]), ("objective", figures["objectives"])):
-        if any(parts):
+    for label, groups in (("replica", figures["replicas"]), ("objective", figures["objectives"])):
+        if any(groups):
             names = ("requests", "failed", "TTFT p50", "p99", "completion p50", "p99")
-            head = [Column(what, left=True), *map(Column, names)]
-            lines += ["", *text.table(head, [_row(name or "-", parts[name]) for name in parts])]
+            head = [Column(label, left=True), *map(Column, names)]
+            rows = [_row(name or "-", group) for name, group in groups.items()]
+            lines += ["", *text.table(head, rows)]
     if figures["left_out"]:
-        lines.append(f"\nnot sent, as the context has no room for them: {figures['left_out']}")
+        lines.append(f"\nnot sent, too long for the context: {figures['left_out']} requests")
     if figures["errors"]:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in figures["errors"].items())
         lines.append(f"\nfailed: {kinds}")
@@ -118,9 +121,9 @@ def table(figures: Figures) -> str:
     return "\n".join([*lines, *(f"WARNING: {text}" for text in figures["warnings"])])
 
 
-def _row(replica: str, one: Figures) -> list[str]:
-    ttft, completion = (_cells(one[key], ("p50", "p99")) for key in ("ttft_s", "completion_s"))
-    return [replica, str(one["requests"]), str(one["failed"]), *ttft, *completion]
+def _row(name: str, group: Figures) -> list[str]:
+    ttft, completion = (_cells(group[key], ("p50", "p99")) for key in ("ttft_s", "completion_s"))
+    return [name, str(group["requests"]), str(group["failed"]), *ttft, *completion]
 
 
 def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
@@ -128,18 +131,18 @@ def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
 
 
 def _by(key: str, records: Sequence[Record]) -> Figures:
-    found: Figures = {}
-    for name in sorted({one[key] for one in records}):
-        here = [one for one in records if one[key] == name]
-        answered = [one for one in here if one["error"] is None]
-        failed = len(here) - len(answered)
-        found[name] = {"requests": len(here), "failed": failed, **_latencies(answered)}
-    return found
+    groups: Figures = {}
+    for name in sorted({each[key] for each in records}):
+        group = [each for each in records if each[key] == name]
+        answered = [each for each in group if each["error"] is None]
+        failed = len(group) - len(answered)
+        groups[name] = {"requests": len(group), "failed": failed, **_latencies(answered)}
+    return groups
 
 
 def _latencies(answered: Sequence[Record]) -> Figures:
     return {
-        key: distribution([one[key] for one in answered if one[key] is not None])
+        key: distribution([each[key] for each in answered if each[key] is not None])
         for key in ("ttft_s", "completion_s")
     }
 
@@ -153,28 +156,28 @@ def _gaps(seconds: Sequence[float]) -> Figures | None:
 
 def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
     """Sums by the trace and by the server, of the answers that the server counted."""
-    known = [one for one in answered if one[counted] is not None]
+    known = [each for each in answered if each[counted] is not None]
     keys = {"planned": planned, "counted": counted}
-    return {name: sum(one[key] for one in known) for name, key in keys.items()}
+    return {name: sum(each[key] for each in known) for name, key in keys.items()}
 
 
 def _warnings(figures: Figures) -> Iterable[str]:
     late, client = figures["late_s"], figures["client"]
     if late and late["p99"] > LATE_S:
         yield (
-            f"requests were sent {1000 * late['p99']:.0f} ms late at p99: arrivals were not those "
-            "of the trace, do not trust the figures; use an idle machine or a lower --speed"
+            f"requests were sent {1000 * late['p99']:.0f} ms late at p99, not when the trace "
+            "says: do not trust the figures; use an idle machine or a lower --speed"
         )
     if client["busiest_second"] > BUSY:
         yield (
             f"the client used {client['busiest_second']:.0%} of a core in its busiest second: "
-            "times are partly its own, do not trust the figures; use a lower --speed"
+            "times are partly the client's: do not trust the figures; use a lower --speed"
         )
-    for what, why in (
+    for kind, reason in (
         ("prompt", "the server counts words differently"),
         ("output", "only simulated replicas generate what the trace says; see --known-lengths"),
     ):
-        tokens = figures[f"{what}_tokens"]
+        tokens = figures[f"{kind}_tokens"]
         if tokens["planned"] and abs(tokens["counted"] / tokens["planned"] - 1) > _OFF:
             share = tokens["counted"] / tokens["planned"]
-            yield f"{what} tokens are {share:.0%} of the trace's: {why}"
+            yield f"{kind} tokens are {share:.0%} of the trace's: {reason}"

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -58,10 +59,8 @@ _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 def check_writable(folder: Path) -> None:
     """Makes the folder; raises OSError if that fails, ValueError without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("the report needs matplotlib: pip install 'extproc[bench]'") from None
+    if find_spec("matplotlib") is None:
+        raise ValueError("the report needs matplotlib: pip install 'extproc[bench]'")
     folder.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=folder).close()
 

@@ -1,9 +1,9 @@
-"""Measures the cost of sharing as the fleet grows: CPU, operations, bytes and memory.
+"""Measures the cost of sharing state as the fleet grows: CPU, commands, bytes and memory.
 
     python -m benchmarks.scale --replicas 10,100,1000 --routers 1,8
 
-It runs Redis, a process that writes in place of the pollers, and routers without Envoy on one
-machine. The age of the routers' knowledge is half an interval as long as the cores are enough.
+The command runs Redis, a process that writes states in place of the pollers, and routers without
+Envoy on one machine. The median age of a state is half an interval while the CPU suffices.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from extproc.lab.harness.processes import Process, free_port, start_redis
 from extproc.share.connection import connect
 
 _POOL = "scale"
-_PORT = 8000  # of the replicas, which do not exist
+_PORT = 8000  # of replicas that do not exist
 _POLL_S = 0.5
 _HEADINGS = (
     "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
@@ -34,14 +34,14 @@ _HEADINGS = (
     "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
 )
 Run = dict[str, Any]
-"""Line of the table: ``each`` has the figures of every router, ``redis`` operations a second, its
-``cpu`` in cores, and the bytes of ``memory`` beyond those of an empty Redis."""
+"""Figures of a line: ``each`` has those of every router; ``redis`` has commands and bytes a second,
+``cpu`` in cores, and ``memory``, the bytes beyond those of an empty Redis."""
 
 
 async def measure(
     replicas: int, routers: int, interval_s: float, rate: float, seconds: float, directory: Path
 ) -> Run:
-    """Runs the parts for some seconds; ``rate`` is that of all routers together."""
+    """Runs all processes for some seconds; ``rate`` is that of all routers together."""
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     common = [url, _POOL, str(replicas)]
@@ -52,12 +52,12 @@ async def measure(
         words = [*common, str(_PORT), str(interval_s)]
         writer = await _start("benchmarks.states", words, directory)
         await stack.enter_async_context(writer)
-        following = []
+        measured = []
         for number in range(routers):
             words = [*common, str(rate / routers), str(seconds)]
-            following.append(await _start("benchmarks.scale.router", words, directory, number))
-            stack.push_async_callback(following[-1].kill)
-        await _connected(redis, routers, following)
+            measured.append(await _start("benchmarks.scale.router", words, directory, number))
+            stack.push_async_callback(measured[-1].kill)
+        await _connected(redis, routers, measured)
         cpu, before = (cpu_s(server.pid), cpu_s(writer.pid)), await redis.info("stats")
         began = time.monotonic()
         await asyncio.sleep(seconds)
@@ -68,10 +68,10 @@ async def measure(
         memory = (await redis.info("memory"))["used_memory"] - empty
         used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
         writer_cpu = (cpu_s(writer.pid) - cpu[1]) / took
-        for router in following:
+        for router in measured:
             await router.wait()
     settings = {"replicas": replicas, "routers": routers, "interval_s": interval_s, "rate": rate}
-    each = [json.loads(router.last_lines(1)) for router in following]
+    each = [json.loads(router.last_lines(1)) for router in measured]
     return settings | {"writer_cpu": writer_cpu, "redis": counted | used, "each": each}
 
 
@@ -82,12 +82,12 @@ async def _start(module: str, words: Sequence[str], directory: Path, number: int
     return await Process.start(module, argv, log=log)
 
 
-async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -> None:
-    """Returns when every router has subscribed to changes, and some polls later."""
+async def _connected(redis: Redis, routers: int, processes: Sequence[Process]) -> None:
+    """Waits until every router has subscribed to changes, and for some polls after that."""
     channel = f"{{{_POOL}}}:changes"
     while dict(await redis.pubsub_numsub(channel)).get(channel.encode(), 0) < routers:
-        if ended := [router for router in following if not router.running]:
-            raise SystemExit(f"a router ended: {ended[0].last_lines()}")
+        if ended := [router for router in processes if not router.running]:
+            raise SystemExit(f"a router died: {ended[0].last_lines()}")
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(3 * _POLL_S)
 
@@ -95,8 +95,8 @@ async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -
 def _line(run: Run) -> str:
     redis = run["redis"]
     means, most = (
-        {name: of(one[name] for one in run["each"]) for name in run["each"][0]}
-        for of in (mean, max)
+        {name: summarize(router[name] for router in run["each"]) for name in run["each"][0]}
+        for summarize in (mean, max)
     )
     return (
         f"{run['replicas']:8} {run['routers']:7} {run['interval_s']:6.2f} s {run['rate']:10.0f} | "
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", type=arguments.counts, default=[10, 100, 1000])
     parser.add_argument("--routers", type=arguments.counts, default=[1, 8])
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between polls [0.2]")
-    parser.add_argument("--rate", type=float, default=50.0, help="requests a second, in all [50]")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each line [10]")
+    parser.add_argument("--rate", type=float, default=50.0, help="requests a second in total [50]")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each line [10]")
     arguments.add_json(parser)
     args = parser.parse_args(argv)
     settings = args.interval, args.rate, args.seconds

@@ -1,4 +1,4 @@
-"""Process of a router without Envoy that loads itself; prints its figures as JSON at the end."""
+"""Process of a router without Envoy that makes its own load; prints its figures as JSON."""
 
 import asyncio
 import json
@@ -28,10 +28,10 @@ _ANSWER_S = 2.0
 async def route(
     url: str, pool: str, replicas: int, rate: float, seconds: float
 ) -> dict[str, float]:
-    """Follows the pool's state and decides ``rate`` requests a second.
+    """Follows the state of the pool and decides ``rate`` requests a second.
 
-    Figures: ``cpu`` in cores, ``age`` of the state of a replica, ``late`` by which timers are,
-    ``digests`` of other routers a second and their mean age on arrival.
+    Figures: ``cpu`` in cores, ``age`` of the state of a replica, ``late`` the lateness of timers,
+    ``digests`` of other routers a second, and ``digest_age`` their mean age on arrival.
     """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()
@@ -41,20 +41,22 @@ async def route(
         asyncio.create_task(share(config, services.fleet, services.metrics)),
     ]
     async with asyncio.timeout(_READY_S):
-        while len(services.fleet.members) < replicas:  # noqa: ASYNC110 - another process
+        while True:  # another process writes the states
+            if len(services.fleet.members) >= replicas:
+                break
             await asyncio.sleep(_LOOK_EVERY_S)
     made: list[float] = []
     if rate:
         tasks.append(asyncio.create_task(_decide(services, rate, made)))
     await asyncio.sleep(_ANSWER_S)
     cpu, began, ages, late = _cpu(), time.monotonic(), [], []
-    before, heard = len(made), _heard(registry)
+    before, received = len(made), _digests_received(registry)
     while (now := time.monotonic()) - began < seconds:
         ages += [time.time() - state.scraped_at for state in services.fleet.members]
         await asyncio.sleep(_LOOK_EVERY_S)
         late.append(time.monotonic() - now - _LOOK_EVERY_S)
     took = time.monotonic() - began
-    heard -= _heard(registry)
+    received -= _digests_received(registry)
     for task in tasks:
         task.cancel()
     return {
@@ -65,8 +67,8 @@ async def route(
         "age_p99_s": float(np.quantile(ages, 0.99)),
         "late_p50_ms": 1e3 * float(np.quantile(late, 0.5)),
         "late_p99_ms": 1e3 * float(np.quantile(late, 0.99)),
-        "digests": -heard[0] / took,
-        "digest_age_ms": 1e3 * heard[1] / min(heard[0], -1.0),
+        "digests": -received[0] / took,
+        "digest_age_ms": 1e3 * received[1] / min(received[0], -1.0),
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -93,8 +95,8 @@ async def _decide(services: Services, rate: float, made: list[float]) -> None:
         made.append(loop.time())
 
 
-def _heard(registry: CollectorRegistry) -> NDArray[np.float64]:
-    """Number of digests that came from others so far, and the sum of their ages in seconds."""
+def _digests_received(registry: CollectorRegistry) -> NDArray[np.float64]:
+    """Digests received from other routers so far, and the sum of their ages in seconds."""
     names = [f"extproc_digest_age_seconds_{part}" for part in ("count", "sum")]
     return np.array([registry.get_sample_value(name) for name in names])
 

@@ -1,4 +1,4 @@
-"""Speeds that routers learn of replicas, and requests that they send by them, in simulation."""
+"""Speeds of replicas that routers learn in simulation, and the requests that follow from them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ from extproc.predict.step import StepModel
 H100, A100, A10 = "llama-8b-h100", "llama-3-8b-a100", "llama-8b-a10"
 BENCHMARKS = Path(fleet.__file__).parent
 CONVERSATION = BENCHMARKS / "traces" / "azure-2023-conv.jsonl.gz"
-SHORT = (50, 400), (20, 200)  # tokens of prompts and answers: from, below
+SHORT = (50, 400), (20, 200)  # ranges of tokens of prompts and of answers
 MIXED = (50, 1500), (20, 300)
 
 
 @dataclass
-class Observed(FleetSimulation):
-    """FleetSimulation in which the learned step times are read at given times."""
+class ObservedSimulation(FleetSimulation):
+    """Simulation that compares learned with true step times at the times ``look_at``."""
 
     look_at: tuple[float, ...] = ()
-    seen: dict[float, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    ratios: dict[float, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def _poll(self) -> None:
         super()._poll()
         for at in self.look_at:
-            if at <= self.clock() and at not in self.seen:
-                self.seen[at] = {name: self.ratios(name) for name in self.fleet.view(MODEL).ids}
+            if at <= self.clock() and at not in self.ratios:
+                self.ratios[at] = {name: self._compare(name) for name in self.fleet.view(MODEL).ids}
 
-    def ratios(self, name: str) -> tuple[float, float]:
-        """Decode speed, and the time of a prefill of 1,000 tokens, learned ÷ true."""
+    def _compare(self, name: str) -> tuple[float, float]:
+        """Decode speed, and time of a prefill of 1,000 tokens, learned ÷ true."""
         view, truth = self.fleet.view(MODEL), self.machines[name].step_model
         row = view.ids.index(name)
         each = view.c0, view.c_prefill, view.c_batch, view.c_kv
@@ -55,7 +55,7 @@ def requests_at(
     return requests
 
 
-def about(value: float, factor: float) -> bool:
+def within(value: float, factor: float) -> bool:
     return 1 / factor <= value <= factor
 
 
@@ -73,7 +73,8 @@ def test_equal_replicas_get_equal_shares(
     shares = []
     for seed in range(2):
         simulation = FleetSimulation(file, "completion", seed=seed)
-        sent = Counter(one.replica for one in simulation.run(requests_at(8, 400, seed, lengths)))
+        served = simulation.run(requests_at(8, 400, seed, lengths))
+        sent = Counter(request.replica for request in served)
         shares.append(sent["gpu-0"] / sent.total())
     assert all(0.45 <= share <= 0.55 for share in shares), shares
 
@@ -92,42 +93,38 @@ SLOW = {
         {"at": 62, "replica": "gpu-1", "do": "up"},
     ],
 }
-RATES = pytest.mark.parametrize("rate", [2, 14])
 
 
-def slow_card(rate: float, *look_at: float) -> Observed:
+@pytest.fixture(scope="module", params=[2, 14], ids=["2/s", "14/s"])
+def slow_card(request: pytest.FixtureRequest) -> ObservedSimulation:
     """Two H100 and an A10; an H100 runs at 15% of its speed until it is restarted."""
-    file = FleetFile.model_validate(SLOW)
-    simulation = Observed(file, "completion", look_at=look_at)
-    for _ in simulation.run(requests_at(rate, int(rate * 80), 0, MIXED)):
+    file, rate = FleetFile.model_validate(SLOW), request.param
+    simulation = ObservedSimulation(file, "completion", look_at=(5.0, 15.0, 30.0, 59.0, 72.0))
+    for _ in simulation.run(requests_at(rate, rate * 80, 0, MIXED)):
         pass
     assert not simulation.failed
     return simulation
 
 
-@RATES
-def test_slow_card_is_known_after_thirty_seconds(rate: float) -> None:
-    decode, prefill = slow_card(rate, 30.0).seen[30.0]["gpu-1"]
-    assert about(decode, 1.2)
-    assert about(prefill, 1.2)
+def test_slow_card_is_learned_within_thirty_seconds(slow_card: ObservedSimulation) -> None:
+    decode, prefill = slow_card.ratios[30.0]["gpu-1"]
+    assert within(decode, 1.2)
+    assert within(prefill, 1.2)
 
 
-@RATES
-def test_slow_card_teaches_no_other_card(rate: float) -> None:
-    for seen in slow_card(rate, 5.0, 15.0, 30.0, 59.0).seen.values():
+def test_slow_card_does_not_change_other_cards(slow_card: ObservedSimulation) -> None:
+    for at in (5.0, 15.0, 30.0, 59.0):
         for name in ("gpu-0", "small-0"):
-            decode, prefill = seen[name]
-            assert about(decode, 1.2), name
-            assert about(prefill, 1.2), name
+            decode, prefill = slow_card.ratios[at][name]
+            assert within(decode, 1.2), (at, name)
+            assert within(prefill, 1.2), (at, name)
 
 
-@RATES
-def test_restarted_card_is_no_longer_slow_within_ten_seconds(rate: float) -> None:
-    simulation = slow_card(rate, 59.0, 72.0)
-    assert simulation.seen[59.0]["gpu-1"] != simulation.seen[72.0]["gpu-1"]
-    decode, prefill = simulation.seen[72.0]["gpu-1"]
-    assert about(decode, 1.3)
-    assert about(prefill, 1.3)
+def test_restarted_card_is_relearned_within_ten_seconds(slow_card: ObservedSimulation) -> None:
+    assert slow_card.ratios[59.0]["gpu-1"] != slow_card.ratios[72.0]["gpu-1"]
+    decode, prefill = slow_card.ratios[72.0]["gpu-1"]
+    assert within(decode, 1.3)
+    assert within(prefill, 1.3)
 
 
 # -- a fresh pool with wrong profiles ----------------------------------------------------------
@@ -135,11 +132,11 @@ def test_restarted_card_is_no_longer_slow_within_ten_seconds(rate: float) -> Non
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_slow_replicas_of_a_fresh_pool_get_few_of_its_requests(seed: int) -> None:
-    """All four are said to be A100. A router that is told the truth sends an A10 one to nine."""
+    """All four are configured as A100. With true profiles an A10 gets one to nine requests."""
     part = trace.read([CONVERSATION], speed=4, start=46, duration=16)
     file = fleet.read(BENCHMARKS / "fleets" / "live-mixed.yaml")
     served = FleetSimulation(file, "completion", seed=seed).run(part)
-    sent = Counter(one.replica for one in served)
+    sent = Counter(request.replica for request in served)
     assert max(count for name, count in sent.items() if name.startswith("a10")) <= 12
 
 
@@ -149,7 +146,7 @@ def test_slow_replicas_of_a_fresh_pool_get_few_of_its_requests(seed: int) -> Non
 @pytest.mark.parametrize("cached", [4096, 16384])
 @pytest.mark.parametrize("old", [False, True])
 def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -> None:
-    """Prompts that share ``cached`` tokens, under so much load that the replica is never idle."""
+    """Prompts share ``cached`` tokens, and the replica is never idle."""
     random, at, requests = Random(0), 0.0, []
     for number in range(400):
         at += random.expovariate(4.0)
@@ -160,10 +157,10 @@ def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -
         )
     group: dict[str, Any] = {"name": "gpu", "profile": H100, "old_counters": old}
     file = FleetFile.model_validate({"replicas": [group]})
-    simulation = Observed(file, "completion", look_at=(90.0,))
+    simulation = ObservedSimulation(file, "completion", look_at=(90.0,))
     for _ in simulation.run(requests):
         pass
-    _, prefill = simulation.seen[90.0]["gpu-0"]
+    _, prefill = simulation.ratios[90.0]["gpu-0"]
     # The router's step times have no term for attention: long contexts make prefill dearer.
     plain = 1 + cached * simulation.machines["gpu-0"].step_model.c_att / (
         simulation.machines["gpu-0"].step_model.c_prefill

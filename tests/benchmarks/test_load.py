@@ -1,3 +1,5 @@
+"""``benchmarks.load``: figures and warnings of a run, refused arguments, and runs on a replica."""
+
 import asyncio
 import json
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 from benchmarks import trace
 from benchmarks.load.__main__ import main
-from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, Planned, Target, plan, with_urgent
+from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, LoadTarget, Planned, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.processes import get_samples
 from benchmarks.trace import TracedRequest
@@ -32,29 +34,31 @@ def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str =
 
 def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
     client = Client("http://nowhere")
-    client.answers = {one.request_id: one for one in answers}
-    traced = TracedRequest(0.0, 100, 10, None)
-    records = [record(Planned(1, traced, "chat", True, None, False), one) for one in answers]
+    client.answers = {each.request_id: each for each in answers}
+    planned = Planned(1, TracedRequest(0.0, 100, 10, None), "chat", True, None, False)
+    records = [record(planned, each) for each in answers]
     return summary(records, client, effort, 5.0, left_out)
 
 
-def test_urgent_requests_say_so_and_have_a_line_of_their_own() -> None:
-    target = Target("tiny", None, {"chat": Counting.of((10, 12), (20, 22))})
+def test_urgent_requests_have_a_header_and_a_line() -> None:
+    target = LoadTarget("tiny", None, {"chat": Counting.of((10, 12), (20, 22))})
     traced = [TracedRequest(0.0, 10, 10, None)] * 1000
     planned = plan(traced, target, 1.0, False, Random(0))
     planned = with_urgent(planned, 0.3, Random(0))
-    told = [one.request(target, "", "run", {}).headers.get(OBJECTIVE_HEADER) for one in planned]
-    assert 250 < told.count("urgent") < 350
-    assert told.count("urgent") + told.count(None) == 1000
+    requests = [each.request(target, "", "run", {}) for each in planned]
+    objectives = [request.headers.get(OBJECTIVE_HEADER) for request in requests]
+    urgent = objectives.count("urgent")
+    assert 250 < urgent < 350
+    assert urgent + objectives.count(None) == 1000
     client = Client("http://nowhere")
     client.answers = {str(number): answer(number) for number in range(1000)}
     records = [record(*pair) for pair in zip(planned, client.answers.values(), strict=True)]
     figures = summary(records, client, IDLE, 5.0)
-    assert figures["objectives"]["urgent"]["requests"] == told.count("urgent")
+    assert figures["objectives"]["urgent"]["requests"] == urgent
     assert "urgent" in table(figures)
 
 
-def test_figures_are_of_whole_answers() -> None:
+def test_figures_are_those_of_complete_answers() -> None:
     answers = [answer(n, problem="connect" if n in (1, 3) else "") for n in range(5)]
     answers[0].gaps_s.extend([0.25, 0.5])
     answers[1].gaps_s.append(9.0)
@@ -70,8 +74,8 @@ def test_figures_are_of_whole_answers() -> None:
     assert a["ttft_s"] is None
     assert figures["warnings"] == []
     text = table(figures)
-    for said in ("3 of 5 requests answered", "failed: 2 × connect", "no room for them: 7"):
-        assert said in text
+    for shown in ("3 of 5 requests answered", "failed: 2 × connect", "for the context: 7 requests"):
+        assert shown in text
     nothing = summed(answer(1, problem="timeout"))
     assert nothing["ttft_s"] is nothing["completion_s"] is nothing["gap_s"] is None
     assert "0 of 1 requests answered" in table(nothing)
@@ -85,18 +89,22 @@ def test_figures_are_of_whole_answers() -> None:
         ([answer(1, generated=16)], IDLE, "output tokens are 160% of the trace's"),
     ],
 )
-def test_worthless_figures_are_said(answers: list[Answer], effort: Effort, warning: str) -> None:
+def test_doubtful_figures_have_a_warning(
+    answers: list[Answer], effort: Effort, warning: str
+) -> None:
     figures = summed(*answers, effort=effort)
-    (said,) = figures["warnings"]
-    assert warning in said
-    assert f"WARNING: {said}" in table(figures)
+    (text,) = figures["warnings"]
+    assert warning in text
+    assert f"WARNING: {text}" in table(figures)
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
     return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
 
 
-def test_time_without_arrivals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_part_without_requests_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 9000, "input_length": 5, "output_length": 3}\n')
     assert "first 2 s" in complaint(capsys, "--trace", trace, "--duration", "2")
@@ -105,7 +113,7 @@ def test_time_without_arrivals(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "from 10 s on" in complaint(capsys, "--trace", trace, "--from", "10")
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert complaint(capsys, "--url", url).startswith(f"load: {url} cannot be reached: ")
 
@@ -120,7 +128,9 @@ def replica() -> Iterator[str]:
 
 
 @pytest.mark.process
-def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str) -> None:
+def test_load_on_a_replica(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
+) -> None:
     path = tmp_path / "load.json"
     given = ["--url", f"{replica}/v1", "--trace", str(TRACE), "--speed", "50"]
     options = ["--requests", "40", "--stream-share", "0.5", "--policy-header", "round_robin"]
@@ -137,12 +147,12 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str)
         counts = result["summary"][tokens]
         assert counts["counted"] == counts["planned"]
     assert [*result["summary"]["replicas"]] == [replica.removeprefix("http://")]
-    assert 5 < sum(one["streamed"] for one in result["requests"]) < 35
-    assert {one["endpoint"] for one in result["requests"]} == {"chat", "completions"}
+    assert 5 < sum(request["streamed"] for request in result["requests"]) < 35
+    assert {request["endpoint"] for request in result["requests"]} == {"chat", "completions"}
 
 
 @pytest.mark.process
-def test_parts_follow_each_other_and_seed_repeats_them(tmp_path: Path, replica: str) -> None:
+def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replica: str) -> None:
     def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         path = tmp_path / "load.json"
         given = ["--url", replica, "--trace", str(TRACE), "--speed", "50", "--duration", "0.5"]
@@ -154,8 +164,8 @@ def test_parts_follow_each_other_and_seed_repeats_them(tmp_path: Path, replica: 
     about, second = sent("--from", "0.5")
     assert about["from_s"] == 0.5
     both = trace.read([TRACE], 50, len(first) + len(second))
-    times = [one["at_s"] for one in first] + [0.5 + one["at_s"] for one in second]
-    assert times == pytest.approx([one.at for one in both])
+    times = [each["at_s"] for each in first] + [0.5 + each["at_s"] for each in second]
+    assert times == pytest.approx([request.at for request in both])
     hits = [cached_tokens(replica)]
     for _ in range(2):
         sent("--seed", "1")
@@ -165,11 +175,13 @@ def test_parts_follow_each_other_and_seed_repeats_them(tmp_path: Path, replica: 
 
 def cached_tokens(replica: str) -> float:
     samples = asyncio.run(get_samples(f"{replica}/metrics"))
-    return next(one.value for one in samples if one.name == "vllm:prefix_cache_hits_total")
+    return next(each.value for each in samples if each.name == "vllm:prefix_cache_hits_total")
 
 
 @pytest.mark.process
-def test_run_that_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str) -> None:
+def test_timeout_of_a_request_fails_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
+) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 50, "output_length": 5, "max_tokens": 16}
     trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 30_000}))

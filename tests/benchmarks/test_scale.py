@@ -1,3 +1,5 @@
+"""``benchmarks.scale``: routers know every replica, and Redis counts its work."""
+
 import json
 from pathlib import Path
 
@@ -7,7 +9,7 @@ from benchmarks.scale.__main__ import main
 
 
 @pytest.mark.process
-def test_routers_hear_of_every_replica_and_redis_tells_what_it_did(tmp_path: Path) -> None:
+def test_scale_measures_routers_and_redis(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
     arguments = ["--replicas", "3", "--routers", "2", "--seconds", "1", "--json", str(file)]
     assert main(arguments) == 0
