@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from logging import ERROR
 from math import inf
 from types import MappingProxyType
 
@@ -77,7 +76,7 @@ class GrpcServer:
         self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._opened_at = -inf  # when the last stream began
-        self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, ERROR)
+        self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, level=logging.ERROR)
         self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
         keepalive_ms = round(keepalive_s * 1000)
@@ -223,6 +222,6 @@ class GrpcServer:
             if answer is not None:
                 writes.append(exchange.write(answer))
         if writes:
-            replicas = ", ".join(sorted(hung))
-            logger.error("ended %d requests on hung replicas %s", len(writes), replicas)
+            count, replicas = len(writes), ", ".join(sorted(hung))
+            logger.error(f"ended {count} requests on hung replicas {replicas}")
             await asyncio.gather(*writes, return_exceptions=True)  # streams may end meanwhile
