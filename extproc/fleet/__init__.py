@@ -1,1 +1,1 @@
-"""What each replica is doing now: polled state and the router's own ledger."""
+"""State of the replicas: what polls reported, and this router's own requests in flight."""

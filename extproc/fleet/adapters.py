@@ -1,8 +1,8 @@
-"""LoRA adapters: which each replica has loaded, and what a request for one waits for there.
+"""LoRA adapters: the ones that each replica has loaded, and the wait for a slot.
 
 vLLM has at most ``max_loras`` adapters in a batch: its slots. A request for an adapter in the batch
-joins it; one for another waits until all requests for one of those have ended. In slots that are
-not in use the adapters of late stay loaded.
+joins the batch. A request for another adapter waits until all requests for one of the adapters in
+the batch have ended. Unused slots hold the adapters that were used last.
 """
 
 from bisect import insort
@@ -16,39 +16,38 @@ from statistics import median
 import numpy as np
 
 from extproc.fleet.ledger import Ledger
-from extproc.fleet.tables import Replicas
+from extproc.fleet.tables import UNBOUNDED_TOKENS, Replicas
 from extproc.predict.completion import AdapterTimes
 from extproc.predict.inputs import FleetView
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 
-LOAD_S = 0.1  # seconds that it takes to load an adapter, until a replica has shown it
-_REMEMBERED = 16  # loads of a replica, and waits of the fleet
-_MOST_OVERRUN = 10.0
-_MOST_SLOTS = 256  # slots, and adapters in use, that are told apart; no server has as many
-_UNBOUNDED = 131_072.0  # tokens that a sequence of which nothing is known may generate
-_MEMORY_S = 60.0  # without a request, after which another one is unlikely, by e to 1
+LOAD_S = 0.1  # assumed time to load an adapter, until a replica's loads are measured
+_SAMPLES = 16  # measured loads of a replica, and measured waits of the fleet
+_MAX_OVERRUN = 10.0
+_MAX_SLOTS = 256  # slots, and adapters in use, of a replica: no server has as many
+_MEMORY_S = 60.0  # time without a request after which another request is unlikely, by e to 1
 
 
 @dataclass(slots=True)
-class _Replica:
-    slots: int = 0  # 0: not known
-    used: dict[str, set[int]] = field(default_factory=dict)
-    """Adapters in use: tickets of this router's requests for each; none: only polls see any. The
-    first adapters have the slots, the others wait for one in this order."""
+class _Slots:
+    count: int = 0  # 0: not known
+    in_use: dict[str, set[int]] = field(default_factory=dict)
+    """Adapters in use → tickets of this router's requests; empty: only polls report the adapter.
+    The first adapters have the slots, and the others wait for a slot in this order."""
     used_at: dict[str, float] = field(default_factory=dict)
-    """Of each adapter that is in use or loaded: when its use began, ended or was polled."""
+    """Adapters in use or loaded → when the use began or ended, or was polled."""
     polled_at: float = -inf
-    loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _REMEMBERED))  # seconds
+    loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _SAMPLES))  # seconds
     starts: dict[str, float] = field(default_factory=dict)
-    """When each adapter that is in use or loaded has a slot; −∞: it has one."""
+    """Adapters in use or loaded → when each gets its slot; −∞: it has a slot."""
 
 
 class AdapterSlots:
-    """What each replica has loaded, by what was sent there and what polls said.
+    """Forecast of each replica's slots, from this router's requests and from polls.
 
-    After a request or a poll the replica's slots are forecast: the k-th adapter that waits gets one
-    when all requests for k of those before it have ended. A decision reads the forecasts.
+    Each request and each poll renews the replica's forecast: the k-th waiting adapter gets a slot
+    when all requests for k of the adapters before it have ended. Decisions read the forecasts.
     """
 
     def __init__(
@@ -58,39 +57,39 @@ class AdapterSlots:
         self._members = members
         self._ledger = ledger
         self._lengths = lengths
-        self._replicas: dict[int, _Replica] = {}  # by row
-        self._overruns: deque[float] = deque([1.0], _REMEMBERED)
+        self._slots: dict[int, _Slots] = {}  # by row
+        self._overruns: deque[float] = deque([1.0], _SAMPLES)
         self._overrun = 1.0  # their median
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
 
     def clear(self, row: int) -> None:
-        """Forgets all of a replica: another one has its row, or its process started anew."""
-        self._replicas[row] = _Replica()
+        """Forgets the replica in a row: the process restarted, or the row has another replica."""
+        self._slots[row] = _Slots()
         self._table.adapter_at[row] = self._table.adapter_load_s[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
-        """Takes the adapters in use, in a poll that was sent at that time on the fleet's clock."""
-        one = self._replicas[row]
-        one.slots = min(state.max_loras, _MOST_SLOTS)
-        if not one.slots:
+        """Takes the adapters in use from a poll that was sent at ``asked_at``."""
+        slots = self._slots[row]
+        slots.count = min(state.max_loras, _MAX_SLOTS)
+        if not slots.count:
             return
-        # What this router began or ended since the poll before may be what this one saw.
-        in_use, before = state.adapters_in_use[:_MOST_SLOTS], one.polled_at
-        seen = [name for name in in_use if one.used_at.get(name, -inf) <= before]
-        own = {name: tickets for name, tickets in one.used.items() if tickets}
-        one.used = {name: own.get(name, set()) for name in (*seen, *own)}
-        one.used_at |= dict.fromkeys(seen, asked_at)
-        one.polled_at = asked_at
-        self._table.adapter_load_s[row] = median(one.loads)
+        # A poll may show a use that this router began or ended since the poll before.
+        names, before = state.adapters_in_use[:_MAX_SLOTS], slots.polled_at
+        polled = [name for name in names if slots.used_at.get(name, -inf) <= before]
+        own = {name: tickets for name, tickets in slots.in_use.items() if tickets}
+        slots.in_use = {name: own.get(name, set()) for name in (*polled, *own)}
+        slots.used_at |= dict.fromkeys(polled, asked_at)
+        slots.polled_at = asked_at
+        self._table.adapter_load_s[row] = median(slots.loads)
         self._forecast(row, now)
 
     def sent(self, row: int, ticket: int, adapter: str, now: float) -> None:
-        one = self._replicas[row]
-        if adapter and one.slots:
+        slots = self._slots[row]
+        if adapter and slots.count:
             self._tickets[ticket] = row, adapter
-            if not one.used.get(adapter):
-                one.used_at[adapter] = now
-            one.used.setdefault(adapter, set()).add(ticket)
+            if not slots.in_use.get(adapter):
+                slots.used_at[adapter] = now
+            slots.in_use.setdefault(adapter, set()).add(ticket)
             self._forecast(row, now)
 
     def moved(self, ticket: int, row: int, now: float) -> None:
@@ -100,52 +99,52 @@ class AdapterSlots:
 
     def ended(self, ticket: int, now: float) -> None:
         row, adapter = self._tickets.pop(ticket, (-1, ""))
-        if adapter and ticket in (tickets := self._replicas[row].used.get(adapter, set())):
-            one = self._replicas[row]
+        if adapter and ticket in (tickets := self._slots[row].in_use.get(adapter, set())):
+            slots = self._slots[row]
             tickets.remove(ticket)
             if not tickets:
-                del one.used[adapter]
-                one.used_at[adapter] = now
+                del slots.in_use[adapter]
+                slots.used_at[adapter] = now
             self._forecast(row, now)
 
     def load_measured(self, replica: str, seconds: float) -> None:
-        """A request there, whose adapter was to be loaded, got its first token so much later."""
+        """Learns from a request whose first token was late because its adapter was loaded."""
         if (row := self._members.get(replica)) is not None:
-            loads = self._replicas[row].loads
+            loads = self._slots[row].loads
             loads.append(max(seconds, 0.0))
             self._table.adapter_load_s[row] = median(loads)
 
     def wait_measured(self, overrun: float) -> None:
-        """A request waited for a slot so many times as long as for what had come before it."""
-        self._overruns.append(min(max(overrun, 1.0), _MOST_OVERRUN))
+        """Learns from a request's wait for a slot: actual ÷ forecast."""
+        self._overruns.append(min(max(overrun, 1.0), _MAX_OVERRUN))
         self._overrun = median(self._overruns)
 
     def times(self, view: FleetView, now: float) -> AdapterTimes:
-        """Wait and load of a request for an adapter, by candidate."""
+        """Returns the wait and the load of a request for an adapter, by candidate."""
         table, rows, overrun = self._table, view.rows, self._overrun
-        places = [self._replicas[row].starts for row in rows.tolist()]
-        known = np.array([*map(dict.get, places, view.adapters, repeat(nan))])
+        starts_on = [self._slots[row].starts for row in rows.tolist()]
+        known = np.array([*map(dict.get, starts_on, view.adapters, repeat(nan))])
         starts = np.where(np.isnan(known), table.adapter_at[rows], known)
         wait = overrun * np.maximum(starts - now, 0.0)
         load = table.adapter_load_s[rows] * (starts > -inf)
-        asked_again = np.exp(np.minimum(table.idle_adapter_at[rows] - now, 0.0) / _MEMORY_S)
-        return AdapterTimes(wait, load, load * (view.batch + asked_again), overrun)
+        needed_again = np.exp(np.minimum(table.idle_adapter_at[rows] - now, 0.0) / _MEMORY_S)
+        return AdapterTimes(wait, load, load * (view.batch + needed_again), overrun)
 
     def _forecast(self, row: int, now: float) -> None:
-        one, table = self._replicas[row], self._table
-        idle = sorted(one.used_at.keys() - one.used.keys(), key=one.used_at.__getitem__)
-        idle = idle[max(len(one.used_at) - one.slots, 0) :]
-        one.used_at = {name: one.used_at[name] for name in (*one.used, *idle)}
-        typical = self._lengths.expected(0, _UNBOUNDED)
-        typical *= table.decode_step.item(row) / table.tokens_per_step.item(row)
-        requests = self._ledger.ends(row) if len(one.used) >= one.slots else {}
-        ends = [-inf] * one.slots  # when adapters give slots back, the earliest first
-        one.starts = dict.fromkeys(("", *idle), -inf)  # "" stands for no adapter
-        for place, (name, tickets) in enumerate(one.used.items()):
-            one.starts[name] = ends[place]
-            left = max((requests.get(ticket, now) - now for ticket in tickets), default=typical)
-            insort(ends, max(ends[place], now) + max(left, 0.0))
-        table.adapter_at[row] = max(ends[len(one.used)], now)
-        is_full = len(one.used_at) >= one.slots
-        dropped_at = one.used_at[idle[0]] if idle else now
+        slots, table = self._slots[row], self._table
+        idle = sorted(slots.used_at.keys() - slots.in_use.keys(), key=slots.used_at.__getitem__)
+        idle = idle[max(len(slots.used_at) - slots.count, 0) :]
+        slots.used_at = {name: slots.used_at[name] for name in (*slots.in_use, *idle)}
+        typical_s = self._lengths.expected(0, UNBOUNDED_TOKENS)
+        typical_s *= table.decode_step.item(row) / table.tokens_per_step.item(row)
+        requests = self._ledger.ends(row) if len(slots.in_use) >= slots.count else {}
+        ends = [-inf] * slots.count  # when adapters give slots back, the earliest first
+        slots.starts = dict.fromkeys(("", *idle), -inf)  # "" stands for no adapter
+        for place, (name, tickets) in enumerate(slots.in_use.items()):
+            slots.starts[name] = ends[place]
+            left_s = max((requests.get(ticket, now) - now for ticket in tickets), default=typical_s)
+            insort(ends, max(ends[place], now) + max(left_s, 0.0))
+        table.adapter_at[row] = max(ends[len(slots.in_use)], now)
+        is_full = len(slots.used_at) >= slots.count
+        dropped_at = slots.used_at[idle[0]] if idle else now
         table.idle_adapter_at[row] = dropped_at if is_full else -inf

@@ -1,4 +1,4 @@
-"""What a router has in flight, as it tells the others: one value, and its encoding."""
+"""Digest of a router's requests in flight, which the other routers add to their own load."""
 
 from enum import IntEnum
 from math import isfinite
@@ -12,40 +12,40 @@ FIGURES = 10
 (
     REQUESTS,
     QUEUED,  # requests without a token yet
-    JOINING,  # sequences of those
-    BACKLOG,  # their prompt tokens that are not prefilled
+    JOINING,  # sequences of the queued requests
+    BACKLOG,  # prompt tokens of the queued requests that are not prefilled
     DECODING,  # sequences
-    KV,  # tokens: of the sequences decoding, and of prompts prefilled in part
-    REMAINING,  # tokens that all sequences are expected to generate still
-    DECODED,  # seconds that requests decoded of late
-    EXPECTED,  # seconds that they were predicted to
+    KV,  # tokens of the decoding sequences, and of prompts prefilled in part
+    REMAINING,  # tokens that all sequences are still expected to generate
+    DECODED,  # seconds that recent requests took to decode
+    EXPECTED,  # seconds that these requests were predicted to take
     PARTS,  # sequences as the engine counts them
 ) = range(FIGURES)
-"""Rows of a digest's figures, which has a column a replica."""
+"""Rows of a digest's figures, which have one column for each replica."""
 
-EVERY_S = 0.02  # seconds between two digests, at least
+EVERY_S = 0.02  # shortest time between two digests
 ALIVE_S = 0.04
-"""Seconds of silence, at most, of a router that has requests in flight: those who hear nothing for
-longer than 0.1 s no longer count on what they heard."""
+"""Longest time between two digests of a router with requests in flight: other routers discard its
+load after 0.1 s without a digest."""
 WHOLE_EVERY_S = 0.5
-"""Seconds between two whole digests: what was lost is repaired, and a router without requests is
-known to be alive."""
+"""Time between two whole digests. They repair lost digests, and show that a router without requests
+is alive."""
 
 _FLOAT = np.dtype("<f4")
 
 
 class DigestKind(IntEnum):
-    """What a digest says of the replicas it does not name."""
+    """Meaning of a digest for the replicas that it does not name."""
 
-    CHANGES = 0  # they are as they were
-    WHOLE = 1  # the router has nothing there
-    FAREWELL = 2  # the router stops, and has nothing anywhere
+    CHANGES = 0  # their figures are unchanged
+    WHOLE = 1  # the router has no requests there
+    FAREWELL = 2  # the router stops, and has no requests anywhere
 
 
 class Digest(msgspec.Struct, eq=False, array_like=True):
-    """What one router has in flight on replicas, at one moment.
+    """Requests in flight of one router, by replica, at one moment.
 
-    The last one wins, replica by replica, and one that was lost is repaired by the next whole one.
+    For each replica the newest digest counts. The next whole digest repairs a lost one.
     """
 
     router: str
@@ -53,42 +53,29 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     sent_at: float  # seconds since the epoch, on the router's clock
     kind: DigestKind
     replicas: tuple[str, ...]  # ``ip:port``
-    figures: Floats  # a row for each of the FIGURES, a column a replica
+    figures: Floats  # shape (FIGURES, replicas)
 
     def __post_init__(self) -> None:
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))
         if not isfinite(self.sent_at):
-            raise ValueError("a digest whose time is not finite")
-
-    def encode(self) -> bytes:
-        """MessagePack: some 50 bytes and, a replica, 40 and its name."""
-        return _ENCODER.encode(self)
+            raise ValueError("digest whose time is not finite")
 
 
 NOTHING = np.zeros((FIGURES, 0))  # figures of a digest that names no replica
 
 
-def decode(data: bytes) -> Digest:
-    """Returns what :meth:`Digest.encode` encoded.
-
-    Raises:
-        ValueError: it is no digest.
-    """
-    return _DECODER.decode(data)
-
-
 def pack(figures: Floats) -> bytes:
-    """Encodes an array of a digest, for msgspec."""
+    """Encodes a digest's figures for msgspec: 4 bytes each."""
     return figures.astype(_FLOAT).tobytes()
 
 
 def unpack(_: type, data: bytes) -> Floats:
-    """Decodes an array of a digest, for msgspec."""
+    """Decodes a digest's figures for msgspec.
+
+    Raises:
+        ValueError: a figure is negative or not finite.
+    """
     figures = np.frombuffer(data, _FLOAT).astype(np.float64)
     if not ((figures >= 0.0) & (figures < np.inf)).all():
-        raise ValueError("figures that are none")
+        raise ValueError("digest with figures that are negative or not finite")
     return figures
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=pack)
-_DECODER = msgspec.msgpack.Decoder(Digest, dec_hook=unpack)

@@ -1,18 +1,11 @@
-"""The router's own digest, taken from its tables when it is due."""
+"""Source of the router's own digests, built from its tables when they are due."""
 
 from collections.abc import Sequence
 from math import inf
 
 import numpy as np
 
-from extproc.fleet.digest import (
-    ALIVE_S,
-    EVERY_S,
-    NOTHING,
-    WHOLE_EVERY_S,
-    Digest,
-    DigestKind,
-)
+from extproc.fleet.digest import ALIVE_S, EVERY_S, NOTHING, WHOLE_EVERY_S, Digest, DigestKind
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests
 from extproc.ground.clock import Clock
@@ -20,14 +13,14 @@ from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 
-_SOON = EVERY_S / 2  # seconds: what is due before the next time it is asked is due
-_NOTABLE = 0.1  # seconds of decoding that are worth to be told, though nothing is in flight there
+_SOON = EVERY_S / 2  # seconds: a digest is due if it would fall due before the next call
+_NOTABLE_S = 0.1  # decode seconds for which a replica without requests is in a whole digest
 
 
 class DigestSource:
-    """Makes digests: of what changed, now and then a whole one, and at times an empty one.
+    """Builds digests of changed replicas, whole digests, and empty ones as signs of life.
 
-    Requests that go on as was to be expected change nothing: who hears of them moves them forward.
+    A request that merely decodes is no change: the receivers move it forward themselves.
     """
 
     def __init__(
@@ -48,49 +41,49 @@ class DigestSource:
         self._states = states
         self._wall = wall
         self._number = 0
-        self._told = np.zeros((3, 0))
+        self._sent = np.zeros((3, 0))  # counts in the last digest, see _counts
         self._sent_at = -inf
         self._whole_at = -inf
 
     def due(self, now: float, no_peers: bool = False) -> Digest | None:
-        """The digest to send now; None where none is. To be asked every ``EVERY_S``.
+        """Returns the digest to send now, or None; call it every ``EVERY_S``.
 
         Args:
-            now: seconds.
-            no_peers: none was heard of, so that whole ones are enough: whoever comes finds the last
-                one in Redis, and is heard of at once.
+            now: seconds on the fleet's clock.
+            no_peers: no other router is known, so that whole digests suffice: a router that starts
+                reads the last one from Redis.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         if no_peers and not overdue:
             return None
         replicas = self._replicas
-        current = self._changing()
-        whole = overdue or current.shape != self._told.shape
+        counts = self._counts()
+        whole = overdue or counts.shape != self._sent.shape
         if whole:
-            seen = self._corrections.sums(now)[1] > _NOTABLE
-            rows = ((replicas.requests > 0.0) | seen).nonzero()[0]
+            observed = self._corrections.sums(now)[1] > _NOTABLE_S
+            rows = ((replicas.requests > 0.0) | observed).nonzero()[0]
         else:
-            rows = (current != self._told).any(axis=0).nonzero()[0]
+            rows = (counts != self._sent).any(axis=0).nonzero()[0]
             silent = now - self._sent_at
             if not len(rows) and not (len(self._requests) and silent > ALIVE_S - _SOON):
                 return None
         digest = self._digest(DigestKind.WHOLE if whole else DigestKind.CHANGES, rows, now)
-        self._told, self._sent_at = self._changing(), now
+        self._sent, self._sent_at = self._counts(), now
         if whole:
             self._whole_at = now
         return digest
 
-    def _changing(self) -> Floats:
-        """What every event changes, for each replica."""
+    def _counts(self) -> Floats:
+        """Returns figures of each replica that change with every request that comes or goes."""
         replicas = self._replicas
         return np.array([replicas.requests, replicas.queued, replicas.enqueued])
 
     def repeat(self) -> None:
-        """The last one may not have arrived: the next is a whole one."""
+        """Makes the next digest a whole one, since the last may not have arrived."""
         self._whole_at = -inf
 
     def farewell(self) -> Digest:
-        """The last one, of a router that stops."""
+        """Returns the last digest of a router that stops."""
         return self._digest(DigestKind.FAREWELL, np.zeros(0, dtype=np.intp), self._sent_at)
 
     def _digest(self, kind: DigestKind, rows: Indices, now: float) -> Digest:

@@ -1,4 +1,4 @@
-"""Every replica in memory: what polls said, what this router sent, and how far it has come."""
+"""State of all replicas of a pool: polled figures, this router's requests, and their progress."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from extproc.fleet.peers import Peers
 from extproc.fleet.prefix_index import PrefixHits, PrefixIndex
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
-from extproc.fleet.tables import SEEN, Replicas, Requests
+from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.predict.completion import AdapterTimes
 from extproc.predict.correction import Corrections, FirstTokens
@@ -42,27 +42,28 @@ from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
-_IN_VIEW = len(Columns.__annotations__)
-_UNBOUNDED = 131_072.0  # tokens that a sequence which only polls saw may generate
+_VIEW_COLUMNS = len(Columns.__annotations__)
 
 
 class Ended(NamedTuple):
-    """What the fleet knows of a request that is over."""
+    """Output of a request that left the ledger, by its replica's step count.
 
-    tokens: float
-    """Of each of its sequences, by the steps that its replica counts; 0 where these were not heard
-    of lately."""
-    seconds: float  # since the first of them
+    Both figures are 0 if no recent poll confirmed the count.
+    """
+
+    tokens: float  # of each sequence
+    seconds: float  # since the first token
 
 
 class Fleet:
-    """The replicas of a pool, this router's requests on them, and what others tell of theirs.
+    """Replicas of a pool, this router's requests on them, and the load that other routers report.
 
-    What several parts must hear of, in an order that matters, is a method here: a poll, a request
-    that is sent, moves or ends, a digest; so is what policies see, which is made of several. What
-    concerns one part alone is said to that part, or asked of it. Between polls the fleet moves
-    itself forward (:class:`~extproc.fleet.progress.Progress`). A poll corrects the count of steps,
-    and what is prefilled.
+    An event that several parts must learn of in a certain order is a method here: a poll, a
+    request that is sent, moves or ends, and a digest. So is the view for policies, which combines
+    several parts. Callers reach a single part through its attribute.
+
+    Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
+    corrects the count of steps and the prefilled tokens.
     """
 
     def __init__(
@@ -72,10 +73,9 @@ class Fleet:
         wall: Clock = wall,
         names: ModelNames | None = None,
     ) -> None:
-        """An empty one; ``names`` are those under which clients ask for what replicas serve."""
-        self.router = uuid4().hex[:16]  # names this router among others, from its start to its end
-        self.members_known = asyncio.Event()  # set once the replicas of the start were put in
-        self.pollers: Sequence[str] | None = None  # names of those alive; None: not known
+        self.router = uuid4().hex[:16]  # this router's name among others, new with each start
+        self.members_known = asyncio.Event()  # set once the first replicas are members
+        self.pollers: Sequence[str] | None = None  # names of the living pollers; None: not known
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()
@@ -108,17 +108,19 @@ class Fleet:
     # -- membership and polls ---------------------------------------------------------------
 
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
-        """A poll's news of one replica; a new one joins. Dispatches newer than it stay on top.
+        """Takes in the polled state of a replica, which becomes a member if it is new.
+
+        Requests sent after the poll are added to the polled load.
 
         Args:
-            state: what the poll saw.
-            age: seconds since then, on the way here.
+            state: the polled state.
+            age: seconds since the poll.
         """
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
         before = self.members.get(state.id)
-        self.eligibility.heard(state, age, before is not None and self._is_idle(state.id))
+        self.eligibility.polled(state, age, before is not None and self._is_idle(state.id))
         if self.eligibility.frozen(state.id):
             state = structs.replace(state, running=0, waiting=0, kv_usage=0.0)
         self.blocks.polled(state)
@@ -127,17 +129,16 @@ class Fleet:
         if before is not None and before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
         self._learn_lengths(state, before)
-        of_now = before is None or state.scraped_at != before.scraped_at  # or told again
+        is_repeated = before is not None and state.scraped_at == before.scraped_at
         started_at = before.started_at if before else 0.0  # of its process; 0: not known
         fell = state.steps < self._replicas.polled_steps[row]
-        older = fell and 0.0 < started_at == state.started_at  # another poller's
-        fresh = of_now and state.healthy and not state.unanswered_s and not older
+        is_older = fell and 0.0 < started_at == state.started_at  # from another poller
         known = usual_step(self._replicas, row)
         step = state.learned or profile_or_default(state.profile).step
         self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, known))
-        self._replicas.tells[row] = state.kv_tokens > 0 and state.measured
-        if not fresh:
+        self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
+        if is_repeated or is_older or not state.healthy or state.unanswered_s:
             return
         if fell or started_at not in (0.0, state.started_at):
             self._reconciliation.restarted(row, state.steps)
@@ -149,12 +150,12 @@ class Fleet:
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
 
     def _is_idle(self, replica: str) -> bool:
-        """Return True if no router is known to have a request on a replica."""
+        """Returns True if no router is known to have a request on a replica."""
         row = self._rows[replica]
         return not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
-        """From the replica's own histogram: what was added since the last poll."""
+        """Learns from the growth of the replica's own histogram of output lengths."""
         if state.output_lengths == (before.output_lengths if before else ()) or not state.models:
             return
         known = dict(before.output_lengths) if before and before.steps <= state.steps else {}
@@ -162,17 +163,16 @@ class Fleet:
         self.lengths.observe_counts(state.models[0], counts)
 
     def remove(self, replica: str) -> None:
-        """A replica left the pool; its requests in flight stay until they end."""
+        """Removes a replica from the members; its requests in flight stay until they end."""
         self.members.models_removed(self.members.models_on(replica), self._clock())
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
     def drop_stale(self, after: float) -> None:
-        """Removes replicas not heard of for ``after`` seconds in which others were, routers that
-        are gone, and blocks of replicas that are none of the members.
+        """Removes replicas without an update for ``after`` seconds in which others had some.
 
-        When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
+        Removes dead routers, and blocks of replicas that are no members, too.
         """
         if self.peers.refresh(self._clock()):
             self._progress.changed()
@@ -182,9 +182,9 @@ class Fleet:
             self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
-        """A row for a replica: the one it had, so that its requests are still on it; else one that
-        nobody uses; else a new one."""
-        row = self.members.departed(state.id)
+        """Returns a row for a replica: its former row, which its requests are still on, or else an
+        unused one."""
+        row = self.members.former_row(state.id)
         if row is None:
             taken = {*self._rows.values(), *self._requests.replica.tolist()}
             row = next((row for row in range(len(self._replicas)) if row not in taken), None)
@@ -228,13 +228,13 @@ class Fleet:
         cached: float = 0.0,
         response_visible: bool = True,
     ) -> Ticket:
-        """Takes a request into the ledger as sent to ``replica`` now.
+        """Adds a request that is sent to ``replica`` now to the ledger.
 
         Args:
             replica: ``ip:port``.
-            profile: the request.
-            cached: tokens of its prompt that the replica has in its prefix cache.
-            told: Envoy tells of its response.
+            profile: of the request.
+            cached: prompt tokens in the replica's prefix cache.
+            response_visible: Envoy forwards the response to the router.
 
         Raises:
             KeyError: the replica is not a member.
@@ -243,7 +243,7 @@ class Fleet:
         self.eligibility.sent(replica, response_visible)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
-        self._remember(row, profile.prefix)
+        self._index(row, profile.prefix)
         adapter = self.eligibility.adapter(replica, profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.prompt_log.add(replica, profile.prefix)
@@ -251,33 +251,30 @@ class Fleet:
         return ticket
 
     def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
-        """The request was served by another replica than it was sent to (a retry).
-
-        Does nothing where that replica is not a member.
-        """
+        """Moves a request to the replica that Envoy retried it on, if that is a member."""
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
             self._progress.advance(now)
             cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
             self.adapters.moved(ticket, row, now)
-            self._remember(row, prefix)
+            self._index(row, prefix)
             self.prompt_log.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
-        """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
+        """Takes the prompt, and all prompts queued before it, for prefilled."""
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Ended:
-        """Takes it out of the ledger.
+        """Removes a request from the ledger.
 
         Args:
-            ticket: what :meth:`dispatch` returned.
-            prefilled: its prompt is known to be prefilled, and so are those queued before it.
+            ticket: returned by :meth:`dispatch`.
+            prefilled: the prompt, and all prompts queued before it, are known to be prefilled.
 
         Raises:
-            KeyError: it was released.
+            KeyError: the request was released before.
         """
         now = self._clock()
         self._progress.advance(now)
@@ -288,45 +285,57 @@ class Fleet:
         return Ended(*generated)
 
     def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
-        """A request there took ``actual`` seconds from its first token to its last, and
-        ``predicted`` ones by a prediction that was not corrected, when a usual step was thought to
-        take ``step`` seconds; 0: as is thought now."""
+        """Learns from the decode time of a request.
+
+        Args:
+            replica: ``ip:port``.
+            predicted: seconds from first to last token, predicted without correction.
+            actual: seconds from first to last token.
+            step: seconds of a usual step when ``predicted`` was made; 0: as now.
+        """
         if (row := self._rows.get(replica)) is not None:
             slower = self._slower(row, step)
             self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:
-        """How many times as long as ``step`` a usual step takes by what is known now."""
+        """Returns a usual step's present length ÷ ``step``; 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(
         self, replica: str, expected: float, depth: int, prompt: float, tokens: float
     ) -> None:
-        """A request there found ``tokens`` of its ``prompt`` tokens cached, where so many were
-        ``expected`` so ``depth`` in the cache, both as :meth:`held` said."""
+        """Learns from a response that reports the cached tokens of its prompt.
+
+        Args:
+            replica: ``ip:port``.
+            expected: tokens that :meth:`prefix_hits` expected.
+            depth: of these tokens in the cache, as :meth:`prefix_hits` returned it.
+            prompt: tokens of the prompt.
+            tokens: reported cached tokens.
+        """
         row = self._rows.get(replica)
         if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, prompt, tokens)
 
     def response_owner(self, response: str) -> str | None:
-        """The replica that holds a stored response; None where that is not known, or no request
-        may be sent there now. One that drains still answers for what it holds."""
+        """Returns the replica that stores a response, draining or not; None: unknown or down."""
         replica = self.responses.owner(response) or ""
-        return replica if self.eligibility.works(replica) else None
+        return replica if self.eligibility.is_up(replica) else None
 
-    # -- what other routers tell ------------------------------------------------------------
+    # -- other routers ----------------------------------------------------------------------
 
     def receive_digest(self, digest: Digest, age: float = 0.0) -> None:
-        if digest.router != self.router:  # the router's own come back, and measure the delay
+        """Takes in a digest that Redis got ``age`` seconds ago, possibly this router's own."""
+        if digest.router != self.router:
             self._progress.advance(self._clock())
         if self.peers.receive(digest, age):
             self._progress.changed()
 
     def receive_prompts(self, router: str, prompts: bytes) -> None:
-        """A router sent these prompts, by its :attr:`sent`.
+        """Adds prompts that another router sent, packed by its :attr:`prompt_log`, to the index.
 
         Raises:
-            ValueError: they cannot be read.
+            ValueError: the prompts cannot be read.
         """
         if router == self.router:
             return
@@ -334,22 +343,29 @@ class Fleet:
             if (row := self._rows.get(replica)) is None:
                 continue
             if prefix.tokens:
-                self._remember(row, prefix)
+                self._index(row, prefix)
             else:
                 self._prefixes.clear(row)
 
-    def _remember(self, row: int, prefix: Prefix) -> None:
+    def _index(self, row: int, prefix: Prefix) -> None:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
+    # -- room for requests ------------------------------------------------------------------
+
     def reports_capacity(self, rows: Indices) -> NDArray[np.bool_]:
-        """Which replicas have figures to go by: they tell how large their KV cache is, their speed
-        was measured, and they were heard of lately."""
-        return (self._replicas.tells[rows] > 0.0) & self._ledger.heard_lately(rows, self._clock())
+        """Returns which replicas report their KV cache size, are measured, and were polled
+        lately."""
+        return (self._replicas.reports[rows] > 0.0) & self._ledger.polled_lately(
+            rows, self._clock()
+        )
 
     def free_kv_tokens(self, replica: str) -> float:
-        """KV tokens that nothing takes there, nor waits for. Without end where nothing is in flight
-        that could make room, or it is no member; less than none where one waits for a seat."""
+        """Returns KV tokens that no request holds or waits for.
+
+        Infinite if no request is in flight there, or the replica is no member. −∞ if requests wait
+        for a place in the batch.
+        """
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
@@ -359,12 +375,12 @@ class Fleet:
         queued = table.queued.item(row) + table.peers_queued.item(row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
         if not table.by_priority.item(row) and taken > table.max_num_seqs.item(row):
-            return -inf  # by priority, a request may go before those that are queued
+            return -inf  # with priorities, a request may overtake the queued ones
         backlog = table.joining.item(row) + table.external_backlog.item(row)
         backlog += table.peers_backlog.item(row)
         return table.kv_capacity.item(row) - table.kv_used.item(row) - backlog
 
-    # -- what policies see ------------------------------------------------------------------
+    # -- views for policies -----------------------------------------------------------------
 
     def view(
         self,
@@ -373,15 +389,15 @@ class Fleet:
         response_visible: bool = True,
         priority: int = 0,
     ) -> FleetView:
-        """The replicas that may serve a request, as of now.
+        """Returns the replicas that may serve a request, as of now.
 
         Args:
-            model: what it is for.
-            among: the only ones that may be chosen; None: all.
-            told: whether Envoy tells of the response.
-            priority: the request's; what lets it go before does not count as queued.
+            model: that the request is for.
+            among: members to choose from; None: all.
+            response_visible: Envoy forwards the response to the router.
+            priority: of the request; requests that it may overtake do not count as queued.
         """
-        self._look()
+        self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
         if self.eligibility.any_new:
             table = self._replicas
@@ -391,13 +407,13 @@ class Fleet:
             candidates = self.eligibility.without_full(candidates, model, requests)
         view = self._view(candidates)
         if len(view) and most(view.by_priority) > 0.0:
-            self._put_behind(view, priority)
+            self._overtake(view, priority)
         if self.eligibility.any_new:
             self.eligibility.favour_idle(view)
         return view
 
-    def _put_behind(self, view: FleetView, priority: int) -> None:
-        """What lets a request of that priority go before it is not queued, to it."""
+    def _overtake(self, view: FleetView, priority: int) -> None:
+        """Takes requests of lower priority out of the queues that the view shows."""
         tokens, requests = self._ledger.behind(priority)
         view.behind = tokens[view.rows]
         view.backlog -= view.behind
@@ -405,20 +421,18 @@ class Fleet:
         view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
-        """All members, as of now; ``excluded`` are those that something speaks against, whatever
-        the model that is asked for."""
-        self._look()
+        """Returns all members, as of now; ``excluded``: those with a reason, for any model."""
+        self._update()
         return self._view(self.eligibility.all_members())
 
     def warm_tokens(self, replica: str) -> float:
-        """Tokens that a member has in its prefix cache: by its own word, or else as many as it
-        should have by what was sent there."""
+        """Returns tokens in a member's prefix cache, as it reports or else as the index expects."""
         row, blocks = self._rows[replica], self.blocks.count(replica)
         if blocks is None:
             return self._prefixes.tokens(row)
         return float(blocks * self.members.by_row[row].block_size)
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         now = self._clock()
         if self.peers.refresh(now):
             self._progress.changed()
@@ -430,7 +444,7 @@ class Fleet:
 
     def _view(self, candidates: Candidates) -> FleetView:
         rows, table = candidates.rows, self._replicas
-        columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
+        columns = table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
         view = FleetView(candidates, columns)
         view.taken = view.kv_used + view.joining + view.external_backlog
         view.beside_steps = self.first_tokens.beside_steps
@@ -445,28 +459,28 @@ class Fleet:
         return view
 
     def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
-        """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
-        or what they should by what was sent."""
-        held = self._prefixes.hits(prefix, view.rows)
-        told = self.blocks.held(prefix, view.adapters, view.ids)
-        if told is None:
-            return held
-        estimated = np.isnan(told)
+        """Returns the cached tokens of a prompt on each candidate, as it reports or else as the
+        index expects."""
+        hits = self._prefixes.hits(prefix, view.rows)
+        reported = self.blocks.hits(prefix, view.adapters, view.ids)
+        if reported is None:
+            return hits
+        estimated = np.isnan(reported)
         return PrefixHits(
-            np.where(estimated, held.expected, told),
-            np.where(estimated, held.depths, -1),
-            np.where(estimated, held.cached, told),
+            np.where(estimated, hits.expected, reported),
+            np.where(estimated, hits.depths, -1),
+            np.where(estimated, hits.cached, reported),
         )
 
     def sequences(self, view: FleetView) -> Sequences:
-        """What is in flight on the candidates of a view; good until the fleet changes.
+        """Returns the sequences in flight on the candidates, valid until the fleet changes.
 
-        The ledger's sequences, and beside them one entry a replica for the peers' together, and
-        one for those only polls saw.
+        Beside the ledger's sequences, each replica has an entry for those of all peers and an entry
+        for the external ones.
         """
         self._progress.look_ahead()
         table, rows = self._replicas, view.rows
-        on, figures = self._requests.replica, self._requests.first(SEEN)
+        on, figures = self._requests.replica, self._requests.first(POLICY_COLUMNS)
         if len(rows) < len(table):
             candidate = np.full(len(table), -1, dtype=np.intp)
             candidate[rows] = np.arange(len(rows))
@@ -480,21 +494,27 @@ class Fleet:
         external = table.external[rows]
         if len(external.nonzero()[0]):
             tokens = np.maximum(table.kv_unattributed[rows], 0.0)
-            remaining = external * self.lengths.expected(0, _UNBOUNDED)
+            remaining = external * self.lengths.expected(0, UNBOUNDED_TOKENS)
             on, figures = _beside(on, figures, external, tokens, remaining)
         return Sequences(on, *figures)
 
     def adapter_times(self, view: FleetView) -> AdapterTimes | None:
-        """What a request for a LoRA adapter meets on the candidates of a view; None where the model
-        is none."""
+        """Returns wait and load of a request for a LoRA adapter; None: the model is no adapter."""
         return self.adapters.times(view, self._clock()) if view.adapters else None
 
 
 def _beside(
     on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
 ) -> tuple[Indices, Floats]:
-    """Adds an entry for each candidate with sequences of others: ``weight`` of them, which have and
-    will have so many tokens together. Their priority is not known."""
+    """Adds an entry for each candidate with sequences of others, whose priority is unknown.
+
+    Args:
+        on: candidates of the entries so far.
+        figures: of these entries.
+        weight: sequences of others, by candidate.
+        tokens: KV tokens of these sequences together.
+        remaining: tokens that these sequences will still generate together.
+    """
     there = weight.nonzero()[0]
     weight = weight[there]
     entries = weight, tokens[there] / weight, remaining[there] / weight, np.full(len(there), inf)

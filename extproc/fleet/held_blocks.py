@@ -1,4 +1,4 @@
-"""Which KV blocks replicas hold, by their own word: what polls brought of vLLM's KV events."""
+"""KV blocks that replicas hold, as their own KV events report through pollers."""
 
 import logging
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -15,16 +15,24 @@ from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix, seed_of, token_keys
 
+log = logging.getLogger(__name__)
+
+NUMBERS = 2**32  # update numbers of one poller for one replica; the first is a multiple of it
+LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the last update
+_MAX_BLOCKS_AT_ONCE = 2048  # blocks the event loop for a millisecond
+_STORED_WITHIN_S = 10.0  # time within which a replica stores a sent prompt and reports the blocks
 _KEY = np.dtype("<u8")
-NUMBERS = 2**32  # that a poller has for one replica, beginning with a multiple of it
 
 
 class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
-    """Keys of blocks, as :func:`~extproc.request.prefix.token_keys` makes them."""
+    """Blocks that a replica stored and removed.
 
-    number: int  # its own; no other poller gives the same ones
-    previous: int  # of the news that it continues; 0: it says all that there is
-    block_size: int  # tokens in a block; 0 where none was stored yet
+    The keys are those of :func:`~extproc.request.prefix.token_keys`.
+    """
+
+    number: int  # unique among all pollers of the replica
+    previous: int  # number of the update before; 0: this update lists all blocks
+    block_size: int  # tokens in a block; 0 if no block was stored yet
     stored: Keys
     removed: Keys
 
@@ -33,129 +41,129 @@ class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
         return not self.previous
 
 
-def is_up_to(heard: int, number: int) -> bool:
-    """Tells whether who heard news with the one number heard those with the other, too."""
-    return heard // NUMBERS == number // NUMBERS and heard >= number
+def is_up_to(applied: int, number: int) -> bool:
+    """Returns True if update ``number`` is at or before the applied one, from the same poller."""
+    return applied // NUMBERS == number // NUMBERS and applied >= number
 
 
 def pack(keys: Keys) -> bytes:
-    """Encodes keys, for msgspec."""
+    """Encodes keys for msgspec: 8 bytes each."""
     return keys.astype(_KEY, copy=False).tobytes()
 
 
 def unpack(_: type, data: bytes) -> Keys:
-    """Decodes keys, for msgspec."""
+    """Decodes keys for msgspec."""
     return np.frombuffer(data, _KEY)
 
 
-log = logging.getLogger(__name__)
-
-LATE_S = 2.0  # seconds for which blocks count as known since a poll saw no news missing
-_IN_A_TURN = 2048
-"""Blocks that are applied at once: a millisecond, in which a router does nothing else."""
-_SENT_S = 10.0  # seconds within which the blocks of a sent prompt are stored and told
-
-
 @dataclass(slots=True)
-class _Replica:
-    bit: int  # its place in the masks
-    keys: set[int] = field(default_factory=set)  # of the blocks that it holds, or is about to
-    sent: dict[int, float] = field(default_factory=dict)
-    """Of these, the ones that it did not tell of yet: until when it is waited for."""
-    number: int = 0  # of the last news
+class _ReplicaBlocks:
+    bit: int  # in the bitmaps
+    keys: set[int] = field(default_factory=set)  # of blocks that it holds, or is about to store
+    expected: dict[int, float] = field(default_factory=dict)
+    """Keys that it has not reported as stored yet → when this router stops expecting the report."""
+    number: int = 0  # of the last update
     block_size: int = 0
     known_until: float = -inf
-    known: bool = False  # whether its blocks were known when last looked at
+    known: bool = False  # when last counted
 
 
 class HeldBlocks:
-    """The blocks of each replica that tells, for prompts whose token ids are known.
+    """Blocks of each replica that reports them, for prompts whose token ids are known.
 
-    A replica whose news are late, or whose poller no longer hears of all its events, is not known
-    until they are there again.
+    A replica's blocks are unknown while updates are late, or its poller misses events.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._replicas: dict[str, _Replica] = {}
-        self._holders = ReplicaBitmaps()
+        self._replicas: dict[str, _ReplicaBlocks] = {}
+        self._bitmaps = ReplicaBitmaps()
 
-    def follows(self, replica: str, news: BlockUpdate) -> bool:
-        """Tells whether an update can be applied: it is whole, or continues the last one."""
-        known = self._replicas.get(replica)
-        return news.whole or (known is not None and news.previous == known.number)
+    def follows(self, replica: str, update: BlockUpdate) -> bool:
+        """Returns True if an update can be applied: it is whole, or continues the last one."""
+        blocks = self._replicas.get(replica)
+        return update.whole or (blocks is not None and update.previous == blocks.number)
 
-    def apply(self, replica: str, news: BlockUpdate) -> Iterator[None]:
-        """Applies an update that follows, in steps between which other work may come."""
-        one = self._replica(replica)
-        for _ in self._steps(one, news):
+    def apply(self, replica: str, update: BlockUpdate) -> Iterator[None]:
+        """Applies an update that follows, in steps between which the event loop may run."""
+        blocks = self._replica(replica)
+        for _ in self._steps(blocks, update):
             yield
-            if self._replicas.get(replica) is not one:  # forgotten meanwhile
+            if self._replicas.get(replica) is not blocks:  # forgotten meanwhile
                 return
-        one.number, one.block_size = news.number, news.block_size
+        blocks.number, blocks.block_size = update.number, update.block_size
 
-    def _steps(self, one: _Replica, news: BlockUpdate) -> Iterator[None]:
-        kept: set[int] = set()
-        removed = [*one.keys] if news.whole else news.removed.tolist()
-        for keys in _parts(news.stored.tolist()):
-            self._add(one, {*keys} - one.keys)
-            _expect_no_more(one, keys)
-            kept.update(keys)
+    def _steps(self, blocks: _ReplicaBlocks, update: BlockUpdate) -> Iterator[None]:
+        stored: set[int] = set()
+        removed = [*blocks.keys] if update.whole else update.removed.tolist()
+        for keys in _parts(update.stored.tolist()):
+            self._add(blocks, {*keys} - blocks.keys)
+            _expect_no_more(blocks, keys)
+            stored.update(keys)
             yield
         for keys in _parts(removed):
-            self._drop(one, {*keys} - kept - (one.sent.keys() if news.whole else set()))
+            expected = blocks.expected.keys() if update.whole else set[int]()
+            self._drop(blocks, {*keys} - stored - expected)
             yield
 
     def polled(self, state: ReplicaState) -> None:
-        one = self._replicas.get(state.id)
-        if one is None:
+        blocks = self._replicas.get(state.id)
+        if blocks is None:
             return
         now = self._clock()
         if state.kv_news is None:
-            one.known_until = -inf
-        elif is_up_to(one.number, state.kv_news):
-            one.known_until = now + LATE_S
-        overdue = [key for key, until in one.sent.items() if until < now]
-        self._drop(one, overdue)
+            blocks.known_until = -inf
+        elif is_up_to(blocks.number, state.kv_news):
+            blocks.known_until = now + LATE_S
+        overdue = [key for key, until in blocks.expected.items() if until < now]
+        self._drop(blocks, overdue)
 
     def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
-        """A prompt is sent there: its blocks will be stored before what is sent next is looked
-        up."""
-        one = self._replicas.get(replica)
-        if one is not None and self._is_known(one):
-            until = self._clock() + _SENT_S
-            new = [key for key in _keys(prefix, adapter, one.block_size) if key not in one.keys]
-            self._add(one, new)
-            one.sent.update(dict.fromkeys(new, until))
+        """Adds a prompt's blocks at once: the replica stores them before it looks up the next
+        prompt."""
+        blocks = self._replicas.get(replica)
+        if blocks is not None and self._is_known(blocks):
+            until = self._clock() + _STORED_WITHIN_S
+            keys = _keys(prefix, adapter, blocks.block_size)
+            new = [key for key in keys if key not in blocks.keys]
+            self._add(blocks, new)
+            blocks.expected.update(dict.fromkeys(new, until))
 
     def forget(self, replica: str) -> None:
-        one = self._replicas.pop(replica, None)
-        if one is not None:
-            self._drop(one, [*one.keys])
+        blocks = self._replicas.pop(replica, None)
+        if blocks is not None:
+            self._drop(blocks, [*blocks.keys])
 
     def keep(self, replicas: Container[str]) -> None:
+        """Forgets all other replicas."""
         for gone in [name for name in self._replicas if name not in replicas]:
             self.forget(gone)
 
     def count(self, replica: str) -> int | None:
-        """How many blocks it told that it holds; None where that is not known now."""
-        one = self._replicas.get(replica)
-        if one is None or not self._is_known(one):
+        """Returns the number of blocks that a replica reported; None: not known now."""
+        blocks = self._replicas.get(replica)
+        if blocks is None or not self._is_known(blocks):
             return None
-        return len(one.keys) - len(one.sent)
+        return len(blocks.keys) - len(blocks.expected)
 
-    def held(
+    def hits(
         self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
     ) -> Floats | None:
-        """Tokens of a prompt that each of these replicas holds, for the adapter it is asked for or,
-        where that is empty or there are no entries, for none; nan where that is not known, and None
-        where it is of no replica."""
+        """Returns the tokens of a prompt that each replica holds; NaN: not known.
+
+        Returns None if no replica's blocks are known.
+
+        Args:
+            prefix: the prompt.
+            adapters: LoRA adapter of the request on each replica; empty: no adapter.
+            replicas: ``ip:port``.
+        """
         if not len(prefix.ids) or not self._replicas:
             return None
         places = [
-            (place, one, (one.block_size, adapters[place] if adapters else ""))
-            for place, one in enumerate(map(self._replicas.get, replicas))
-            if one is not None and self._is_known(one)
+            (place, blocks, (blocks.block_size, adapters[place] if adapters else ""))
+            for place, blocks in enumerate(map(self._replicas.get, replicas))
+            if blocks is not None and self._is_known(blocks)
         ]
         if not places:
             return None
@@ -163,59 +171,61 @@ class HeldBlocks:
         for kind in {kind for _, _, kind in places}:
             size, adapter = kind
             runs = self._runs(_keys(prefix, adapter, size)) if size else []
-            for place, one, its_kind in places:
+            for place, blocks, its_kind in places:
                 if its_kind == kind:
-                    tokens[place] = size * _held_of(one.bit, runs)
+                    tokens[place] = size * _blocks_held(blocks.bit, runs)
         return tokens
 
     def count_known(self) -> int:
-        """How many replicas' blocks are known; says which no longer are, or are now."""
-        for name, one in self._replicas.items():
-            known = self._is_known(one)
-            if known != one.known:
-                one.known = known
-                what = "known" if known else "estimated"
-                log.info(f"replica's KV blocks are {what}", extra={"replica": name})
-        return sum(one.known for one in self._replicas.values())
+        """Returns the number of replicas whose blocks are known, and logs changes."""
+        for name, blocks in self._replicas.items():
+            known = self._is_known(blocks)
+            if known != blocks.known:
+                blocks.known = known
+                how = "known" if known else "estimated"
+                log.info(f"replica's KV blocks are {how}", extra={"replica": name})
+        return sum(blocks.known for blocks in self._replicas.values())
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """The replicas that hold the first blocks, and how many: each run holds more, and fewer
-        replicas do. One that is about to hold a block may have lost one before it."""
+        """Returns bitmaps of replicas that hold the first blocks, and how many blocks these are.
+
+        From run to run, the blocks get more and the replicas fewer. A replica that holds a block,
+        or is about to store it, may have lost a block before it: so bitmaps are intersected.
+        """
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
-        for mask, same in groupby(self._holders.masks(keys)):
-            all_before &= mask
+        for bitmap, same in groupby(self._bitmaps.of_keys(keys)):
+            all_before &= bitmap
             if not all_before:
                 break
             end += len([*same])
             runs.append((all_before, end))
         return runs
 
-    def _replica(self, name: str) -> _Replica:
-        one = self._replicas.get(name)
-        if one is None:
+    def _replica(self, name: str) -> _ReplicaBlocks:
+        blocks = self._replicas.get(name)
+        if blocks is None:
             taken = {other.bit for other in self._replicas.values()}
             bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
-            one = self._replicas[name] = _Replica(bit)
-        return one
+            blocks = self._replicas[name] = _ReplicaBlocks(bit)
+        return blocks
 
-    def _is_known(self, one: _Replica) -> bool:
-        return self._clock() <= one.known_until
+    def _is_known(self, blocks: _ReplicaBlocks) -> bool:
+        return self._clock() <= blocks.known_until
 
-    def _add(self, one: _Replica, keys: Collection[int]) -> None:
-        one.keys.update(keys)
-        self._holders.add(keys, one.bit)
-        _expect_no_more(one, keys)
+    def _add(self, blocks: _ReplicaBlocks, keys: Collection[int]) -> None:
+        blocks.keys.update(keys)
+        self._bitmaps.add(keys, blocks.bit)
 
-    def _drop(self, one: _Replica, keys: Iterable[int]) -> None:
-        gone = one.keys.intersection(keys)
-        one.keys -= gone
-        self._holders.drop(gone, one.bit)
-        _expect_no_more(one, gone)
+    def _drop(self, blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
+        gone = blocks.keys.intersection(keys)
+        blocks.keys -= gone
+        self._bitmaps.drop(gone, blocks.bit)
+        _expect_no_more(blocks, gone)
 
 
 def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
-    """Of the blocks that may be found: the last token is always computed."""
+    """Returns the keys of a prompt's blocks, without the last token, which is always computed."""
     if not block_size:
         return []
     seed = seed_of(adapter, prefix.salt)
@@ -224,13 +234,14 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
 
 
 def _parts(keys: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (keys[first : first + _IN_A_TURN] for first in range(0, len(keys), _IN_A_TURN))
+    step = _MAX_BLOCKS_AT_ONCE
+    return (keys[first : first + step] for first in range(0, len(keys), step))
 
 
-def _expect_no_more(one: _Replica, keys: Iterable[int]) -> None:
-    for key in one.sent.keys() & keys:
-        del one.sent[key]
+def _expect_no_more(blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
+    for key in blocks.expected.keys() & keys:
+        del blocks.expected[key]
 
 
-def _held_of(bit: int, runs: Sequence[tuple[int, int]]) -> int:
-    return max((end for mask, end in runs if mask >> bit & 1), default=0)
+def _blocks_held(bit: int, runs: Sequence[tuple[int, int]]) -> int:
+    return max((end for bitmap, end in runs if bitmap >> bit & 1), default=0)

@@ -1,4 +1,4 @@
-"""This router's requests in flight: taken in when sent, let go when their stream ends."""
+"""Ledger of this router's requests in flight, from dispatch until the stream ends."""
 
 from math import inf
 from typing import NewType, cast
@@ -12,14 +12,13 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_LATE_S = 2.0  # seconds without a poll after which a replica's steps are only predicted
-
+_LATE_S = 2.0  # time without a poll after which a replica's steps are only predicted
 
 Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release
 
 
 class Ledger:
-    """Requests in flight, on rows of replicas. Progress must be up to date when one changes."""
+    """Requests in flight, by rows of replicas. Callers bring the progress up to date first."""
 
     def __init__(
         self, replicas: Replicas, requests: Requests, progress: Progress, lengths: OutputLengths
@@ -35,8 +34,7 @@ class Ledger:
         return len(self._requests)
 
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
-        """Takes a request in, as sent now to that replica, which has ``cached`` tokens of its
-        prompt."""
+        """Adds a request that is sent now; ``cached``: prompt tokens in the prefix cache."""
         bound = profile.most_output(self._replicas.longest_prompt.item(replica))
         least = min(float(profile.least_output), bound)
         lengths = self._lengths
@@ -70,28 +68,19 @@ class Ledger:
         return ticket
 
     def behind(self, priority: float) -> tuple[Floats, Floats]:
-        """Prompt tokens, and requests, that wait on each replica and let one of that priority go
-        before them."""
+        """Returns prompt tokens and requests on each replica that wait behind this priority."""
         requests, count = self._requests, len(self._replicas)
         rows = self._behind(priority)
         on = requests.replica[rows]
         tokens = cast(Floats, np.bincount(on, requests.prompt[rows], count))
         return tokens, cast(Floats, np.bincount(on, np.ones(len(on)), count))
 
-    def replica(self, ticket: Ticket) -> int:
-        """The replica that a request is on.
-
-        Raises:
-            KeyError: it was released.
-        """
-        return self._requests.replica.item(self._row[ticket])
-
-    def heard_lately(self, rows: Indices, now: float) -> NDArray[np.bool_]:
+    def polled_lately(self, rows: Indices, now: float) -> NDArray[np.bool_]:
         age = now - self._replicas.sampled_at[rows]
         return (age >= 0.0) & (age <= _LATE_S)
 
     def ends(self, replica: int) -> dict[int, float]:
-        """Returns when each request there should end by its ticket, if all of them decode."""
+        """Returns when each request on the replica ends if all decode now, by ticket."""
         table, requests = self._replicas, self._requests
         token = table.decode_step.item(replica) / table.tokens_per_step.item(replica)
         here = (requests.replica == replica).nonzero()[0]
@@ -99,9 +88,10 @@ class Ledger:
         return dict(zip(requests.ticket[here].tolist(), ends.tolist(), strict=True))
 
     def generated(self, ticket: Ticket, now: float) -> tuple[float, float]:
-        """Tokens that each of a request's sequences has, by the steps that its replica counts, and
-        seconds since the first of them; nothing where steps were not heard of lately: they are only
-        predicted then."""
+        """Returns tokens of each of the request's sequences, and seconds since the first token.
+
+        Both follow the replica's step count, and are 0 if no recent poll confirmed the count.
+        """
         requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
         if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S:
@@ -111,8 +101,7 @@ class Ledger:
         return min(max(tokens, 0.0), requests.bound.item(row)), seconds
 
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
-        """The request is on another replica than it was sent to, which has ``cached`` tokens of its
-        prompt."""
+        """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""
         requests, row = self._requests, self._row[ticket]
         if requests.replica[row] == replica:
             return
@@ -130,7 +119,7 @@ class Ledger:
         self._progress.changed()
 
     def first_token(self, ticket: Ticket) -> None:
-        """Its prompt is prefilled, and so are all that were queued before it."""
+        """Takes the prompt, and all prompts queued before it, for prefilled."""
         self._prefilled(self._row[ticket])
         self._progress.changed()
 
@@ -152,8 +141,7 @@ class Ledger:
     def _enqueue(
         self, replica: int, tokens: float, parts: float, priority: float
     ) -> tuple[float, float]:
-        """Where the prompt ends, and the turn, of a request that comes last, or before those that
-        let it go first."""
+        """Queues a prompt last, or before prompts of lower priority; returns its end and turn."""
         replicas, requests = self._replicas, self._requests
         turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
@@ -173,7 +161,7 @@ class Ledger:
         return prompt_end, turn
 
     def _behind(self, priority: float) -> Indices:
-        """Requests of a lower one of which nothing is prefilled, where priorities count."""
+        """Returns requests of lower priority, not begun, on replicas that schedule by priority."""
         requests, replicas = self._requests, self._replicas
         lower = (requests.steps_before == inf) & (requests.priority < priority)
         rows: Indices = lower.nonzero()[0]
@@ -182,7 +170,7 @@ class Ledger:
         return rows[(replicas.by_priority[on] > 0.0) & ~begun]
 
     def _dequeue(self, row: int) -> None:
-        """Takes what is not prefilled of its prompt from the replica's backlog."""
+        """Removes the part of a prompt that is not prefilled from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
         replica, prompt_end = requests.replica.item(row), requests.prompt_end.item(row)
         missing = prompt_end - replicas.prefilled.item(replica)
@@ -195,7 +183,8 @@ class Ledger:
         requests.turn[behind] -= parts
         replicas.sent[replica] -= parts
         enqueued = replicas.enqueued.item(replica) - left
-        replicas.enqueued[replica] = max(enqueued, replicas.prefilled.item(replica))  # by rounding
+        # Rounding errors could put the end of the queue before the prefilled tokens.
+        replicas.enqueued[replica] = max(enqueued, replicas.prefilled.item(replica))
 
     def _prefilled(self, row: int) -> None:
         requests, replicas = self._requests, self._replicas

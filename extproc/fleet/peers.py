@@ -1,4 +1,4 @@
-"""Load of the other routers, the peers: their digests, moved forward in between."""
+"""Load of the other routers, the peers: their last digests, moved forward in time."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -23,61 +23,61 @@ from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 
-STALE_S = 0.1  # seconds: in simulation, sharing later than this is worse than none
-DEAD_S = 1.5  # seconds of silence after which a router is gone: three whole digests
+STALE_S = 0.1  # age above which a digest does more harm than good, as simulations show
+DEAD_S = 1.5  # time without a digest after which a router is gone: three whole digests
 
-SEEN, SEEN_BEFORE, SEEN_KV = ROWS = range(FIGURES, FIGURES + 3)
-"""Rows of the load after a digest's figures: what of a peer the last poll saw (sequences), the poll
-before (sequences), and the last poll (KV tokens); NaN where the peer did not count then."""
+POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
+"""Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll
+before, and its KV tokens at the last poll. NaN: the peer did not count then."""
 
 
 class Peers:
     """Sums of the peers' load, in the table of replicas.
 
     The load on a replica is ``own + Σ peers + external``, over the peers that count: those whose
-    last digest is fresh, at most 0.1 s old, or 0.6 s from a peer without requests. External is what
-    polls saw and nobody accounts for: ``max(0, polled − own − Σ peers)``, by what each had at the
-    poll; and so the requests of a peer that is late are external meanwhile.
+    last digest is at most 0.1 s old, or 0.6 s if the peer has no requests. External load is the
+    polled load that no router accounts for: ``max(0, polled − own − Σ peers)``, with the figures of
+    each router at the poll. The requests of a peer that does not count are external.
 
-    The age of a digest is the time since it arrived, and what the router's own digests take to come
-    back to it: clocks of two machines are never compared.
+    The age of a digest is the time since it arrived, plus the time that the router's own digests
+    take to come back. Clocks of two machines are never compared.
     """
 
     def __init__(
         self, own: str, replicas: Replicas, rows: Mapping[str, int], clock: Clock, wall: Clock
     ) -> None:
-        """``own``: the router's name, to know its own digests by; ``rows``: by replica."""
+        """``own``: this router's name, which marks its own digests; ``rows``: by replica."""
         self._own = own
         self._replicas = replicas
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._numbers: dict[str, int] = {}  # by peer, in the arrays' order: of its last digest
-        self._load = np.zeros((ROWS.stop, 0, 0))  # figures, peers, replicas
-        self._heard_at = np.zeros(0)
-        self._patience = np.zeros(0)  # seconds that the peer's last digest stays fresh
+        self._numbers: dict[str, int] = {}  # number of each peer's last digest, in array order
+        self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
+        self._arrived_at = np.zeros(0)  # when the last digest arrived
+        self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
         self._counts = np.zeros(0)  # 1: the peer counts
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
-        self._connected_at = -inf  # infinite while nothing can be heard
-        self.counted = False  # any peer counts
+        self._connected_at = -inf  # infinite while Redis is away
+        self.counted = False  # True: a peer counts
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     @property
     def digest_age(self) -> float | None:
-        """Seconds since the newest digest of a peer was sent; None where there are no peers."""
-        return self._clock() - self._heard_at.max().item() + self._echo_s if len(self) else None
+        """Seconds since the newest digest of a peer was sent; None: no peers."""
+        return self._clock() - self._arrived_at.max().item() + self._echo_s if len(self) else None
 
     @property
     def stale(self) -> bool:
         """True if there are peers and none counts."""
         return len(self) > 0 and not self.counted
 
-    # -- what is heard ----------------------------------------------------------------------
+    # -- digests ----------------------------------------------------------------------------
 
     def receive(self, digest: Digest, age: float = 0.0) -> bool:
-        """Takes in a digest that Redis got ``age`` seconds ago, unless it is older than the last.
+        """Takes in a digest that Redis got ``age`` seconds ago, unless a newer one arrived.
 
         Progress must be up to date. Returns True if the sums changed.
         """
@@ -89,7 +89,7 @@ class Peers:
                 self._join()
             self._numbers[name] = digest.number
             place = list(self._numbers).index(name)
-            self._heard_at[place] = now - age
+            self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
             if changed:
                 self._take(place, digest)
@@ -98,20 +98,22 @@ class Peers:
         return self.refresh(now) or changed
 
     def cut_off(self) -> None:
-        """Nothing can be heard until :meth:`connected`: nobody is taken for dead meanwhile."""
+        """Takes no peer for dead until :meth:`connected`: Redis is away."""
         self._connected_at = inf
 
     def connected(self) -> None:
         self._connected_at = self._clock()
 
     def refresh(self, now: float) -> bool:
-        """Counts the peers that are fresh, and forgets the dead; returns True if the sums
-        changed."""
+        """Counts the peers with a fresh digest, and forgets dead ones.
+
+        Returns True if the sums changed.
+        """
         if not len(self):
             return False
-        fresh = now - self._heard_at + self._echo_s <= self._patience
+        fresh = now - self._arrived_at + self._echo_s <= self._fresh_s
         changed = fresh != self._counts
-        alive = now - np.maximum(self._heard_at, self._connected_at) <= DEAD_S
+        alive = now - np.maximum(self._arrived_at, self._connected_at) <= DEAD_S
         if changed.any():
             self._attribute(fresh & changed, changed)
             self._counts = fresh.astype(float)
@@ -121,33 +123,36 @@ class Peers:
         return dead or bool(changed.any())
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
-        """Takes what polls saw of peers out of what nobody accounts for, or puts it back.
+        """Moves polled load from unattributed to the peers that count now, or back.
 
-        A poll that came while a peer did not count saw what the peer's first digest then tells.
+        If a peer did not count at a poll, its load then is taken from its first digest afterwards.
         """
         replicas, load = self._replicas, self._load
-        unknown = np.isnan(load[ROWS]) & to_peer[:, None]
-        load[ROWS] = np.where(unknown, load[[PARTS, PARTS, KV]], load[ROWS])
-        seen = np.matmul(changed - 2.0 * to_peer, np.nan_to_num(load[ROWS]))
-        replicas.unattributed_figures[:] += np.where(replicas.sampled_at < inf, seen, 0.0)
+        unknown = np.isnan(load[POLLED_ROWS]) & to_peer[:, None]
+        load[POLLED_ROWS] = np.where(unknown, load[[PARTS, PARTS, KV]], load[POLLED_ROWS])
+        polled = np.matmul(changed - 2.0 * to_peer, np.nan_to_num(load[POLLED_ROWS]))
+        replicas.unattributed_figures[:] += np.where(replicas.sampled_at < inf, polled, 0.0)
         replicas.set_external()
 
     def polled(self, row: int, sequences: bool) -> None:
-        """A poll of the replica in that row saw the peers' load as of now: its KV tokens, and its
-        ``sequences``, if the page came soon enough to tell."""
+        """Notes the peers' load on a replica at a poll; ``sequences``: the page was not late."""
         if not len(self):
             return
         load = self._load[:, :, row]
         known = np.where(self._counts, load, nan)
         if sequences:
-            load[SEEN_BEFORE], load[SEEN] = load[SEEN], known[PARTS]
-        load[SEEN_KV] = known[KV]
+            load[POLLED_BEFORE], load[POLLED] = load[POLLED], known[PARTS]
+        load[POLLED_KV] = known[KV]
 
     # -- the sums ---------------------------------------------------------------------------
 
     def move(self, part: Floats | float, tokens: Floats) -> None:
-        """Moves the load forward: that part of each backlog is prefilled, and each sequence gets so
-        many tokens."""
+        """Moves the load forward.
+
+        Args:
+            part: share of each replica's backlog that was prefilled.
+            tokens: tokens that each decoding sequence of a replica got.
+        """
         load = self._load
         if isinstance(part, np.ndarray):
             gone = load[: BACKLOG + 1] * part
@@ -161,7 +166,7 @@ class Peers:
         self._add_up()
 
     def clear(self, row: int) -> None:
-        """Another replica is in that row."""
+        """Clears a row that another replica gets."""
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0
@@ -169,22 +174,22 @@ class Peers:
 
     def _join(self) -> None:
         self._load = np.pad(self._load, ((0, 0), (0, 1), (0, 0)))
-        self._load[ROWS, -1] = nan
-        self._heard_at, self._patience, self._counts = (
-            np.append(one, 0.0) for one in (self._heard_at, self._patience, self._counts)
-        )
+        self._load[POLLED_ROWS, -1] = nan
+        self._arrived_at = np.append(self._arrived_at, 0.0)
+        self._fresh_s = np.append(self._fresh_s, 0.0)
+        self._counts = np.append(self._counts, 0.0)
 
     def _keep(self, peers: NDArray[np.bool_]) -> None:
         names = zip(self._numbers.items(), peers.tolist(), strict=True)
-        self._numbers = dict(one for one, keep in names if keep)
+        self._numbers = dict(item for item, keep in names if keep)
         self._load = self._load.compress(peers, axis=1)
-        self._heard_at, self._patience, self._counts = (
-            one[peers] for one in (self._heard_at, self._patience, self._counts)
-        )
+        self._arrived_at = self._arrived_at[peers]
+        self._fresh_s = self._fresh_s[peers]
+        self._counts = self._counts[peers]
         self._add_up()
 
     def _take(self, place: int, digest: Digest) -> None:
-        """Puts the digest's figures in place of those before, for the replicas it is about."""
+        """Replaces the peer's figures on the replicas that the digest is about."""
         replicas, load = self._replicas, self._load[:FIGURES, place]
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]
@@ -192,9 +197,9 @@ class Peers:
         if digest.kind is not DigestKind.CHANGES:
             load[:] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
-        self._patience[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S
+        self._fresh_s[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S
         self._add_up()
-        # Where prompts were added, the step in progress is as long as they make it.
+        # Added prompts lengthen the step in progress.
         longer = (load[BACKLOG] > before + 1.0).nonzero()[0]
         backlog = replicas.enqueued[longer] - replicas.prefilled[longer]
         counts = self._counts.copy()

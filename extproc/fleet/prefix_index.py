@@ -1,4 +1,8 @@
-"""Which prompts' beginnings each replica should hold in its prefix cache, by what was sent."""
+"""Prefix index: the beginnings of prompts that each replica should hold in its prefix cache.
+
+The index knows what this router and the others sent. It evicts as vLLM evicts, and learns from hits
+that replicas report.
+"""
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
@@ -13,78 +17,76 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix
 
+_ENOUGH_TOKENS = 10_000.0
+"""Prompt tokens that a replica counts before its hits are compared with the expected ones, so that
+requests sent before the last comparison weigh little."""
+_PLACES_REMEMBERED = 1000
+_DEPTHS = 4  # parts of a cache, from the blocks used last to those evicted next
+_PRIOR_TOKENS = 2_000.0  # weight of the prior: all expected tokens are there
+_SURE = 0.98  # reported ÷ expected tokens, above which all expected ones are taken to be there
+_MAX_SHARE = 2.0  # reported ÷ expected tokens that count, so that no surplus outweighs later misses
+_MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
+
 
 class ReplicaBitmaps:
-    """For each key a number in which every replica has a bit: of a thousand replicas, whoever holds
-    a key is found in one look."""
+    """Bitmap of the replicas that hold a key, by key, so that one look-up finds all of them."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+        self._bitmaps: dict[int, int] = {}
 
     def add(self, keys: Iterable[int], bit: int) -> None:
-        masks, one = self._masks, 1 << bit
+        bitmaps, own = self._bitmaps, 1 << bit
         for key in keys:
-            masks[key] = masks.get(key, 0) | one
+            bitmaps[key] = bitmaps.get(key, 0) | own
 
     def drop(self, keys: Iterable[int], bit: int) -> None:
-        masks, others = self._masks, ~(1 << bit)
+        bitmaps, others = self._bitmaps, ~(1 << bit)
         for key in keys:
-            left = masks[key] & others
+            left = bitmaps[key] & others
             if left:
-                masks[key] = left
+                bitmaps[key] = left
             else:
-                del masks[key]
+                del bitmaps[key]
 
-    def mask(self, key: int) -> int:
-        return self._masks.get(key, 0)
+    def of(self, key: int) -> int:
+        return self._bitmaps.get(key, 0)
 
-    def masks(self, keys: Iterable[int]) -> list[int]:
-        return list(map(self._masks.get, keys, repeat(0)))
-
-
-_ENOUGH_TOKENS = 10_000.0
-"""Prompt tokens that a replica counts before its hits are compared with what was expected: some of
-them were sent before the last comparison."""
-_PLACES_REMEMBERED = 1000
-_DEPTHS = 4  # parts of a cache that are told apart, from what was used last to what is evicted next
-_PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence that all of it is there
-_SURE = 0.98  # reported ÷ expected from which on nothing is doubted
-_MOST = 2.0  # reported ÷ expected, at most: no surplus is believed blindly later
-_MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
+    def of_keys(self, keys: Iterable[int]) -> list[int]:
+        return list(map(self._bitmaps.get, keys, repeat(0)))
 
 
 @dataclass(slots=True)
 class PrefixHits:
-    """What the candidates hold of a prompt, an entry each."""
+    """Tokens of a prompt in the prefix caches of the candidates, by candidate."""
 
-    expected: Floats  # tokens, by what was sent there
-    depths: Indices  # in the cache: 0 is what was used last; −1: known, teaches nothing
-    cached: Floats  # tokens, as far as that is believed
+    expected: Floats  # tokens, by the prompts that were sent there
+    depths: Indices  # in the cache: 0 was used last; −1: the replica reported the tokens itself
+    cached: Floats  # expected tokens × the share that the replica's reports confirm
 
 
 @dataclass(slots=True)
 class _Cache:
     recent: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """The keys it holds, the next to be evicted first; and ``entered`` when each was used last."""
+    """Keys in the cache, the next to be evicted first → ``entered`` when each was used last."""
     entered: int = 0  # keys, in all
-    unit: float = 0.0  # tokens of a key, in the mean of what came of late
-    room: int = 1  # for so many keys
-    sent: float = 0.0  # prompt tokens sent since the last comparison with what the replica counts
-    told: float = 0.0  # of these, the ones of prompts whose answers told what was cached
+    unit: float = 0.0  # tokens of a key, as the mean of recent prompts
+    capacity: int = 1  # keys
+    sent: float = 0.0  # prompt tokens since the last comparison with the replica's counters
+    reported: float = 0.0  # of these, the tokens of prompts whose responses reported their hits
     expected: Floats = field(default_factory=lambda: np.zeros(_DEPTHS))
-    """And the ones that were taken to be cached, by depth."""
-    before: ReplicaState | None = None  # what it counted at the last comparison
+    """Of the sent tokens, those that were expected to be cached, by depth."""
+    before: ReplicaState | None = None  # the replica's counters at the last comparison
 
-    def fit(self, prefix: Prefix, capacity: float) -> None:
-        """Makes room for as many keys as ``capacity`` tokens are, of which more come."""
+    def fit(self, prefix: Prefix, tokens: float) -> None:
+        """Sets the capacity to as many keys as the KV cache's tokens are."""
         keys = len(prefix.keys)
-        self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.room))
-        self.room = max(int(capacity / self.unit), 1)
+        self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.capacity))
+        self.capacity = max(int(tokens / self.unit), 1)
 
     def depth(self, key: int) -> int:
-        # One that is not there: two prompts may share a later key, and not those before.
+        # The key may be missing: two prompts can share a later key but no earlier one.
         since = self.entered - self.recent.get(key, self.entered)
-        return min(since * _DEPTHS // self.room, _DEPTHS - 1)
+        return min(since * _DEPTHS // self.capacity, _DEPTHS - 1)
 
 
 @lru_cache
@@ -94,71 +96,69 @@ def _nothing(candidates: int) -> PrefixHits:
     return PrefixHits(none, depths, none)
 
 
-class _Belief:
-    """Reported ÷ expected hits of each replica, by how much was sent there since.
+class _HitShare:
+    """Reported ÷ expected hits of each replica, by depth in the cache.
 
-    What others send, a cache that is smaller than it seems, or none at all: whatever the reason,
-    what was used long ago is gone first.
+    The index expects too much if other senders use the replica, or the cache is smaller than
+    reported or off. In each case the blocks that were used longest ago are gone first.
     """
 
     def __init__(self) -> None:
         self._sums = np.zeros((2, 0, _DEPTHS))  # reported and expected tokens, by row and depth
-        self.share = np.zeros((0, _DEPTHS))  # of what is expected, what is there
-        self.doubted = np.zeros(0, np.bool_)
-        """By row: whether less was found than expected at any depth, so that depth matters."""
+        self.share = np.zeros((0, _DEPTHS))  # reported ÷ expected, at most 1
+        self.depth_matters = np.zeros(0, np.bool_)  # by row: less was found than expected
 
     def reset(self, row: int) -> None:
-        """The replica in that row is believed to hold all, until it reports something else."""
+        """Takes all expected tokens to be there, until the replica in the row reports less."""
         missing = row + 1 - self._sums.shape[1]
         if missing > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, missing), (0, 0)))
             self.share = np.pad(self.share, ((0, missing), (0, 0)))
-            self.doubted = np.pad(self.doubted, (0, missing))
+            self.depth_matters = np.pad(self.depth_matters, (0, missing))
         self._sums[:, row] = _PRIOR_TOKENS
-        self.share[row], self.doubted[row] = 1.0, False
+        self.share[row], self.depth_matters[row] = 1.0, False
 
     def observe(self, row: int, expected: Floats, reported: float) -> None:
-        """The replica in that row found ``reported`` tokens, where so many of each depth were
-        expected."""
+        """Learns that the replica in a row found ``reported`` of the tokens expected by depth."""
         total = float(expected.sum())
         if total <= 0.0:
             return
         keep = 1.0 / (1.0 + expected / _MEMORY_TOKENS)
-        share = min(reported / total, _MOST)
+        share = min(reported / total, _MAX_SHARE)
         self._sums[:, row] = self._sums[:, row] * keep + (expected * share, expected)
         reported, expected = self._sums[:, row]
         self.share[row] = np.minimum(reported / expected, 1.0)
-        self.doubted[row] = bool((reported < expected * _SURE).any())
+        self.depth_matters[row] = bool((reported < expected * _SURE).any())
 
 
 class PrefixIndex:
-    """What replicas hold, unit by unit: entered when a prompt is sent, evicted as vLLM evicts.
+    """Units of prompts in each replica's prefix cache: entered when a prompt is sent.
 
-    vLLM frees the blocks of a request from its last to its first, and evicts what was freed the
-    longest ago. So whoever holds a unit of a prompt holds all before it, and the holders of a
-    prompt's units get fewer from each unit to the next.
+    vLLM frees the blocks of a request from its last to its first, and evicts the block that was
+    freed longest ago. So a replica that holds a unit of a prompt holds all units before it, and
+    from unit to unit the replicas that hold it get fewer.
     """
 
     def __init__(self) -> None:
-        self._holders = ReplicaBitmaps()  # a bit a row
+        self._bitmaps = ReplicaBitmaps()  # a bit for each row
         self._caches: list[_Cache] = []
-        self._blocks = np.ones(0)  # by row: tokens in a block; a replica finds whole ones
-        self._belief = _Belief()
+        self._blocks = np.ones(0)  # by row: tokens in a block; a replica finds whole blocks
+        self._hit_share = _HitShare()
         self._rows = np.zeros(0, np.intp)
         self._places: dict[int, Indices] = {}
-        """By holders: where they stand in ``_rows``, the last candidates that were asked about."""
+        """Bitmap of replicas → their places in ``_rows``, the candidates of the last look-up."""
 
     def clear(self, row: int) -> None:
-        """The replica in that row holds nothing: it started anew, or is another one."""
+        """Empties a row: the replica's process restarted, or the row has another replica."""
         if row == len(self._caches):
             self._caches.append(_Cache())
             self._blocks = np.append(self._blocks, 1.0)
-        self._holders.drop(self._caches[row].recent, row)
+        self._bitmaps.drop(self._caches[row].recent, row)
         self._caches[row] = _Cache()
-        self._belief.reset(row)
+        self._hit_share.reset(row)
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
-        """A prompt is sent to the replica in that row, whose KV cache holds ``capacity`` tokens."""
+        """Enters a prompt sent to the replica in a row; ``capacity``: tokens in its KV cache."""
         keys, cache = prefix.keys.tolist(), self._caches[row]
         cache.sent += prefix.tokens
         if not keys or prefix.unit <= 0.0:
@@ -175,78 +175,78 @@ class PrefixIndex:
         keys.reverse()
         recent.update(dict.fromkeys(keys, cache.entered))
         deque(map(recent.move_to_end, keys), maxlen=0)
-        self._holders.add(new, row)
-        evicted = range(len(recent) - cache.room)
-        self._holders.drop([recent.popitem(last=False)[0] for _ in evicted], row)
+        self._bitmaps.add(new, row)
+        evicted = range(len(recent) - cache.capacity)
+        self._bitmaps.drop([recent.popitem(last=False)[0] for _ in evicted], row)
 
     def hits(self, prefix: Prefix, rows: Indices) -> PrefixHits:
-        """What the replicas in these rows should hold of a prompt."""
-        keys, holders = prefix.keys, self._holders
-        mask = holders.mask(keys.item(0)) if len(keys) else 0
-        if not mask:
+        """Returns the tokens of a prompt that the replicas in these rows should hold."""
+        keys, bitmaps = prefix.keys, self._bitmaps
+        bitmap = bitmaps.of(keys.item(0)) if len(keys) else 0
+        if not bitmap:
             return _nothing(len(rows))
         expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
         end = 0
-        while mask:
-            end = self._end_of_run(keys, end, mask)
-            after = holders.mask(keys.item(end)) if end < len(keys) else 0
-            last = self._find(mask & ~after, rows)
+        while bitmap:
+            end = self._end_of_run(keys, end, bitmap)
+            after = bitmaps.of(keys.item(end)) if end < len(keys) else 0
+            last = self._places_of(bitmap & ~after, rows)
             expected[last] = end * prefix.unit
-            self._sound(depths, last, rows, keys.item(end - 1))
-            mask = after
-        if answered := holders.mask(prefix.previous_key):
-            there = self._find(answered, rows)
-            expected[there] = np.maximum(expected[there], prefix.previous_tokens)
-            self._sound(depths, there, rows, prefix.previous_key)
+            self._set_depths(depths, last, rows, keys.item(end - 1))
+            bitmap = after
+        if answered := bitmaps.of(prefix.previous_key):
+            places = self._places_of(answered, rows)
+            expected[places] = np.maximum(expected[places], prefix.previous_tokens)
+            self._set_depths(depths, places, rows, prefix.previous_key)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
-        return PrefixHits(expected, depths, expected * self._belief.share[rows, depths])
+        return PrefixHits(expected, depths, expected * self._hit_share.share[rows, depths])
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]
         return len(cache.recent) * cache.unit
 
-    def _end_of_run(self, keys: Keys, start: int, mask: int) -> int:
-        """Up to where these replicas, no more and no fewer, hold the keys from there on: found in a
-        dozen looks, however long the prompt."""
-        mask_of = self._holders.mask
-        places = range(len(keys))
-        return bisect_left(places, True, start, key=lambda at: mask_of(keys.item(at)) != mask)
+    def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
+        """Returns the end of the keys from ``start`` that exactly these replicas hold, found by
+        bisection."""
+        of = self._bitmaps.of
+        return bisect_left(
+            range(len(keys)), True, start, key=lambda at: of(keys.item(at)) != bitmap
+        )
 
     def reported(self, row: int, expected: float, depth: int, prompt: float, tokens: float) -> None:
-        """The replica in that row said how many tokens of a prompt it had, where so many at that
-        depth were expected."""
-        self._caches[row].told += prompt
+        """Learns from a response that reports the cached tokens of its prompt."""
+        self._caches[row].reported += prompt
         at_depth = np.zeros(_DEPTHS)
         at_depth[depth] = expected
-        self._belief.observe(row, at_depth, tokens)
+        self._hit_share.observe(row, at_depth, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
-        """What the replica in that row counts: of use where its answers tell little."""
+        """Learns from the replica's counters if most of its responses report no cached tokens."""
         cache = self._caches[row]
         self._blocks[row] = state.block_size
         before = cache.before = cache.before or state
         prompts = state.prompt_tokens - before.prompt_tokens
         if prompts < _ENOUGH_TOKENS:
             return
-        if cache.told < cache.sent / 2:
+        if cache.reported < cache.sent / 2:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
-            self._belief.observe(row, cache.expected, hits * cache.sent)
-        cache.before, cache.sent, cache.told = state, 0.0, 0.0
+            self._hit_share.observe(row, cache.expected, hits * cache.sent)
+        cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = np.zeros(_DEPTHS)
 
-    def _find(self, mask: int, rows: Indices) -> Indices:
+    def _places_of(self, bitmap: int, rows: Indices) -> Indices:
         if rows is not self._rows or len(self._places) > _PLACES_REMEMBERED:
             self._rows, self._places = rows, {}
-        there = self._places.get(mask)
-        if there is None:
-            octets = np.frombuffer(mask.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
-            there = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
-            self._places[mask] = there
-        return there
+        places = self._places.get(bitmap)
+        if places is None:
+            octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
+            places = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
+            self._places[bitmap] = places
+        return places
 
-    def _sound(self, depths: Indices, there: Indices, rows: Indices, key: int) -> None:
-        """How deep a key is in the caches of those that are there: of use where depth matters."""
-        there = there[self._belief.doubted[rows[there]]]
-        if len(there):
-            depths[there] = [self._caches[row].depth(key) for row in rows[there].tolist()]
+    def _set_depths(self, depths: Indices, places: Indices, rows: Indices, key: int) -> None:
+        """Sets the depth of a key in the caches of these candidates, where depth matters."""
+        places = places[self._hit_share.depth_matters[rows[places]]]
+        if len(places):
+            depths[places] = [self._caches[row].depth(key) for row in rows[places].tolist()]

@@ -1,4 +1,4 @@
-"""Moves the requests in flight forward between polls."""
+"""Progress of the requests in flight, moved forward between polls."""
 
 from math import inf
 
@@ -10,18 +10,18 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
-_TICK = 0.005  # seconds: shorter than any step, so nothing is worth moving forward by less
-_LONGEST_UNREFRESHED = 0.05  # seconds over which sums per replica may stay unchanged
+_TICK = 0.005  # seconds, shorter than any step; requests move forward by no less
+_LONGEST_UNREFRESHED = 0.05  # seconds for which the sums of replicas may stay unchanged
 _ROUNDING = 1e-6  # tokens
 
 
 class Progress:
-    """How far every request in flight has come, by the step models of the replicas.
+    """Progress of every request in flight, by the step models of the replicas.
 
-    On each replica the prompts sent are prefilled in order, and every step gives each decoding
-    sequence a token (or several, where they are drafted). So a request's progress is a difference
-    of two of the replica's counts: it decodes from when the prompt tokens prefilled have reached
-    its prompt's end, and has as many tokens as there were steps since.
+    A replica prefills prompts in order, and each step gives each decoding sequence a token, or
+    several with speculative decoding. So two counts of the replica tell a request's progress: the
+    request decodes once the prefilled prompt tokens reach the end of its prompt, and has a token
+    for each step since then.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Progress:
         self._looked_ahead = True
 
     def changed(self) -> None:
-        """Requests moved on, or a poll corrected them: the sums are out of date."""
+        """Marks the sums as out of date."""
         self._changed = True
 
     def leaves(self, row: int) -> None:
-        """A request goes: the sums of its replica are those without it, all others stay.
+        """Takes a request that ends out of its replica's sums.
 
-        To sum up all anew at each end would be half of a router's work at thousands of requests a
-        second; it is done at the next tick.
+        All sums are computed anew at the next tick. To compute them at each end would be half of a
+        router's work at thousands of requests a second.
         """
         requests, replicas = self._requests, self._replicas
         if requests.steps_before.item(row) == inf:
@@ -76,7 +76,7 @@ class Progress:
         replicas.decode_step[row] = replicas.c0.item(row) + loaded
 
     def advance(self, now: float) -> None:
-        """Brings the replicas' counts up to ``now``, where that is worth it."""
+        """Brings the replicas' counts up to ``now``, unless they are less than a tick behind."""
         elapsed = now - self._as_of
         if elapsed >= _TICK:
             self._as_of = now
@@ -86,7 +86,7 @@ class Progress:
                 self.refresh()
 
     def corrected(self, row: int, mine: Indices) -> None:
-        """A poll corrected the counts of one replica, and those of ``mine``, its requests."""
+        """Renews the sums of a replica that a poll corrected, and of ``mine``, its requests."""
         requests, replicas = self._requests, self._replicas
         done = requests.prompt_end[mine] <= replicas.prefilled[row] + _ROUNDING
         decoding = requests.steps_before[mine] < inf
@@ -104,7 +104,7 @@ class Progress:
         self._look_ahead(mine)
 
     def refresh(self) -> None:
-        """Brings the requests, and the sums over them, in line with the replicas' counts."""
+        """Renews all requests and sums from the replicas' counts."""
         if self._changed:
             self._changed = False
             self._looked_ahead = False
@@ -114,11 +114,11 @@ class Progress:
 
     @property
     def refreshed_at(self) -> float:
-        """Seconds on the clock as of which the requests are."""
+        """Time of the last refresh, in seconds on the clock."""
         return self._refreshed_at
 
     def look_ahead(self) -> None:
-        """What is expected of the requests, as of the last refresh."""
+        """Renews the expected output of all requests, as of the last refresh."""
         if not self._looked_ahead:
             self._looked_ahead = True
             self._look_ahead(slice(None))
@@ -127,7 +127,7 @@ class Progress:
         requests = self._requests
         generated = requests.generated[rows]
         requests.context[rows] = requests.each[rows] + generated
-        # Most are where they were: to search for all of them takes 0.3 ms for 12,000 requests.
+        # To search the distributions for all of 12,000 requests takes 0.3 ms; few have moved on.
         passed = (generated >= requests.until[rows]).nonzero()[0]
         if len(passed):
             passed = passed if isinstance(rows, slice) else rows[passed]
@@ -158,10 +158,10 @@ class Progress:
             peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
     def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
-        """Prefills the queues; returns the seconds that took, and the part of them that is done.
+        """Prefills the queues; returns the seconds taken, and the share of each queue prefilled.
 
-        Where others' prompts are queued too, each router's are taken to advance alike: in which
-        order they came is not known, only how many tokens there are.
+        The order of prompts from several routers is unknown, so every router's backlog shrinks by
+        the same share.
         """
         replicas = self._replicas
         chunk = replicas.chunk
@@ -169,14 +169,14 @@ class Progress:
         done = np.minimum(elapsed * rate, queue)
         part = done / np.maximum(queue, _ROUNDING)
         replicas.prefilled += (replicas.enqueued - replicas.prefilled) * part
-        # vLLM counts no step that gives nobody a token.
+        # vLLM counts no step that generates no token.
         replicas.steps += done / chunk * (replicas.batch > 0)
         if self._start_decoding():
             self._sum_up()
         return done / rate, part
 
     def _start_decoding(self) -> bool:
-        """Those whose prompt is prefilled have their first token; returns whether any has."""
+        """Starts the requests whose prompt is prefilled; returns True if there were any."""
         requests, replicas = self._requests, self._replicas
         waiting = (requests.steps_before == inf).nonzero()[0]
         if not len(waiting):
@@ -202,7 +202,7 @@ class Progress:
             count(self._replicas, self._requests, row, 1)
 
     def _set_generated(self, rows: Indices | slice) -> Floats:
-        """These have as many tokens as their replica's steps since their first one gave them."""
+        """Sets and returns the generated tokens, from the replica's steps since the first token."""
         requests, replicas = self._requests, self._replicas
         on = requests.replica[rows]
         generated = replicas.steps[on] - requests.steps_before[rows]

@@ -1,4 +1,4 @@
-"""What a poll says of a replica, brought together with what this router sent there."""
+"""Reconciliation of a poll's counters with the requests that this router sent."""
 
 from math import inf
 
@@ -10,16 +10,16 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_SHORTEST_STEP = 1e-4  # seconds: no engine steps faster, whatever was learned
-_LATE = 0.3  # seconds of a scrape after which others' load can no longer be told
-_UNDER_WAY = 0.1  # seconds until a request reaches the engine, parsed and tokenized
-_TOKENIZED = 5e-6  # the same for each token of its prompt
+_SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
+_LATE = 0.3  # seconds of a scrape, above which its figures do not tell external load
+_UNDER_WAY = 0.1  # seconds until the engine has a request, parsed and tokenized
+_TOKENIZED = 5e-6  # more seconds for each token of the prompt
 
 
 class Reconciliation:
-    """Corrects a replica's row, and those of its requests, by what a poll saw.
+    """Corrects the row of a replica, and the rows of its requests, from a poll.
 
-    Requests sent since it was taken stay on top of what it saw.
+    Requests sent after the poll are added to the polled load.
     """
 
     def __init__(self, replicas: Replicas, requests: Requests, peers: Peers) -> None:
@@ -28,14 +28,14 @@ class Reconciliation:
         self._peers = peers
 
     def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
-        """Sets step times and limits of a replica: those of its state, or else of its profile."""
+        """Sets step times and limits of a replica from its state, or else from its profile."""
         replicas, profile = self._replicas, profile_or_default(state.profile)
         for name in COSTS:
             getattr(replicas, name)[row] = getattr(step, name)
         replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
-        if not replicas.decode_step[row]:  # it has just joined, and nothing decodes
+        if not replicas.decode_step[row]:  # a replica that just joined
             replicas.decode_step[row] = replicas.c0[row]
-        # A profile's limits are those of one engine; a prompt is on one of them.
+        # A profile's limits are those of one engine, and a prompt has to fit into one engine.
         engines = max(state.engines, 1)
         capacity = float(state.kv_tokens or profile.kv_tokens * engines)
         replicas.kv_capacity[row] = capacity
@@ -47,7 +47,7 @@ class Reconciliation:
         replicas.tokens_per_step[row] = state.tokens_per_step
 
     def restarted(self, row: int, steps: float) -> None:
-        """The replica's process is a new one: its step count begins anew, and so does it here."""
+        """Restarts the counts of a replica whose process restarted."""
         replicas, requests = self._replicas, self._requests
         mine = requests.replica == row
         requests.steps_before[mine] -= replicas.steps[row] - steps
@@ -57,13 +57,13 @@ class Reconciliation:
         replicas.polled_firsts[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
-        """Sets steps, prefills and others' load right by a poll.
+        """Corrects steps, prefills and external load by a poll.
 
         Args:
-            row: the replica's.
-            state: what the poll saw, within ``state.scrape_seconds`` of being asked for.
-            asked_at: when it was asked for, on the fleet's clock.
-            now: seconds.
+            row: of the replica.
+            state: the polled state, sampled within ``state.scrape_seconds`` after ``asked_at``.
+            asked_at: when the poll was sent, in seconds on the fleet's clock.
+            now: seconds on the fleet's clock.
 
         Returns:
             The rows of the replica's requests.
@@ -85,7 +85,7 @@ class Reconciliation:
         busy = replicas.batch[row] > 0
         steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
         shift = steps - replicas.steps[row]
-        # Those that began since the last poll began at a count that was off by as much.
+        # The counts at which requests began since the last poll were off by as much.
         since = mine[requests.steps_before[mine] > replicas.polled_steps[row] - 1.0]
         requests.steps_before[since] += shift
         requests.until[mine] = 0.0
@@ -93,11 +93,9 @@ class Reconciliation:
         replicas.polled_steps[row] = polled
 
     def _correct_external(self, row: int, then: Indices, state: ReplicaState) -> None:
-        """Tells what the poll saw beyond ``then``, the router's requests at that time, and those of
-        the peers that count.
+        """Sets the load beyond this router's requests at the poll (``then``) and its peers'.
 
-        Of these any number may run, and those without a token may wait: so much of the replica's
-        queue is theirs, and the rest of it external.
+        Queued requests of the routers may be in the replica's queue; the rest of it is external.
         """
         replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
@@ -114,10 +112,10 @@ class Reconciliation:
         replicas.external_backlog[row] = waiting * prompt
 
     def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
-        """What the poll saw beyond what the running ones of ``then``, and peers' requests, have.
+        """Sets the polled KV tokens beyond those of this router's running requests and its peers'.
 
-        Those that came first run. The clock may take others for begun that were only on the way:
-        they are not in what the poll saw, and will take their KV space all the same.
+        The requests that were sent first run. Progress may take later requests for begun that had
+        not reached the replica: the poll lacks them, but they will need their KV tokens as well.
         """
         replicas, requests = self._replicas, self._requests
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
@@ -135,26 +133,26 @@ class Reconciliation:
     def _correct_prefills(
         self, row: int, order: Indices, state: ReplicaState, asked_at: float, now: float
     ) -> None:
-        """Moves the prompt tokens that the clock takes for prefilled to where the poll allows.
+        """Corrects the prefilled prompt tokens to the range that the poll allows.
 
-        A replica counts the sequences that got their first token, and prefills in the order they
-        came. So of the router's own sequences, numbered in that order, it is known up to which one
-        the prompts were prefilled when the poll was taken (the count is exact while nobody else
-        sends there), and that the next one was not: the clock may be ahead by the prompt in
-        progress or, if that is more, by a step. Beside others' requests only the replica's queue
-        tells: those it has admitted are prefilled but for the last prompt, or a step's worth, and
-        those beyond what others sent are not. A poll tells nothing of what was sent since it was
-        asked for.
+        A replica prefills in the order of arrival and counts the sequences that got a first token.
+        Without requests of others, the count tells which of this router's numbered sequences was
+        prefilled last at the poll. The next one was not, so progress may be ahead by the larger of
+        that prompt and one step.
+
+        Beside requests of others, only the replica's queue tells. Requests that left the queue are
+        prefilled, but for the last prompt or one step. Requests in the queue, beyond those that
+        others may have there, are not prefilled. Requests sent after the poll are left alone.
         """
         replicas, requests = self._replicas, self._requests
-        told = state.first_tokens > 0 or state.generated_tokens == 0
-        theirs = replicas.peers_requests.item(row) + replicas.external.item(row)
-        queued = max(state.waiting - theirs, 0.0)
+        counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
+        others = replicas.peers_requests.item(row) + replicas.external.item(row)
+        queued = max(state.waiting - others, 0.0)
         budget = replicas.token_budget.item(row)
-        begun = self._count(row, order, state, queued, told and not theirs)
+        begun = self._last_begun(row, order, state, queued, counts_firsts and not others)
         admitted = self._admitted(row, order, state, asked_at, budget)
         surely = requests.turn[order[requests.prompt_end[order] <= admitted]]
-        if len(surely) and surely[-1] > begun:  # some were given up, and never counted
+        if len(surely) and surely[-1] > begun:  # aborted requests get no first token
             begun = replicas.begun[row] = surely.item(-1)
 
         ahead = order[requests.turn[order] > begun]
@@ -164,41 +162,41 @@ class Reconciliation:
             end = requests.prompt_end.item(first)
             start = end - requests.prompt.item(first)
             least = max(start, admitted)
-            if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
+            if counts_firsts and (queued or not others) and requests.sent_at[first] <= asked_at:
                 rate = self._prefill_rate(row)
                 most = max(end, start + budget, least) + rate * (now - asked_at)
         prefilled = min(max(replicas.prefilled.item(row), least), most)
         replicas.prefilled[row] = min(prefilled, replicas.enqueued.item(row))
 
-    def _count(
+    def _last_begun(
         self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
     ) -> float:
-        """The number of the last sequence that has its first token.
+        """Returns the number of this router's last sequence with a first token.
 
-        ``queued``: those of the router's own that the replica has not admitted, or preempted.
+        ``queued``: sequences of this router in the replica's queue. ``alone``: no requests of
+        others are there.
         """
         replicas, requests = self._replicas, self._requests
         known = replicas.known.item(row)
         firsts = state.first_tokens - replicas.polled_firsts.item(row)
         replicas.polled_firsts[row] = state.first_tokens
         if alone:
-            # What was seen before the poll before is in the counts; what was seen since may not be.
+            # First tokens observed before the previous poll are counted; later ones may not be.
             begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
         else:
             started = order[requests.steps_before[order] < inf]
             begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
         begun = replicas.begun[row] = min(begun, replicas.sent.item(row) - queued)
         replicas.known_before[row] = known
-        # Of several engines each has a queue of its own: one that has a token may have overtaken.
+        # Several engines have a queue each, so a sequence with a token may have overtaken others.
         return begun if state.engines > 1 else max(begun, known)
 
     def _admitted(
         self, row: int, order: Indices, state: ReplicaState, asked_at: float, budget: float
     ) -> float:
-        """Prompt tokens that must be prefilled, as their requests have left the replica's queue.
+        """Returns the prompt tokens that must be prefilled, since their requests left the queue.
 
-        Of use are the first requests, that were surely among those running or waiting: vLLM says at
-        the end of each step what was there when it began.
+        Only requests count that the engine surely had: vLLM's gauges show the begin of a step.
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
@@ -219,17 +217,17 @@ class Reconciliation:
         return chunk / self._step_with(row, chunk)
 
     def _step_with(self, row: int, prompt_tokens: float) -> float:
-        """Seconds of a step that prefills so many beside what decodes."""
+        """Returns seconds of a step that prefills these tokens beside the decoding sequences."""
         replicas = self._replicas
         return replicas.decode_step.item(row) + replicas.c_prefill.item(row) * prompt_tokens
 
 
 def fade(replicas: Replicas, now: float) -> None:
-    """Forgets external load on replicas whose polls are too old to tell."""
+    """Drops the external load of replicas whose last poll is stale."""
     sampled_at = replicas.sampled_at
     if len(replicas) and now - sampled_at[sampled_at.argmin()] > STALE_AFTER_S:
         old = now - sampled_at > STALE_AFTER_S
-        sampled_at[old] = inf  # forgotten, once and for all
+        sampled_at[old] = inf  # so that this is done once
         replicas.unattributed_figures[:, old] = 0.0
         replicas.external[old] = replicas.external_backlog[old] = 0.0
         replicas.polled_waiting[old] = replicas.polled_kv_usage[old] = 0.0

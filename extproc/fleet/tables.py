@@ -1,4 +1,4 @@
-"""The two tables of a fleet, a row a replica and a row a request in flight; and how tables grow."""
+"""Tables of a fleet: a row for each replica, and a row for each request in flight."""
 
 from collections.abc import Iterable
 from inspect import get_annotations
@@ -14,29 +14,29 @@ from extproc.predict.inputs import Columns, Floats, Indices
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
-COSTS = ("c0", "c_prefill", "c_batch", "c_kv")
-"""Coefficients of the step-time model that the router knows."""
+COSTS = ("c0", "c_prefill", "c_batch", "c_kv")  # coefficients of the step-time model
+UNBOUNDED_TOKENS = 131_072.0  # output bound of a sequence that only polls report
 
 
 class Table:
-    """Rows 0…len−1 of the columns that a subclass names, whose capacity doubles when it is full.
+    """Table whose columns are the annotations of a subclass: ``Floats`` or ``Indices``.
 
-    A column is an annotation, ``Floats`` or ``Indices``, and an attribute: a view until rows come
-    or go, and writing to it writes to the table. Columns of a kind are the rows of one array, in
-    the order they are named, so that a thing is written, moved and read in one go.
+    Each column is an attribute too: a view of rows 0…len−1, valid until rows are added or removed.
+    Columns of one type are the rows of one array, in the order of the annotations, so that a table
+    row is written, moved and read in one operation. The capacity doubles when the table is full.
     """
 
     def __init__(self) -> None:
-        classes = [get_annotations(one) for one in reversed(type(self).__mro__)]
-        kinds = [kind for named in classes for kind in named.items()]
+        classes = [get_annotations(base) for base in reversed(type(self).__mro__)]
+        columns = [column for annotations in classes for column in annotations.items()]
         self._names = [
-            [name for name, kind in kinds if kind is Floats],
-            [name for name, kind in kinds if kind is Indices],
+            [name for name, kind in columns if kind is Floats],
+            [name for name, kind in columns if kind is Indices],
         ]
         self._floats: Floats = np.zeros((len(self._names[0]), _FIRST_CAPACITY))
         self._indices: Indices = np.zeros((len(self._names[1]), _FIRST_CAPACITY), dtype=np.intp)
         self._views: dict[int, dict[str, NDArray[Any]]] = {}
-        """By length: rows come and go all the time, and to make 17 views anew takes 3 µs."""
+        """Views of the columns by length: making 17 views takes 3 µs, and rows change often."""
         self._resize(0)
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Table:
             columns[name][row] = value
 
     def drop(self, row: int) -> int:
-        """Removes a row by moving the last one into its place; returns the row it moved from."""
+        """Removes a row by moving the last row into its place; returns the last row's old index."""
         last = self._length - 1
         self._floats[:, row] = self._floats[:, last]
         self._indices[:, row] = self._indices[:, last]
@@ -72,7 +72,7 @@ class Table:
         return self._floats[:columns, : self._length]
 
     def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:
-        """Names and figures of the first so many columns; of these rows alone, if given."""
+        """Returns names and copies of the first columns, for these rows or all."""
         floats = self._floats[:columns, : self._length]
         floats = floats.copy() if rows is None else floats.take(rows, axis=1)
         return zip(self._names[0], floats, strict=False)
@@ -92,29 +92,29 @@ class Table:
 
 
 class Replicas(Columns, Table):
-    """A row a replica."""
+    """Table of the replicas."""
 
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave
     chunk: Floats  # prompt tokens in the prefill step in progress
-    sent: Floats  # sequences sent, in all, as the engine counts them
-    begun: Floats  # of these, with a first token, as polls count
-    known: Floats  # of these, with a first token that was seen, they or one sent after them
-    known_before: Floats  # the same, at the last poll
-    polled_firsts: Floats  # first tokens, as the replica counted them at the last poll
-    decoding: Floats  # sequences of the router's own that decode
-    held: Floats  # their prompt tokens
-    tells: Floats  # 1: it tells the size of its KV cache, and its speed was measured
+    # Sequences that this router sent are numbered in the order of prefills:
+    sent: Floats  # last number given, counting sequences as the engine does
+    begun: Floats  # last number with a first token, by polls
+    known: Floats  # last number with a first token that this router observed
+    known_before: Floats  # ``known`` at the last poll
+    polled_firsts: Floats  # the replica's count of first tokens at the last poll
+    decoding: Floats  # this router's sequences that decode
+    held: Floats  # prompt tokens of these sequences
+    reports: Floats  # 1: it reports the size of its KV cache, and its speed was measured
     sampled_at: Floats  # when the last poll's figures were taken
     adapter_at: Floats  # when another LoRA adapter gets a slot; in the past: now
-    adapter_load_s: Floats  # to load it; 0: not known to serve any
-    idle_adapter_at: Floats  # last use of the adapter that is dropped for it; −∞: a slot is empty
-    # What polls saw beyond the router's own requests and those of the peers that count; may be
-    # negative:
+    adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known
+    idle_adapter_at: Floats  # last use of the adapter that is evicted next; −∞: a slot is empty
+    # Polled load beyond this router's requests and those of the peers that count; may be negative:
     unattributed: Floats  # sequences, at the last poll
     unattributed_before: Floats  # sequences, at the poll before
     kv_unattributed: Floats  # KV tokens, at the last poll
-    # What the peers that count have there:
+    # Load of the peers that count:
     peers_requests: Floats
     peers_queued: Floats
     peers_joining: Floats
@@ -128,61 +128,63 @@ class Replicas(Columns, Table):
 
     @property
     def prefilling(self) -> Floats:
-        """KV tokens of the router's own prompts that are prefilled in part."""
+        """KV tokens of this router's prompts that are prefilled in part."""
         return self.joining - (self.enqueued - self.prefilled)
 
     @property
     def peers(self) -> Floats:
-        """The columns of the peers, as the rows of one array."""
+        """View of the peers' columns as one array, a row for each column."""
         return self._floats[-FIGURES:, : self._length]
 
     @property
     def unattributed_figures(self) -> Floats:
-        """The columns before those, likewise."""
+        """View of the three unattributed columns as one array."""
         return self._floats[-FIGURES - 3 : -FIGURES, : self._length]
 
     def set_external(self) -> None:
-        """A sequence is external once two polls in a row saw it: one that ended between the scrape
-        and now is seen by one poll only."""
+        """Counts a sequence as external once two polls in a row reported it.
+
+        A sequence that ended between a scrape and now is in one poll only.
+        """
         both = np.minimum(self.unattributed, self.unattributed_before)
         np.maximum(both, 0.0, out=self.external)
 
 
 class Requests(Table):
-    """A row a request in flight."""
+    """Table of the requests in flight."""
 
     weight: Floats  # sequences
-    context: Floats  # KV tokens of each, once its prompt is prefilled
-    remaining: Floats  # tokens a sequence is expected to generate still
-    priority: Floats  # the higher goes first
-    # What policies see are those above.
-    generated: Floats  # tokens a sequence has so far
+    context: Floats  # KV tokens of each sequence, once the prompt is prefilled
+    remaining: Floats  # tokens that a sequence is still expected to generate
+    priority: Floats  # higher goes first
+    # Policies read the columns above.
+    generated: Floats  # tokens of a sequence so far
     sent_at: Floats
     prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
-    prompt_end: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
-    parts: Floats  # sequences as the engine counts them: those that generate nothing, too
-    turn: Floats  # its sequences have a first token once the replica's `begun` gets here
-    steps_before: Floats  # the replica's step count before the first token's; infinite until then
-    began_at: Floats  # when that was, once it is counted
-    bound: Floats  # tokens a sequence may generate
-    least_output: Floats  # tokens it will generate at least
-    until: Floats  # tokens generated up to which `alive` holds
+    prompt_end: Floats  # the prompt is prefilled once the replica's `prefilled` reaches this
+    parts: Floats  # sequences as the engine counts them, with those that generate nothing
+    turn: Floats  # the sequences have a first token once the replica's `begun` reaches this
+    steps_before: Floats  # the replica's step count before the first token; infinite until then
+    began_at: Floats  # when the first token was counted
+    bound: Floats  # most tokens that a sequence may generate
+    least_output: Floats  # fewest tokens that a sequence will generate
+    until: Floats  # generated tokens up to which `alive` is valid
     replica: Indices  # row of the replica
     ticket: Indices
     lengths: Indices  # where the output length distribution begins
-    alive: Indices  # where it reaches the tokens generated
-    cut: Indices  # where it reaches the bound
+    alive: Indices  # where the distribution reaches the generated tokens
+    cut: Indices  # where the distribution reaches the bound
 
 
-SEEN = [*Requests.__annotations__].index("generated")  # first columns, which policies see
+POLICY_COLUMNS = [*Requests.__annotations__].index("generated")  # number of columns for policies
 
 
 def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
-    """Counts a request among those of its replica, or no more where ``sign`` is −1.
+    """Adds a request to the sums of its replica; ``sign`` −1 takes the request out.
 
-    Sums that only change when a request comes, starts to decode or goes cost a microsecond each
-    time instead of four passes over all requests at every decision.
+    Updating the sums takes a microsecond whenever a request comes, starts to decode or goes.
+    Computing them takes four passes over all requests at every decision.
     """
     on = requests.replica.item(row)
     replicas.requests[on] += sign

@@ -1,4 +1,4 @@
-"""Redis: what is written, under which key, for how long.
+"""Redis: keys, values, and how long each lives.
 
-What Redis does not do or tell is raised as RedisError.
+Anything that Redis does not do or answer is raised as RedisError.
 """

@@ -1,7 +1,7 @@
-"""The form of all that Redis holds and carries: a tag, a format version, and a body.
+"""Envelopes: the form of all values in Redis, with a tag, a format version, and a body.
 
-A field that is added raises ``VERSION``: older readers skip and count it. What changes the meaning
-of a field, or takes one away, gets a new tag, which older readers skip and count as a whole.
+A new field raises ``VERSION``: older readers skip and count it. A new tag replaces a field whose
+meaning changes or which is removed: older readers skip and count the whole envelope.
 """
 
 import logging
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Envelope(Struct, array_like=True, frozen=True):
-    """A value of a key, a field of a hash, an entry of a stream or a list, or part of a message."""
+    """Value of a key, a hash field, a list or stream entry, or a part of a message."""
 
     tag: str
     version: int
@@ -26,11 +26,11 @@ class Envelope(Struct, array_like=True, frozen=True):
 
 
 class EnvelopeKind(Generic[T]):
-    """The envelopes with one tag.
+    """Envelopes with one tag.
 
     Args:
         tag: unique in the whole program.
-        body: its type.
+        body: type of the body.
         pack, unpack: msgspec's hooks for fields of other types.
     """
 
@@ -49,12 +49,20 @@ class EnvelopeKind(Generic[T]):
     def seal(self, body: T) -> bytes:
         return _ENCODER.encode(Envelope(self.tag, VERSION, Raw(self._encode(body))))
 
+    def unseal(self, data: bytes) -> T:
+        """Returns the body of an envelope of this kind and version.
+
+        Raises:
+            ValueError: the body cannot be read.
+        """
+        return self.decode(_DECODER.decode(data).body)
+
 
 class Skips:
-    """Opens envelopes, and counts what this version cannot read.
+    """Opens envelopes, and counts the parts that this version cannot read.
 
     Args:
-        count: takes a reason, ``garbage``, ``unknown_tag`` or ``unknown_field``, and how many.
+        count: takes a reason, ``garbage``, ``unknown_tag`` or ``unknown_field``, and a number.
     """
 
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
@@ -62,7 +70,7 @@ class Skips:
         self._warned: set[str] = set()
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
-        """Returns the body of an envelope of one of these kinds; None where it cannot be read.
+        """Returns the body of an envelope of one of these kinds; None: it cannot be read.
 
         ``source``: the key or channel, for the log.
         """
@@ -88,11 +96,11 @@ class Skips:
         except (ValueError, TypeError, RecursionError) as error:
             self.garbage(source, error)
             return []
-        bodies = (self.open(source, one, *kinds) for one in envelopes)
+        bodies = (self.open(source, envelope, *kinds) for envelope in envelopes)
         return [body for body in bodies if body is not None]
 
     def garbage(self, source: str, error: Exception) -> None:
-        """Counts garbage, and logs the first of each source: its writer goes on writing it."""
+        """Counts garbage, and logs the first of each source, whose writer goes on writing it."""
         self._count("garbage", 1)
         if source not in self._warned:
             self._warned.add(source)
@@ -105,16 +113,16 @@ def sealed_list(*envelopes: bytes) -> bytes:
 
 
 def _unknown(value: Any, body: type) -> int:
-    """Counts the fields in a decoded value that this version's type of it lacks."""
+    """Returns how many fields of a decoded value this version's type of it lacks."""
     fields = structs.fields(body)
     if isinstance(value, dict):
-        unknown = len(value.keys() - {one.name for one in fields})
-        known = [(value[one.name], one.type) for one in fields if one.name in value]
+        unknown = len(value.keys() - {field.name for field in fields})
+        known = [(value[field.name], field.type) for field in fields if field.name in value]
     else:
         unknown = max(len(value) - len(fields), 0)
-        known = [(one, field.type) for one, field in zip(value, fields, strict=False)]
-    nested = [one for one in known if isinstance(one[1], type) and issubclass(one[1], Struct)]
-    return unknown + sum(_unknown(one, type_) for one, type_ in nested)
+        known = [(part, field.type) for part, field in zip(value, fields, strict=False)]
+    nested = [pair for pair in known if isinstance(pair[1], type) and issubclass(pair[1], Struct)]
+    return unknown + sum(_unknown(part, type_) for part, type_ in nested)
 
 
 _ENCODER = msgpack.Encoder()

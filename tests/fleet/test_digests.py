@@ -1,12 +1,12 @@
 """What routers tell each other, and what each makes of it."""
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from extproc.fleet.digest import EVERY_S, NOTHING, Digest, DigestKind, decode
+from extproc.fleet.digest import EVERY_S, NOTHING, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.predict.lengths import OutputLengths
+from extproc.share.digests import DIGEST
 from tests.fakes import MODEL, ManualClock, chat, embedding, replica, state
 
 A10 = "llama-8b-a10"
@@ -25,69 +25,13 @@ def tell(teller: Fleet, *hearers: Fleet, clock: ManualClock) -> Digest | None:
     digest = teller.digests.due(clock())
     if digest is not None:
         for hearer in hearers:
-            hearer.receive_digest(decode(digest.encode()))
+            hearer.receive_digest(DIGEST.unseal(DIGEST.seal(digest)))
     return digest
 
 
 def seen(fleet: Fleet, *columns: str) -> list[list[float]]:
     view = fleet.view(MODEL)
     return [getattr(view, column).tolist() for column in columns]
-
-
-# -- the encoding ---------------------------------------------------------------------------
-
-
-def test_a_digest_is_decoded_as_it_was_encoded() -> None:
-    clock = ManualClock()
-    (fleet,) = routers(clock, 1)
-    for size in (10, 1000, 3000):
-        fleet.dispatch(replica(1), chat(size, 200, sequences=2))
-    fleet.dispatch(replica(2), embedding(50))
-    clock.advance(0.5)
-    sent = fleet.digests.due(clock())
-    assert sent is not None
-    data = sent.encode()
-    got = decode(data)
-    assert (got.router, got.number, got.sent_at) == (fleet.router, sent.number, clock())
-    assert got.kind is DigestKind.WHOLE
-    assert got.replicas == (replica(1), replica(2))
-    np.testing.assert_allclose(got.figures, sent.figures, rtol=1e-6)
-    assert len(data) < 44 + 2 * 56
-
-
-@pytest.mark.parametrize("cut", [0, 1, 10, 43, 60, -1])
-def test_a_digest_that_is_cut_short_is_refused(cut: int) -> None:
-    clock = ManualClock()
-    (fleet,) = routers(clock, 1)
-    fleet.dispatch(replica(1), chat(10))
-    digest = fleet.digests.due(clock())
-    assert digest is not None
-    with pytest.raises(ValueError, match="truncated"):
-        decode(digest.encode()[:cut])
-
-
-def test_what_is_no_digest_is_refused() -> None:
-    clock = ManualClock()
-    (fleet,) = routers(clock, 1)
-    fleet.dispatch(replica(1), chat(10))
-    digest = fleet.digests.due(clock())
-    assert digest is not None
-    data = digest.encode()
-    with pytest.raises(ValueError, match="figures"):
-        decode(replace(digest, figures=digest.figures * np.nan).encode())
-    with pytest.raises(ValueError, match="figures"):
-        decode(replace(digest, figures=-digest.figures).encode())
-    with pytest.raises(ValueError, match="time"):
-        decode(replace(digest, sent_at=float("inf")).encode())
-    random = np.random.default_rng(1)
-    for _ in range(2000):
-        garbage = bytearray(data)
-        for at in random.integers(0, len(data), 3):
-            garbage[at] = random.integers(0, 256)
-        try:
-            decode(bytes(garbage))
-        except ValueError:
-            continue
 
 
 # -- when there is something to tell --------------------------------------------------------

@@ -16,7 +16,7 @@ def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None
     clock = ManualClock()
     eligibility = Eligibility(clock, ModelNames(), {replica(1): 0, replica(2): 1})
     for number in (1, 2):
-        eligibility.heard(state(number, A10, clock))
+        eligibility.polled(state(number, A10, clock))
     assert not eligibility.has_suspects
     eligibility.failed(replica(1))
     assert eligibility.has_suspects
@@ -70,7 +70,7 @@ def test_where_all_failed_what_is_not_told_goes_there_and_is_no_try() -> None:
     clock.advance(1.1)
     assert fleet.view(MODEL, response_visible=False).ids == [replica(1)]
     fleet.dispatch(replica(1), chat(10), response_visible=False)
-    assert fleet.eligibility.works(replica(1)), "not ejected again"
+    assert fleet.eligibility.is_up(replica(1)), "not ejected again"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_one_is_silent_beside_others_that_answer_late() -> None:
     for _ in range(3):
         clock.advance(3.2)
         fleet.put(state(1, A10, clock))
-    assert "no news" in excluded(fleet)[replica(2)]
+    assert "no poll arrived" in excluded(fleet)[replica(2)]
 
 
 def test_a_model_is_unknown_from_when_all_have_told_their_list_until_one_has_it() -> None:
@@ -182,7 +182,7 @@ def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
     fleet.put(state(1, A10, clock, unanswered_s=0.9))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
     fleet.put(state(1, A10, clock, unanswered_s=1.4))
-    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 1 s"}
+    assert excluded(fleet) == {replica(1): "accepts connections, but has answered nothing for 1 s"}
     fleet.put(state(2, A10, clock, unanswered_s=1.4))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)], "not where that leaves none"
     fleet.put(state(1, A10, clock))

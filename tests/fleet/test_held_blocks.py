@@ -241,4 +241,4 @@ def test_replica_forgotten_within_an_update_leaves_no_blocks() -> None:
     deque(steps)
     assert told.fleet.blocks.count(replica(1)) is None
     deque(told.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
-    assert not told.fleet.blocks._holders.masks(range(10_000))[0]
+    assert not told.fleet.blocks._bitmaps.of_keys(range(10_000))[0]

@@ -9,12 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from extproc.fleet.digest import EVERY_S, REQUESTS, WHOLE_EVERY_S, Digest, DigestKind, decode
+from extproc.fleet.digest import EVERY_S, REQUESTS, WHOLE_EVERY_S, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.peers import DEAD_S, STALE_S
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
+from extproc.share.digests import DIGEST
 from tests.fakes import ManualClock, chat, replica, state
 
 A10 = "llama-8b-a10"
@@ -122,7 +123,7 @@ class SharedLoad(RuleBasedStateMachine):
     def digest(self, router: int, fate: str) -> None:
         sent = self.fleets[router].digests.due(self.clock())
         if sent is not None and fate != "lost":
-            self.late.append(decode(sent.encode()))
+            self.late.append(DIGEST.unseal(DIGEST.seal(sent)))
             if fate == "heard":
                 self.hear(self.late[-1])
 
@@ -141,7 +142,7 @@ class SharedLoad(RuleBasedStateMachine):
 
     @rule(router=ROUTER)
     def farewell(self, router: int) -> None:
-        self.hear(decode(self.fleets[router].digests.farewell().encode()))
+        self.hear(DIGEST.unseal(DIGEST.seal(self.fleets[router].digests.farewell())))
 
     def hear(self, digest: Digest) -> None:
         for fleet in self.fleets:

@@ -55,7 +55,7 @@ async def test_tunnel_failure_counts_for_chosen(envoy: EnvoySide, services: Serv
     for _ in range(5):  # three of one of the two
         await envoy.converse(status=500, upstream=TUNNEL)
     (excluded,) = services.fleet.view("llama").excluded
-    assert excluded.why == "it failed several requests in a row"
+    assert excluded.why == "ejected: 3 or more consecutive requests failed"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from extproc.config import HoldSettings
-from extproc.fleet.digest import decode
 from extproc.fleet.ledger import Ticket
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Saturated
@@ -30,6 +29,7 @@ from extproc.route.order import Shares
 from extproc.route.queue import SWEEP_EVERY_S, Queue
 from extproc.route.router import Router
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
+from extproc.share.digests import DIGEST
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -154,7 +154,7 @@ class World:
             digest = node.fleet.digests.due(self.clock())
             if digest is not None:
                 for other in self.nodes:
-                    other.fleet.receive_digest(decode(digest.encode()))
+                    other.fleet.receive_digest(DIGEST.unseal(DIGEST.seal(digest)))
 
     def poll(self) -> None:
         if self.clock() < self.polled_at + POLL_S - 1e-9:

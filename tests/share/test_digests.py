@@ -14,6 +14,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.share import digests
 from extproc.share.connection import Keys
 from extproc.share.digests import (
+    DIGEST,
     Connected,
     CutOff,
     DigestEvent,
@@ -66,7 +67,7 @@ class Peer:
         digest = self.fleet.digests.due(0.0)
         assert digest is not None
         await self.writer.send(digest)
-        return digest.encode()
+        return DIGEST.seal(digest)
 
 
 @pytest.fixture
@@ -91,12 +92,12 @@ async def test_digest_reader_gets_present_and_later_digests(
         assert await following() == Connected()
         found = await following()
         assert isinstance(found, DigestReceived)
-        assert found.digest.encode() == first
+        assert DIGEST.seal(found.digest) == first
         assert 0 <= found.age <= monotonic() - began + 0.01
         second = await peer.send()
-        assert (await heard(following)).encode() == second
+        assert DIGEST.seal(await heard(following)) == second
         await peer.writer.send(last := peer.fleet.digests.farewell())
-        assert (await heard(following)).encode() == last.encode()
+        assert DIGEST.seal(await heard(following)) == DIGEST.seal(last)
         assert not await redis_client.exists(key)
 
 
@@ -112,14 +113,14 @@ async def test_garbage_digest_is_skipped_with_one_line(
             await redis_client.publish(keys.digests, b"\x63 a later version")
             await redis_client.publish(keys.digests, b"\x01 and what is none")
         sent = await peer.send()
-        assert (await heard(following)).encode() == sent
+        assert DIGEST.seal(await heard(following)) == sent
     assert [one["source"] for one in logged.lines()] == [keys.router + "garbage", keys.digests]
 
 
 async def test_full_redis_sends_digests(redis_client: Redis, following: Next, peer: Peer) -> None:
     await redis_client.config_set("maxmemory", 1)
     sent = await peer.send()
-    assert (await heard(following)).encode() == sent
+    assert DIGEST.seal(await heard(following)) == sent
     assert await redis_client.dbsize() == 0
 
 
@@ -132,7 +133,7 @@ async def test_digest_reader_works_without_pttl_permission(
     async with reading(f"redis://reader:any@127.0.0.1:{redis_server.port}") as following:
         assert await following() == Connected()
         sent = await peer.send()
-        assert (await heard(following)).encode() == sent
+        assert DIGEST.seal(await heard(following)) == sent
 
 
 async def test_reader_follows_redis(redis_server: RedisServer, following: Next, peer: Peer) -> None:
@@ -142,7 +143,7 @@ async def test_reader_follows_redis(redis_server: RedisServer, following: Next, 
     while await following() != Connected():
         pass
     sent = await peer.send()
-    assert (await heard(following)).encode() == sent
+    assert DIGEST.seal(await heard(following)) == sent
 
 
 async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -> None:

@@ -1,5 +1,6 @@
 """Messages of later and of earlier versions, and garbage, in every form that Redis holds."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
-from extproc.fleet.digest import NOTHING, Digest, DigestKind
+from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.held_blocks import BlockUpdate
+from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import HEARTBEAT, Heartbeat
 from extproc.share.blocks import BLOCKS, ReplicaBlockUpdate
@@ -23,10 +25,11 @@ from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
 KEYS = np.arange(3, dtype=np.uint64)
+FIGURES = np.arange(10.0).reshape(10, 1)
 MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
     (PUT, Put(STATE)),
     (REMOVED, Removed("10.0.0.1:8000")),
-    (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (), NOTHING)),
+    (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (STATE.id,), FIGURES)),
     (PROMPTS, Prompts("router", b"packed")),
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
     (BLOCKS, ReplicaBlockUpdate("10.0.0.1:8000", BlockUpdate(2, 1, 16, KEYS, KEYS[:1]))),
@@ -61,8 +64,13 @@ def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:
     return msgpack.encode([tag or now_tag, VERSION + 1, [*body, *more]])
 
 
+def digest(figures: Floats, sent_at: float = 1.5) -> bytes:
+    body = ["router", 7, sent_at, 1, [STATE.id], figures.astype("<f4").tobytes()]
+    return msgpack.encode(["load", VERSION, body])
+
+
 def short_keys() -> bytes:
-    """News of blocks whose keys are no multiple of eight bytes."""
+    """An update of blocks whose keys are no multiple of eight bytes."""
     tag, version, (replica, news) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
     return msgpack.encode([tag, version, [replica, [*news[:3], b"short", b""]]])
 
@@ -112,12 +120,22 @@ def test_message_is_opened_or_counted(
         bytes(32),
         None,
         short_keys(),
+        digest(FIGURES * np.nan),
+        digest(-FIGURES),
+        digest(FIGURES[1:]),
+        digest(FIGURES, sent_at=math.inf),
     ],
 )
 def test_unreadable_message_is_garbage(old: Any) -> None:
     opened = Opened()
     assert opened.open(old) is None
     assert opened.counts == {"garbage": 1}
+
+
+def test_digest_takes_40_bytes_per_replica() -> None:
+    figures, names = FIGURES.repeat(100, axis=1), tuple("10.0.0.1:8000" for _ in range(100))
+    sealed = DIGEST.seal(Digest("0123456789abcdef", 7, 1.5, DigestKind.WHOLE, names, figures))
+    assert len(sealed) < 60 + 100 * (40 + 14)
 
 
 def test_nested_fields_of_a_later_version_are_counted() -> None:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from extproc.config import Config
-from extproc.fleet.digest import EVERY_S, Digest, decode
+from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
@@ -18,6 +18,7 @@ from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
+from extproc.share.digests import DIGEST
 
 
 class VirtualClock:
@@ -251,7 +252,7 @@ class Routers:
                 self._due_at += EVERY_S / len(self.nodes)
                 fleet = next(self._next).fleet
                 due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
-                digest = None if due is None else decode(due.encode())
+                digest = None if due is None else DIGEST.unseal(DIGEST.seal(due))
                 if digest or prompts:
                     arrives_at = at + self._share_lag
                     self._under_way.append((arrives_at, digest, fleet.router, prompts))

@@ -233,7 +233,7 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
 def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services) -> None:
     for number in (1, 2, 3, 4) * 3:
         services.fleet.eligibility.failed(replica(number))
-    reason = "it failed several requests in a row"
+    reason = "ejected: 3 or more consecutive requests failed"
     assert warnings(services) == [f"r1 and r2 are excluded: {reason}."]
     assert cells(services, 1, "Health") == ["excluded"]
 
