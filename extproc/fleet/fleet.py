@@ -146,8 +146,8 @@ class Fleet:
             self.prompt_log.restarted(state.id)
             self.adapters.clear(row)
         self._prefixes.polled(row, state)
-        self.adapters.polled(row, state, asked_at, now)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
+        self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
 
     def _is_idle(self, replica: str) -> bool:
         """Returns True if no router is known to have a request on a replica."""
