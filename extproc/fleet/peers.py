@@ -176,7 +176,7 @@ class Peers:
         self._load = np.pad(self._load, ((0, 0), (0, 1), (0, 0)))
         self._load[POLLED_ROWS, -1] = nan
         self._arrived_at = np.append(self._arrived_at, 0.0)
-        self._fresh_s = np.append(self._fresh_s, 0.0)
+        self._fresh_s = np.append(self._fresh_s, STALE_S + WHOLE_EVERY_S)
         self._counts = np.append(self._counts, 0.0)
 
     def _keep(self, peers: NDArray[np.bool_]) -> None:

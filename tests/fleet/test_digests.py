@@ -303,6 +303,17 @@ def test_the_clocks_of_two_machines_may_differ() -> None:
     assert seen(two, "requests") == [[1, 0]]
 
 
+def test_peer_whose_first_digest_is_empty_counts() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    own = one.digests.due(clock())
+    assert own is not None
+    clock.advance(0.02)
+    one.receive_digest(own)  # digests take 20 ms
+    one.receive_digest(_still(two, clock))
+    assert not one.peers.stale
+
+
 def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
