@@ -1,4 +1,4 @@
-"""Figures of many times, and a progress bar until they are there."""
+"""Summary figures of times, and a progress bar."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,21 +12,21 @@ FIGURES = ("mean", "p50", "p95", "p99")
 
 
 def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
-    """Figures of at least one time, else None."""
+    """Return mean and percentiles; None without times."""
     if not len(seconds):
         return None
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
     return {"mean": float(np.mean(seconds)), "p50": p50, "p95": p95, "p99": p99}
 
 
-def rank_correlation(one: ArrayLike, other: ArrayLike) -> float:
-    """Spearman's rank correlation."""
-    ranks = np.array([np.argsort(np.argsort(values)) for values in (one, other)])
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
+    """Return Spearman's rank correlation."""
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (first, second)])
     return float(np.corrcoef(ranks)[0, 1])
 
 
 def progress(label: str) -> Callable[..., None]:
-    """Makes ``show(done, note="")``, which draws a bar on a terminal until the share is 1."""
+    """Return ``show(done, note="")``, which draws a bar on a terminal; a share of 1 clears it."""
     shown = ""
 
     def show(done: float, note: str = "") -> None:

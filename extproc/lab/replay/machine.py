@@ -1,7 +1,8 @@
-"""Replicas of a simulation: engines that may be slow, hung or gone, and the polls of them."""
+"""Replicas of a simulation, which can be slow, hung or down, and their polls."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from random import Random
 
 from msgspec import structs
@@ -16,36 +17,36 @@ from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import HardwareProfile, StepModel
 from extproc.replica_state import ReplicaState
 
-_TIMEOUT = 1.0  # seconds until a scrape of a hung replica is given up, as by default
+_TIMEOUT_S = 1.0  # of a scrape; the default of production
 _EPOCH = 1.7e9  # time 0 of a simulation, in seconds since the epoch
-_LONGEST_PAUSE = 2.0  # seconds between scrapes of a replica that does not answer, as by default
+_LONGEST_PAUSE_S = 2.0  # between failing scrapes; the default of production
 
 
 class Machine:
-    """Engine that may be slow, hung or gone; it must be advanced before an event.
+    """Engine that can be slow, hung or down; the caller advances it before an event.
 
-    A hang stops the engine's clock, which is behind from then on.
+    A hang stops the engine's clock, which is behind the simulation's clock from then on.
     """
 
     def __init__(
         self, name: str, profile: HardwareProfile, make: Callable[[HardwareProfile], Engine]
     ) -> None:
-        """Takes a function that makes an engine whenever the process begins."""
+        """``make`` creates the engine of each new process."""
         self.name = name
         self.profile = profile
         self._make = make
         self.engine = make(profile)
-        self.output_lengths = Histogram(TOKENS)  # as on its metrics page
-        self.prefill_s = self.decode_s = 0.0  # likewise
-        self.up = True  # its process runs, and takes connections
-        self.started_at = _EPOCH  # its process, in seconds since the epoch
+        self.output_lengths = Histogram(TOKENS)  # as on the metrics page; likewise the next
+        self.prefill_s = self.decode_s = 0.0
+        self.up = True  # the process runs, and accepts connections
+        self.started_at = _EPOCH  # of the process, in seconds since the epoch
         self._slow = 1.0
         self._behind = 0.0
         self._hung_at: float | None = None
 
     @property
     def hung(self) -> bool:
-        """True while it takes connections, but does not answer."""
+        """True while the process accepts connections, but does not answer."""
         return self._hung_at is not None
 
     @property
@@ -70,7 +71,7 @@ class Machine:
         self.slow(self._slow)
 
     def goes_down(self) -> None:
-        """Ends its process and loses its work."""
+        """End the process; all its requests are lost."""
         self.engine = self._make(self.profile)
         self.engine.slow = self._slow
         self.output_lengths = Histogram(TOKENS)
@@ -80,12 +81,12 @@ class Machine:
         self.up = False
 
     def hangs(self, now: float) -> None:
-        """Stops its steps and answers."""
+        """Stop all steps and answers."""
         if self.works:
             self._hung_at = now
 
     def comes_up(self, now: float) -> None:
-        """Starts it with an empty engine, or continues it after a hang."""
+        """Start the process with an empty engine, or continue after a hang."""
         if not self.up:
             self.up, self.started_at = True, _EPOCH + now
         if self._hung_at is not None:
@@ -93,30 +94,26 @@ class Machine:
             self._hung_at = None
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Takes a request; raises ValueError if it can never fit into the KV cache."""
+        """Queue a sequence; raises ValueError if it never fits into the KV cache."""
         then = now if self._hung_at is None else self._hung_at
         self.engine.add(sequence, then - self._behind)
 
     def advance(self, until: float) -> list[tuple[float, StepOutcome]]:
-        """Runs every step that ends by ``until``; returns outcomes with their times."""
+        """Run every step that ends by ``until``; return outcomes with their times."""
         if not self.works:
             return []
         outcomes = self.engine.advance(until - self._behind)
-        for outcome in outcomes:
-            for sequence in outcome.finished:
-                self._finished(sequence)
+        for sequence in chain.from_iterable(outcome.finished for outcome in outcomes):
+            self.output_lengths.observe(sequence.output_tokens)
+            admitted, first, end = sequence.admitted, sequence.first_token, sequence.finished
+            if admitted is not None and first is not None and end is not None:
+                self.prefill_s += first - admitted
+                self.decode_s += end - first
         return [(outcome.ends_at + self._behind, outcome) for outcome in outcomes]
-
-    def _finished(self, sequence: Sequence) -> None:
-        self.output_lengths.observe(sequence.output_tokens)
-        admitted, first, end = sequence.admitted, sequence.first_token, sequence.finished
-        if admitted is not None and first is not None and end is not None:
-            self.prefill_s += first - admitted
-            self.decode_s += end - first
 
 
 class MachinePoller:
-    """Scrapes one replica; the counterpart of :class:`extproc.poll.replica.PolledReplica`."""
+    """Poller of a machine; the counterpart of :class:`extproc.poll.replica.PolledReplica`."""
 
     def __init__(
         self,
@@ -127,27 +124,34 @@ class MachinePoller:
         interval: float,
         random: Random,
     ) -> None:
-        """Scrapes a machine every ``interval`` seconds, whose other state is ``base``.
+        """Create a poller that scrapes every ``interval`` seconds.
 
-        Learning starts from the step times ``believed``; None: those in ``base``, or the true ones.
+        Args:
+            machine: the machine to scrape.
+            base: state with the fields that no scrape changes.
+            believed: step times from which learning starts; None: nothing is learned, and the step
+                times are those of ``base``, or the true ones.
+            prior: step times of the fleet.
+            interval: seconds between scrapes.
+            random: source of the jitter of failing scrapes.
         """
         self.base = base
         self._machine = machine
         self._believed = believed
         self._estimator = None if believed is None else Estimator(believed)
         self._prior = prior
-        self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
+        self._backoff = Backoff(interval, _LONGEST_PAUSE_S, random)
         self._due = 0.0
-        self._waits = False  # for an answer that does not come
+        self._waits = False  # for the timeout of a scrape
         self._state = base
 
     def poll(self, now: float) -> ReplicaState | None:
-        """State to publish if a scrape ends now."""
+        """Return the state to publish if a scrape ends now."""
         if now < self._due:
             return None
         self._waits = self._machine.hung and not self._waits
         if self._waits:
-            self._due = now + _TIMEOUT
+            self._due = now + _TIMEOUT_S
             return None
         self._state = self._scrape(now) if self._machine.works else self._fail(now)
         return self._state

@@ -1,9 +1,10 @@
-"""Plays a scene: the router decides, or every request goes where and when it went."""
+"""Play of a scene: the router decides, or each request takes its recorded route."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from random import Random
 
 import numpy as np
@@ -11,45 +12,53 @@ from msgspec import structs
 
 from extproc.lab.replay.machine import Machine, MachinePoller
 from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
-from extproc.lab.replay.scene import ReplayReplica, ReplayRequest, Scene, Turn
+from extproc.lab.replay.scene import ReplayReplica, ReplayRequest, ReplicaPhase, Scene
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior
 from extproc.predict.inputs import Floats
 
-_JITTER_S = 0.02  # drawn delays of the requests: no traffic comes twice to the millisecond
+_JITTER_S = 0.02  # longest random delay of a request, since real arrivals vary too
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Times since requests arrived or, if forced, were sent; not a number: not served."""
+    """Times of requests since their arrival or, if forced, their dispatch; NaN: not served."""
 
     ttft_s: Floats
     completion_s: Floats
-    replicas: Items[str]  # that served it; empty: none
+    replicas: Items[str]  # that served the requests; empty: none
 
 
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Plays a scene, where and when requests went if it is ``forced``.
+    """Play a scene.
 
-    ``seed`` is that of the policy and of small delays. ValueError if replicas cannot carry it.
+    Args:
+        scene: requests, replicas and configuration.
+        seed: seed of the policy and of the jitter.
+        forced: dispatch each request when and where it was dispatched in the record.
+        show: called with the share of requests that have ended.
+
+    Raises:
+        ValueError: the replicas are overloaded.
     """
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
     jitter = Random(f"{seed} jitter")
-    later = (
-        replace(one, at=one.at + (one.waited_s if forced else _JITTER_S * jitter.random()))
-        for one in scene.requests
-    )
-    requests = sorted(later, key=lambda one: one.at)
+    delayed = []
+    for request in scene.requests:
+        delay_s = request.waited_s if forced else _JITTER_S * jitter.random()
+        delayed.append(replace(request, at=request.at + delay_s))
+    requests = sorted(delayed, key=attrgetter("at"))
     replicas = [""] * len(requests)
     for done, served in enumerate(simulation.run(requests)):
         assert isinstance(served.traced, ReplayRequest)
-        at = served.traced.index
-        ttft[at], completion[at], replicas[at] = served.ttft, served.completion, served.replica
+        index = served.traced.index
+        ttft[index], completion[index] = served.ttft, served.completion
+        replicas[index] = served.replica
         show(done / len(requests))
     return Played(ttft, completion, replicas)
 
@@ -59,20 +68,22 @@ class _Replay(Simulation):
         clock, random, prior = VirtualClock(), Random(seed), FleetPrior()
         self._forced = forced
         config = scene.config
-        machines = {name: _machine(name, one) for name, one in scene.members.items()}
+        machines = {name: _machine(name, replica) for name, replica in scene.replicas.items()}
         interval_s = config.poll.interval_s
         pollers = {
-            name: MachinePoller(machines[name], one.turns[0].state, None, prior, interval_s, random)
-            for name, one in scene.members.items()
+            name: MachinePoller(
+                machines[name], replica.phases[0].state, None, prior, interval_s, random
+            )
+            for name, replica in scene.replicas.items()
         }
         events = [
-            (turn.at, partial(self._turn, machines[name], pollers[name], turn))
-            for name, one in scene.members.items()
-            for turn in one.turns
+            (phase.at, partial(self._change, machines[name], pollers[name], phase))
+            for name, replica in scene.replicas.items()
+            for phase in replica.phases
         ]
-        hold = config.hold.longest_s > 0.0 and not forced
+        queueing = config.hold.longest_s > 0.0 and not forced
         routers = Routers([RouterNode(config, random, clock)], None, clock, random)
-        super().__init__(machines, pollers.values(), routers, clock, interval_s, hold, events)
+        super().__init__(machines, pollers.values(), routers, clock, interval_s, queueing, events)
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         assert isinstance(traced, ReplayRequest)
@@ -80,27 +91,28 @@ class _Replay(Simulation):
         sequences = partial(_sequences, traced)
         return Arrival(number, traced, profile, profile.objective, sequences, among)
 
-    def _turn(self, machine: Machine, poller: MachinePoller, turn: Turn) -> None:
-        machine.runs_at(turn.step)
-        always = {"healthy": True, "draining": False} if self._forced else {}
-        poller.base = structs.replace(turn.state, **always)
+    def _change(self, machine: Machine, poller: MachinePoller, phase: ReplicaPhase) -> None:
+        machine.runs_at(phase.step)
+        usable = {"healthy": True, "draining": False} if self._forced else {}
+        poller.base = structs.replace(phase.state, **usable)
 
 
-def _sequences(asked: ReplayRequest, block_size: int) -> list[Sequence]:
-    hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
-    prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
+def _sequences(request: ReplayRequest, block_size: int) -> list[Sequence]:
+    profile, output = request.profile, request.output_tokens
+    hashes = request.hashes(block_size) if profile.prompts == 1 else []
+    prompt = max(request.prompt_tokens // max(profile.prompts, 1), 1)
     return [
-        Sequence(0, max(prompt, 1), asked.output_tokens, hashes, priority=-asked.profile.priority)
-        for _ in range(asked.profile.parts)
+        Sequence(0, prompt, output, hashes, priority=-profile.priority)
+        for _ in range(profile.parts)
     ]
 
 
-def _machine(name: str, member: ReplayReplica) -> Machine:
-    state = member.state
+def _machine(name: str, replica: ReplayReplica) -> Machine:
+    state = replica.state
     engine = partial(
         Engine,
         block_size=state.block_size,
         prefix_caching=state.prefix_caching,
         by_priority=state.by_priority,
     )
-    return Machine(name, member.hardware, engine)
+    return Machine(name, replica.hardware, engine)

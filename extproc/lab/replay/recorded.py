@@ -1,4 +1,4 @@
-"""Reads the record of traffic that routers wrote."""
+"""Reader of the records of traffic that routers write."""
 
 import re
 from collections import Counter, defaultdict
@@ -22,24 +22,28 @@ from extproc.observe.record import (
     StartLine,
 )
 
-_UNREADABLE, _FEW_UNREADABLE = 0.01, 10  # share and number of lines cut by a crash or full disk
-_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the names of a router's files differ in this
+_MOST_UNREADABLE = 10  # lines of a file, cut off by a crash or a full disk
+_MOST_UNREADABLE_SHARE = 0.01  # in files with more than 1,000 lines
+_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the difference between a router's file names
 
 
 @dataclass(slots=True)
 class Recorded:
-    """Record since the routers last changed the way they decide."""
+    """Record of a pool from the last change of the routers' configuration on."""
 
-    start: StartLine  # their configuration, and the time from which on the record is complete
-    requests: list[RequestLine]  # those that were served, in the order of arrival
-    replicas: dict[str, list[ReplicaLine]]  # their states, in order of time
-    left_out: Counter[str] = field(
-        default_factory=Counter
-    )  # requests that are not replayed, by why
+    start: StartLine  # configuration, and the time from which on the record is complete
+    requests: list[RequestLine]  # served requests in the order of arrival
+    replicas: dict[str, list[ReplicaLine]]  # states in the order of time, by address
+    left_out: Counter[str] = field(default_factory=Counter)  # requests not to replay, by reason
 
 
 def read(path: Path, pool: str = "") -> Recorded:
-    """Record of a pool in a file, or in all files of a folder; or OSError or ValueError."""
+    """Read the record of a pool from a file, or from all files of a folder.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: the path holds no record of the pool.
+    """
     if not path.exists():
         raise ValueError(
             f"{path} does not exist: name the folder that is record.path of the router"
@@ -48,65 +52,68 @@ def read(path: Path, pool: str = "") -> Recorded:
     pools: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     left_out = Counter[str]()
     for file in files:
-        found, wrong = _lines_of(file)
-        if wrong:
-            left_out["whose line cannot be read"] += wrong
+        found, unreadable = _lines_of(file)
+        if unreadable:
+            left_out["whose line cannot be read"] += unreadable
         if not found:
-            continue  # the disk was full when it was begun
+            continue  # the disk was full when the router created the file
         starts = [line for line in found if isinstance(line, StartLine)]
         if not starts:
-            raise ValueError(f"{file} is no record: it does not begin as one")
+            raise ValueError(f"{file} is no record: it has no start line")
         pools[starts[0].pool][_NUMBER.sub("", file.name)] += found
     if not pools:
         raise ValueError(f"{path} holds no record: no line of a router, or no file {PATTERN}")
     if not pool and len(pools) > 1:
-        raise ValueError(f"{path} holds records of several pools, {', '.join(pools)}: say --pool")
+        raise ValueError(
+            f"{path} holds records of several pools, {', '.join(pools)}: choose with --pool"
+        )
     routers = pools.get(pool or next(iter(pools)))
     if routers is None:
         raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(pools)}")
-    return _of(list(routers.values()), left_out)
+    return _merged(list(routers.values()), left_out)
 
 
 def _lines_of(file: Path) -> tuple[list[Line], int]:
+    """Lines of a file, and the number of unreadable lines."""
     found: list[Line] = []
-    wrong = 0
-    for text in file.read_bytes().splitlines():
-        if not text:
-            continue
+    unreadable = 0
+    for text in filter(None, file.read_bytes().splitlines()):
         try:
             fields = msgspec.json.decode(text, type=dict[str, Any])
             _check_format(file, fields)
             found.append(msgspec.convert(fields, Line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            wrong += 1
-    if wrong > max(len(found) * _UNREADABLE, _FEW_UNREADABLE):
-        raise ValueError(f"{file} is no record: {wrong} of its lines cannot be read")
-    return found, wrong
+            unreadable += 1
+    if unreadable > max(len(found) * _MOST_UNREADABLE_SHARE, _MOST_UNREADABLE):
+        raise ValueError(f"{file} is no record: {unreadable} of its lines cannot be read")
+    return found, unreadable
 
 
 def _check_format(file: Path, fields: dict[str, Any]) -> None:
     if fields.get("kind") == "start" and fields.get("format") != FORMAT:
         raise ValueError(
-            f"{file} has format {fields.get('format')}, and this version reads {FORMAT}: use the "
-            "version of extproc that recorded it, or record anew"
+            f"{file} has format {fields.get('format')}, but this version reads {FORMAT}: use the "
+            "version of extproc that wrote the file, or record anew"
         )
 
 
-def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
-    """Record from when all routers wrote and decided by their last configuration."""
+def _merged(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
+    """Merges the lines of all routers, from when all of them wrote with the last configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
-    same = replace(starts[-1], at=0.0)
-    others = [one.at for one in starts if replace(one, at=0.0) != same]
-    alike = next(one.at for one in starts if not others or one.at > max(others))
-    every = max(min(one.at for one in of if isinstance(one, StartLine)) for of in routers)
-    start = replace(same, at=max(alike, every))
-    replicas: dict[str, list[ReplicaLine]] = defaultdict(list)
+    last = replace(starts[-1], at=0.0)
+    outdated = [line.at for line in starts if replace(line, at=0.0) != last]
+    configured_at = next(line.at for line in starts if not outdated or line.at > max(outdated))
+    complete_at = max(
+        min(line.at for line in router if isinstance(line, StartLine)) for router in routers
+    )
+    start = replace(last, at=max(configured_at, complete_at))
+    states: dict[str, list[ReplicaLine]] = defaultdict(list)
     for line in lines:
         if isinstance(line, ReplicaLine):
-            replicas[line.id].append(line)
-    told = {name: of for name, of in replicas.items() if any(one.state for one in of)}
-    recorded = Recorded(start, [], told, left_out)
+            states[line.id].append(line)
+    replicas = {name: each for name, each in states.items() if any(line.state for line in each)}
+    recorded = Recorded(start, [], replicas, left_out)
     for line in lines:
         if line.at < start.at:
             continue
@@ -117,10 +124,10 @@ def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
                 left_out["not written (the disk was full, or too slow)"] += line.requests
             case RequestLine(failed=True):
                 left_out["failed"] += 1
-            case RequestLine() if line.replica not in told:
+            case RequestLine() if line.replica not in replicas:
                 left_out["on an unknown replica"] += 1
             case RequestLine():
                 recorded.requests.append(line)
     if not recorded.requests:
-        raise ValueError("the record holds no request that was served")
+        raise ValueError("the record has no served request")
     return recorded

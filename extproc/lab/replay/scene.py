@@ -1,4 +1,4 @@
-"""Scene of a replay: requests, replicas and configuration, as recorded or changed."""
+"""Scene of a replay: requests, replicas and configuration of a record, perhaps changed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,41 +19,41 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import RequestProfile
 
-# Fields that a recorded request and its profile share.
+# Fields of a request line that a profile has too.
 _SAME = (
     *("output_bound", "sequences", "stream", "least_output"),
     *("tenant", "prompts", "longest_share", "session"),
 )
-_JOINED_S = 5.0  # after the start of a record every replica has a line
+_JOINED_S = 5.0  # from the start of a record until every replica has a line
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """Request of the record."""
+    """Request of a scene."""
 
-    index: int  # among all
+    index: int  # among all requests of the record
     at: float  # seconds from the start
     prompt_tokens: int
-    output_tokens: int  # of each of its sequences
+    output_tokens: int  # of each sequence
     profile: RequestProfile
-    held: Keys  # keys of its prompt and, if a later prompt shows them, of its answer
-    unit: float  # tokens of each of these, the same in all requests for the model
+    keys: Keys  # of the prompt and, if a later prompt shows them, of the answer
+    unit: float  # tokens of a key, equal for all requests for a model
     replica: str
     waited_s: float
-    ttft_s: float  # since it was sent, as the next; not a number if it was not seen
-    completion_s: float
+    ttft_s: float  # since the dispatch; NaN if the router did not see the first token
+    completion_s: float  # since the dispatch; NaN if the router did not see the end
 
     def hashes(self, block_size: int) -> list[int]:
-        """Hashes of its blocks, equal for equal beginnings."""
-        ends = np.arange(1, int(len(self.held) * self.unit / block_size) + 1) * block_size
-        units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.held)) - 1
-        hashes: list[int] = (self.held[units] + ends.astype(np.uint64)).tolist()
+        """Return the hashes of the KV blocks, equal for equal beginnings."""
+        ends = np.arange(1, int(len(self.keys) * self.unit / block_size) + 1) * block_size
+        units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.keys)) - 1
+        hashes: list[int] = (self.keys[units] + ends.astype(np.uint64)).tolist()
         return hashes
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Speed and state of a replica from some time on."""
+class ReplicaPhase:
+    """Step times and state of a replica from a time on."""
 
     at: float
     step: StepModel
@@ -65,26 +65,29 @@ class ReplayReplica:
     """Replica with its limits and its history."""
 
     hardware: HardwareProfile
-    turns: tuple[Turn, ...]  # the first one from the start
+    phases: tuple[ReplicaPhase, ...]  # the first begins at 0
 
     @property
     def state(self) -> ReplicaState:
-        return self.turns[-1].state
+        return self.phases[-1].state
 
     def with_state(self, **fields: object) -> "ReplayReplica":
-        turns = (replace(one, state=structs.replace(one.state, **fields)) for one in self.turns)
-        return replace(self, turns=tuple(turns))
+        phases = (
+            replace(phase, state=structs.replace(phase.state, **fields)) for phase in self.phases
+        )
+        return replace(self, phases=tuple(phases))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "ReplayReplica":
-        """Replica on other hardware, with these step times or those of the profile."""
-        capacity = hardware.kv_tokens
-        told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
-        if (longest := self.state.max_model_len) is not None:
-            told["max_model_len"] = min(longest, capacity)
-        turns = self.with_state(**told).turns
-        return ReplayReplica(
-            hardware, tuple(replace(one, step=step or hardware.step) for one in turns)
+        """Return the replica on other hardware, with these step times or those of the profile."""
+        longest = self.state.max_model_len
+        moved = self.with_state(
+            profile=hardware.name,
+            kv_tokens=hardware.kv_tokens,
+            learned=step,
+            max_model_len=None if longest is None else min(longest, hardware.kv_tokens),
         )
+        phases = (replace(phase, step=step or hardware.step) for phase in moved.phases)
+        return ReplayReplica(hardware, tuple(phases))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,44 +95,46 @@ class Scene:
     """Input of a replay."""
 
     config: Config  # of the router
-    members: Mapping[str, ReplayReplica]  # by `ip:port`
+    replicas: Mapping[str, ReplayReplica]  # by `ip:port`
     requests: Sequence[ReplayRequest]
     lasts_s: float
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica by its name or, if another has that, by itself; sorted."""
+        """``ip:port`` of each replica by name, sorted; unnamed replicas and duplicates are named by
+        their address."""
         found = dict[str, str]()
-        for replica, member in self.members.items():
-            name = member.state.name
-            found[replica if not name or name in found else name] = replica
+        for address, replica in self.replicas.items():
+            name = replica.state.name
+            found[address if not name or name in found else name] = address
         return dict(sorted(found.items()))
 
 
 def scene_of(recorded: Recorded) -> Scene:
-    """Scene of a record; raises ValueError if a part of it cannot be replayed."""
+    """Return the scene of a record.
+
+    Raises:
+        ValueError: a part of the record cannot be replayed.
+    """
     began = recorded.start.at
     try:
-        # The engine decodes a token a step: with accepted drafts there are fewer steps.
+        # A simulated step decodes a token: accepted drafts count as fewer steps.
         per_step = {
             name: fmean(line.tokens_per_step for line in lines if line.state is not None)
             for name, lines in recorded.replicas.items()
         }
-        requests = list(_asked(recorded.requests, began, per_step))
+        requests = list(_requests(recorded.requests, began, per_step))
         learned = step_times(recorded.replicas, recorded.requests)
-        members = {
-            name: _member(lines, learned[name], began) for name, lines in recorded.replicas.items()
+        replicas = {
+            name: _replica(lines, learned[name], began) for name, lines in recorded.replicas.items()
         }
     except (TypeError, KeyError) as error:
-        raise ValueError(f"the record has a line that cannot be understood: {error}") from None
-    lasts_s = max(one.at + one.seconds for one in recorded.requests) - began
-    return Scene(Config.model_validate(recorded.start.config), members, requests, lasts_s)
+        raise ValueError(f"the record has an invalid line: {error}") from None
+    lasts_s = max(line.at + line.seconds for line in recorded.requests) - began
+    return Scene(Config.model_validate(recorded.start.config), replicas, requests, lasts_s)
 
 
-# -- requests -------------------------------------------------------------------------------
-
-
-def _asked(
+def _requests(
     lines: Sequence[RequestLine], began: float, per_step: Mapping[str, float]
 ) -> Iterator[ReplayRequest]:
     keys = [keys_of(line.keys) for line in lines]
@@ -137,23 +142,30 @@ def _asked(
         model: median(line.unit for line in lines if line.model == model and line.unit)
         for model in {line.model for line in lines if line.unit}
     }
-    held = list(keys)
+    with_answers = list(keys)  # the next turn of a conversation has the keys of the answer
     last = dict[int, int]()
     for index, line in enumerate(lines):
         if (before := last.get(line.asked)) is not None:
             known = keys[index][: int(line.answered / max(line.unit, 1.0))]
-            held[before] = max(held[before], known, key=len)
+            with_answers[before] = max(with_answers[before], known, key=len)
         if line.whole:
             last[line.whole] = index
     for index, line in enumerate(lines):
-        seen = line.complete or (line.stream and not line.cut)
+        end_seen = line.complete or (line.stream and not line.cut)
         steps = round(line.output_tokens / per_step[line.replica])
-        tokens = max(line.prompt_tokens, 1), max(steps, 1) if line.sequences else 0
-        unit, profile = units.get(line.model, 1.0), _profile(line, keys[index])
-        ttft_s = np.nan if line.ttft_s is None else line.ttft_s
-        times = line.waited_s, ttft_s, line.seconds if seen else np.nan
-        at, replica = line.at - began, line.replica
-        yield ReplayRequest(index, at, *tokens, profile, held[index], unit, replica, *times)
+        yield ReplayRequest(
+            index=index,
+            at=line.at - began,
+            prompt_tokens=max(line.prompt_tokens, 1),
+            output_tokens=max(steps, 1) if line.sequences else 0,
+            profile=_profile(line, keys[index]),
+            keys=with_answers[index],
+            unit=units.get(line.model, 1.0),
+            replica=line.replica,
+            waited_s=line.waited_s,
+            ttft_s=np.nan if line.ttft_s is None else line.ttft_s,
+            completion_s=line.seconds if end_seen else np.nan,
+        )
 
 
 def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
@@ -168,37 +180,34 @@ def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
     )
 
 
-# -- replicas -------------------------------------------------------------------------------
-
-
-def _member(
+def _replica(
     lines: Sequence[ReplicaLine], steps: Sequence[StepModel], began: float
 ) -> ReplayReplica:
-    there = [line for line in lines if line.state is not None]
-    states = [convert(line.state, ReplicaState) for line in there]
+    present = [line for line in lines if line.state is not None]
+    states = [convert(line.state, ReplicaState) for line in present]
     last = states[-1]
     if max(state.engines for state in states) > 1:
         raise ValueError(
-            f"{last.name or last.id} is a data-parallel server, and those are not replayed"
+            f"{last.name or last.id} is a data-parallel server: such a record cannot be replayed"
         )
     profile = profile_or_default(last.profile)
     hardware = replace(
         profile,
         step=steps[0],
         kv_tokens=last.kv_tokens or profile.kv_tokens,
-        token_budget=int(there[-1].token_budget),
-        max_num_seqs=max(one.max_num_seqs for one in states) or int(there[-1].max_num_seqs),
+        token_budget=int(present[-1].token_budget),
+        max_num_seqs=max(state.max_num_seqs for state in states) or int(present[-1].max_num_seqs),
     )
     step, state = steps[0], states[0]
     known = zip(steps, states, strict=True)
-    turns = []
+    phases = []
     for line in lines:
         if line.state is None:
             state = structs.replace(state, healthy=False)
         else:
             step, state = next(known)
-        turns.append(Turn(max(line.at - began, 0.0), step, state))
-    if turns[0].at > _JOINED_S:  # until then it was not there
-        gone = structs.replace(turns[0].state, healthy=False)
-        turns.insert(0, replace(turns[0], at=0.0, state=gone))
-    return ReplayReplica(hardware, tuple(turns))
+        phases.append(ReplicaPhase(max(line.at - began, 0.0), step, state))
+    if phases[0].at > _JOINED_S:  # the replica joined later
+        absent = structs.replace(phases[0].state, healthy=False)
+        phases.insert(0, replace(phases[0], at=0.0, state=absent))
+    return ReplayReplica(hardware, tuple(phases))

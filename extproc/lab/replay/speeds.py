@@ -1,10 +1,10 @@
-"""Speeds of the replicas of a record, with hindsight.
+"""Step times of recorded replicas, fitted to the whole record.
 
-A router's own estimate is made for its next decision: it follows the last seconds, and is often
-wrong by tens of percent on the parts of a step's time, which matters under another load. The record
-has the replicas' counters in stretches of ten seconds, and the time of each stream from its first
-token to its end, with a step for each token. Streams, some alone and some not, tell steps from
-prompts even if all stretches are alike.
+A router's estimate follows the last seconds. Its coefficients are often wrong by tens of percent,
+which matters under another load. The record has the replicas' counters every ten seconds, and the
+duration of each stream from its first token to its end, with a step for each token. Streams with
+and without concurrent requests separate the cost of a step from the cost of prompts, even if all
+counter intervals are alike.
 """
 
 from collections import defaultdict
@@ -22,62 +22,68 @@ from extproc.predict.step import StepModel, profile_or_default
 from extproc.predict.windows import Work
 from extproc.replica_state import ReplicaState
 
-_STRETCH_S = 9.0  # least time between two lines: a prompt counts when its prefill ends
-_LEAST_S = 0.5  # least seconds of work in a stretch
-_PRIOR = 1e-3  # weight of the profile beside ten seconds of work
-_COUNTED = 0.1  # weight of counters beside as many seconds of streams, which are replayed
+_SHORTEST_INTERVAL_S = 9.0  # between two lines: vLLM counts a prompt at the end of its prefill
+_LEAST_WORK_S = 0.5  # in an interval
+_PRIOR = 1e-3  # weight of the profile relative to ten seconds of work
+_COUNTER_WEIGHT = 0.1  # relative to a second of streams, which are what the replay reproduces
 _FITS, _ROUNDS = 8, 50
-_ODD, _EXACT = 4.0, 1e-6
-"""Cauchy's weights: a stretch counts half if the logarithm of actual ÷ expected time is twice the
-median, for it was disturbed. Times that agree to a thousandth are no further apart."""
-_LEAST_EXPECTED = 1e-3  # of the time that work took
-_SMOOTHED_S = 60.0  # before and after a moment, of the work that tells the speed then
-_AT_ONCE_S = 1e-6  # least time in which anything comes
+_CAUCHY, _EXACT = 4.0, 1e-6
+"""Cauchy's weights: an interval counts half if its squared logarithm of actual ÷ expected time is
+four times the median. Differences below a thousandth do not reduce the weight."""
+_LEAST_EXPECTED = 1e-3  # share of the actual time
+_SMOOTHED_S = 60.0  # before and after a time, of the work that gives the speed at that time
+_SHORTEST_S = 1e-6  # in which an amount is added
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    at: float  # its middle
+class _Interval:
+    middle: float
     work: Work
 
 
 def step_times(
     lines: Mapping[str, Sequence[ReplicaLine]], requests: Sequence[RequestLine]
 ) -> dict[str, list[StepModel]]:
-    """Step times by replica at each of its lines with a state; only their whole changes."""
+    """Return the step times of each replica at each line with a state.
+
+    The coefficients of a replica change only by a common factor.
+    """
     served = defaultdict[str, list[RequestLine]](list)
-    for one in requests:
-        served[one.replica].append(one)
+    for request in requests:
+        served[request.replica].append(request)
     found = {}
-    for replica, of in lines.items():
-        told = ((line.at, line.state) for line in of if line.state is not None)
-        states = [convert({"scraped_at": at} | state, ReplicaState) for at, state in told]
-        streams, counted = _stretches(states, served[replica]) if replica in served else ([], [])
+    for replica, each in lines.items():
+        known = ((line.at, line.state) for line in each if line.state is not None)
+        states = [convert({"scraped_at": at} | state, ReplicaState) for at, state in known]
+        streams, counted = _intervals(states, served[replica]) if replica in served else ([], [])
         if streams or counted:
             model = _fitted(states[-1].profile, streams, counted)
             costs = np.array(coefficients(model))
-            slower = _slower(_near([one.scraped_at for one in states], counted), counted, costs)
-            found[replica] = [model.slowed(factor) for factor in slower.tolist()]
-        else:  # no work was seen: as it was believed
-            found[replica] = [one.learned or profile_or_default(one.profile).step for one in states]
+            near = _near([state.scraped_at for state in states], counted)
+            slowness = _slowness(near, counted, costs)
+            found[replica] = [model.slowed(factor) for factor in slowness.tolist()]
+        else:  # without work the record has only the routers' estimates
+            found[replica] = [
+                state.learned or profile_or_default(state.profile).step for state in states
+            ]
     return found
 
 
-def _stretches(
+def _intervals(
     states: Sequence[ReplicaState], requests: Sequence[RequestLine]
-) -> tuple[list[_Stretch], list[_Stretch]]:
-    """Stretches of a replica's work by its streams, and by its counters."""
+) -> tuple[list[_Interval], list[_Interval]]:
+    """Intervals of a replica's work: from its streams, and from its counters."""
     rows = [
         (
-            one.at + one.waited_s,
-            one.ttft_s or 0.0,
-            one.seconds,
-            one.prompt_tokens,
-            one.output_tokens,
-            max(one.sequences, 1),
-            one.ttft_s is not None and one.stream and not one.cut and one.output_tokens > 1,
+            line.at + line.waited_s,
+            line.ttft_s or 0.0,
+            line.seconds,
+            line.prompt_tokens,
+            line.output_tokens,
+            max(line.sequences, 1),
+            line.ttft_s is not None and line.stream and not line.cut and line.output_tokens > 1,
         )
-        for one in requests
+        for line in requests
     ]
     sent, ttft, seconds, prompt, output, sequences, seen = np.array(rows, float).T
     first, ended = sent + ttft, sent + seconds
@@ -89,41 +95,40 @@ def _stretches(
     kv = _Total(sent, ended, (prompt + output / 2.0) * sequences * seconds)
     busy = _Total(*_together(sent, ended))
 
-    def stretch(start: float, end: float, steps: float, *tokens: float) -> _Stretch:
-        took = busy(start, end)
-        terms = (steps, *tokens, steps * kv(start, end) / (took or 1.0))
-        return _Stretch((start + end) / 2.0, Work(took, terms))
+    def interval(start: float, end: float, steps: float, *tokens: float) -> _Interval:
+        busy_s = busy(start, end)
+        terms = (steps, *tokens, steps * kv(start, end) / (busy_s or 1.0))
+        return _Interval((start + end) / 2.0, Work(busy_s, terms))
 
-    scraped = np.array([one.scraped_at for one in states])
-    preemptions = np.array([one.preemptions for one in states], float)
+    scraped = np.array([state.scraped_at for state in states])
+    preemptions = np.array([state.preemptions for state in states], float)
 
     def preempted(*span: float) -> bool:
-        """True if the lines tell of a preemption."""
         return bool(np.ptp(np.interp(span, scraped, preemptions)))
 
     streams = [
-        stretch(start, end, count, prefilled(start, end), generated(start, end))
+        interval(start, end, count, prefilled(start, end), generated(start, end))
         for start, end, count in np.array([first, ended, steps - 1.0]).T[seen > 0.0].tolist()
         if end > start and not preempted(start, end)
     ]
     counted, before = [], states[0]
     for state in states[1:]:
-        if state.scraped_at - before.scraped_at < _STRETCH_S:
+        if state.scraped_at - before.scraped_at < _SHORTEST_INTERVAL_S:
             continue
-        told = map(sub, _counts(state), _counts(before))
-        one = stretch(before.scraped_at, state.scraped_at, *told)
-        worked = one.work.terms[0] > 0.0 and one.work.seconds >= _LEAST_S
+        increase = map(sub, _counts(state), _counts(before))
+        found = interval(before.scraped_at, state.scraped_at, *increase)
+        worked = found.work.terms[0] > 0.0 and found.work.seconds >= _LEAST_WORK_S
         if worked and state.healthy and before.healthy:
-            counted.append(replace(one, work=one.work.times(_COUNTED)))
+            counted.append(replace(found, work=found.work.times(_COUNTER_WEIGHT)))
         before = state
     return streams, counted
 
 
 class _Total:
-    """Integral over time of amounts that each come evenly from a start to an end."""
+    """Integral over time of amounts, each added at an even rate from a start to an end."""
 
     def __init__(self, starts: Floats, ends: Floats, amounts: Floats) -> None:
-        ends = np.maximum(ends, starts + _AT_ONCE_S)
+        ends = np.maximum(ends, starts + _SHORTEST_S)
         rates = amounts / (ends - starts)
         times, changes = np.append(starts, ends), np.append(rates, -rates)
         order = times.argsort()
@@ -131,7 +136,7 @@ class _Total:
         self._until = np.append(0.0, (rates[:-1] * np.diff(self._times)).cumsum())
 
     def __call__(self, start: float, end: float) -> float:
-        """Amount that came between two moments."""
+        """Return the amount that was added between two times."""
         before, after = np.interp((start, end), self._times, self._until)
         return float(after - before)
 
@@ -151,48 +156,50 @@ def _counts(state: ReplicaState) -> tuple[float, float, float]:
     return state.steps, prefilled, state.generated_tokens - state.accepted_tokens
 
 
-def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretch]) -> StepModel:
-    """Least squares, none below zero, at the speed that the record has on the whole. Errors are
-    divided by the geometric mean of actual and expected time: a replica that became slow counts as
-    much as one that became fast."""
+def _fitted(profile: str, streams: Sequence[_Interval], counted: Sequence[_Interval]) -> StepModel:
+    """Non-negative least squares at the mean speed of the record.
+
+    Errors are divided by the geometric mean of actual and expected time, so that slowing down and
+    speeding up count alike.
+    """
     units = np.array(coefficients(profile_or_default(profile).step))
-    stretches = [*streams, *counted]
-    near = _near([one.at for one in stretches], counted)
-    rows = relative([one.work for one in stretches], units.tolist())
-    seconds = np.array([[one.work.seconds] for one in stretches]) / _STRETCH_S
+    intervals = [*streams, *counted]
+    near = _near([interval.middle for interval in intervals], counted)
+    rows = relative([interval.work for interval in intervals], units.tolist())
+    seconds = np.array([[interval.work.seconds] for interval in intervals]) / _SHORTEST_INTERVAL_S
     solution = [float(seconds.sum() / (rows[:, :4] * seconds).sum())] * 4
     for _ in range(_FITS):
-        seen = rows.copy()
-        seen[:, :4] *= _slower(near, counted, units * solution)[:, None]
-        expected = np.maximum(seen[:, :4] @ solution, _LEAST_EXPECTED)[:, None]
-        apart = np.log(expected) ** 2
-        odd = apart / (_ODD * np.median(apart) + _EXACT)
-        weights = seconds / expected / (1.0 + odd)
-        equations = (seen[:, :4] * weights).T @ seen
-        *every, took = equations.sum(axis=0).tolist()
-        ratio = took / sum(every)
+        terms = rows.copy()
+        terms[:, :4] *= _slowness(near, counted, units * solution)[:, None]
+        expected = np.maximum(terms[:, :4] @ solution, _LEAST_EXPECTED)[:, None]
+        distance = np.log(expected) ** 2
+        outlier = distance / (_CAUCHY * np.median(distance) + _EXACT)
+        weights = seconds / expected / (1.0 + outlier)
+        equations = (terms[:, :4] * weights).T @ terms
+        *sums, actual = equations.sum(axis=0).tolist()
+        ratio = actual / sum(sums)
         for _ in range(_ROUNDS):
             descend(equations, [_PRIOR] * 4, [ratio] * 4, solution)
     return StepModel(*(units * solution).tolist())
 
 
-def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> tuple[Indices, Indices]:
-    """Slice of the stretches near each moment, or of the nearest: its first, and the next one."""
-    at, when = np.array([one.at for one in counted]), np.array(moments)
-    nearest = ((at[1:] + at[:-1]) / 2.0).searchsorted(when)
-    first = np.minimum(at.searchsorted(when - _SMOOTHED_S), nearest)
-    after = np.maximum(at.searchsorted(when + _SMOOTHED_S, "right"), nearest + 1)
-    return first, after
+def _near(times: Sequence[float], counted: Sequence[_Interval]) -> tuple[Indices, Indices]:
+    """Begin and end of the slice of ``counted`` near each time, or with the nearest interval."""
+    middles, at = np.array([interval.middle for interval in counted]), np.array(times)
+    nearest = ((middles[1:] + middles[:-1]) / 2.0).searchsorted(at)
+    begin = np.minimum(middles.searchsorted(at - _SMOOTHED_S), nearest)
+    end = np.maximum(middles.searchsorted(at + _SMOOTHED_S, "right"), nearest + 1)
+    return begin, end
 
 
-def _slower(near: tuple[Indices, Indices], counted: Sequence[_Stretch], costs: Floats) -> Floats:
-    """Slowness about each moment, relative to the whole record."""
-    first, after = near
+def _slowness(near: tuple[Indices, Indices], counted: Sequence[_Interval], costs: Floats) -> Floats:
+    """Slowness near each time, relative to the whole record."""
+    begin, end = near
     if not counted:
-        return np.ones(len(first))
-    expected = np.array([one.work.terms for one in counted]) @ costs
-    until = np.cumsum([[one.work.seconds for one in counted], expected], axis=1)
-    until = np.pad(until, ((0, 0), (1, 0)))
-    took, expected = until[:, after] - until[:, first]
-    slower: Floats = took / expected * (until[1, -1] / until[0, -1])
-    return slower
+        return np.ones(len(begin))
+    expected = np.array([interval.work.terms for interval in counted]) @ costs
+    totals = np.cumsum([[interval.work.seconds for interval in counted], expected], axis=1)
+    totals = np.pad(totals, ((0, 0), (1, 0)))
+    actual, expected = totals[:, end] - totals[:, begin]
+    slowness: Floats = actual / expected * (totals[1, -1] / totals[0, -1])
+    return slowness

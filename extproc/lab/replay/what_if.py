@@ -1,4 +1,4 @@
-"""Replays of a record: first as it was, then without and with a change."""
+"""Replays of a record: as recorded, and then without and with a change."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +22,22 @@ from extproc.lab.replay.play import Played, play
 from extproc.lab.replay.scene import Scene
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
-_HELD_S = 300.0  # seconds for which requests wait where that is new
+_LONGEST_WAIT_S = 300.0  # at the router, if the change introduces waiting
 SEEDS = (0, 1, 2)  # of the runs without and with a change
 _COLUMNS = [Column(name) for name in FIGURES]
-Show = Callable[[float], None]  # told the share that is done
+Show = Callable[[float], None]  # called with the share that is done
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes to a record, all made at once."""
+    """Changes to a record, made together."""
 
     policy: str = ""
-    more: Sequence[str] = ()  # replicas of which there is one more, by name
-    less: Sequence[str] = ()  # replicas that are removed
-    hardware: Sequence[tuple[str, str]] = ()  # replicas, and the profiles they get
-    traffic: float = 1.0  # factor of the rate of requests
-    hold: bool | None = None  # requests wait at the router; None: as recorded
+    more: Sequence[str] = ()  # names of replicas to copy
+    less: Sequence[str] = ()  # names of replicas to remove
+    hardware: Sequence[tuple[str, str]] = ()  # names of replicas with their new profiles
+    traffic: float = 1.0  # factor of the request rate
+    hold: bool | None = None  # True: requests may wait at the router; None: as recorded
 
     def __str__(self) -> str:
         parts = [
@@ -53,10 +53,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Recorded requests beside their replay."""
+    """Replay of a record beside the record."""
 
     scene: Scene
-    requests: int  # that figures are made of
+    requests: int  # that figures count
     fits: dict[str, Fit]  # by kind of time
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Replayed:
         request = self.fits["completion_s"].request
         names, policy = ", ".join(scene.names), scene.config.route.policy
         head = (
-            f"{self.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.members)} "
+            f"{self.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.replicas)} "
             f"replicas ({names}), policy {policy}; the median completion is off by {request:.1%}"
         )
         columns = [Column("seconds since sent", left=True), *_COLUMNS]
@@ -86,94 +86,100 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ChangeEffect:
-    """Figures with and without a change."""
+    """Figures without and with a change."""
 
     change: str  # in words
     differences: dict[str, dict[str, Difference]]  # by kind of time, and figure
-    short: bool  # the record is too short for sure intervals
+    short: bool  # the record is too short for reliable bounds
     unserved: tuple[float, float]  # share of requests without a replica, before and after
 
     def to_json(self) -> dict[str, Any]:
-        differing = {
-            kind: {name: asdict(one) | {"seconds": one.seconds} for name, one in figures.items()}
+        differences = {
+            kind: {
+                name: asdict(difference) | {"seconds": difference.seconds}
+                for name, difference in figures.items()
+            }
             for kind, figures in self.differences.items()
         }
-        return asdict(self) | {"differences": differing}
+        return asdict(self) | {"differences": differences}
 
     def __str__(self) -> str:
         columns = [Column("seconds", left=True), *_COLUMNS]
         lines = [f"with {self.change}", "", *table(columns, list(self._rows()))]
         if any(self.unserved):
-            left = "{:.1%} as it is, {:.1%} changed".format(*self.unserved)
-            what = f"nobody would serve {left} of all requests"
-            lines += ["", f"{what}; the figures are of the others"]
+            shares = "{:.1%} as it is, {:.1%} changed".format(*self.unserved)
+            lines += ["", f"requests without a replica: {shares}; the figures exclude them"]
         if self.short:
             lines += [
                 "",
-                "it is less sure than that: a third of the record is not ten times as long as the "
-                "95th percentile of completions: record for longer",
+                "the bounds are unreliable: a third of the record is shorter than ten times the "
+                "95th percentile of completions; record for longer",
             ]
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[list[str]]:
         for kind, figures in self.differences.items():
             each = [figures[name] for name in FIGURES]
-            yield [f"{KINDS[kind]} as it is", *(figure(one.before) for one in each)]
-            yield ["  changed", *(figure(one.after) for one in each)]
-            yield ["  difference", *(f"{one.seconds:+.3g}" for one in each)]
-            yield ["  90% between", *(f"{one.low:+.3g} and {one.high:+.3g}" for one in each)]
+            yield [f"{KINDS[kind]} as it is", *(figure(found.before) for found in each)]
+            yield ["  changed", *(figure(found.after) for found in each)]
+            yield ["  difference", *(f"{found.seconds:+.3g}" for found in each)]
+            yield ["  90% between", *(f"{found.low:+.3g} and {found.high:+.3g}" for found in each)]
 
 
 def changed(scene: Scene, change: Change) -> Scene:
-    """Scene with a change; raises ValueError for unknown names, or if no replica is left."""
-    members = dict(scene.members)
+    """Return the scene with a change.
+
+    Raises:
+        ValueError: a name is unknown, or no replica is left.
+    """
+    replicas = dict(scene.replicas)
     for name, profile in change.hardware:
-        replica = _named(scene, name)
-        members[replica] = members[replica].on(*_hardware(scene, profile))
-    times = Counter[str]()
+        address = _address(scene, name)
+        replicas[address] = replicas[address].on(*_hardware(scene, profile))
+    copies = Counter[str]()
     for name in change.more:
-        replica = _named(scene, name)
-        times[replica] += 1
-        other, called = f"{replica}+{times[replica]}", f"{name}+{times[replica]}"
-        members[other] = members[replica].with_state(id=other, name=called)
+        address = _address(scene, name)
+        copies[address] += 1
+        copy, copy_name = f"{address}+{copies[address]}", f"{name}+{copies[address]}"
+        replicas[copy] = replicas[address].with_state(id=copy, name=copy_name)
     for name in change.less:
-        members.pop(_named(scene, name), None)
-    if not members:
+        replicas.pop(_address(scene, name), None)
+    if not replicas:
         raise ValueError("no replica is left")
-    faster = change.traffic
     config = scene.config
     route, hold = config.route, config.hold
     if change.policy:
         route = route.model_copy(update={"policy": change.policy})
     if change.hold is not None:
-        longest_s = (hold.longest_s or _HELD_S) if change.hold else 0.0
+        longest_s = (hold.longest_s or _LONGEST_WAIT_S) if change.hold else 0.0
         hold = hold.model_copy(update={"longest_s": longest_s})
+    rate = change.traffic
+    for address, replica in replicas.items():
+        phases = tuple(replace(phase, at=phase.at / rate) for phase in replica.phases)
+        replicas[address] = replace(replica, phases=phases)
     return replace(
         scene,
         config=config.model_copy(update={"route": route, "hold": hold}),
-        members={
-            name: replace(one, turns=tuple(replace(at, at=at.at / faster) for at in one.turns))
-            for name, one in members.items()
-        },
-        requests=[replace(one, at=one.at / faster) for one in scene.requests],
-        lasts_s=scene.lasts_s / faster,
+        replicas=replicas,
+        requests=[replace(request, at=request.at / rate) for request in scene.requests],
+        lasts_s=scene.lasts_s / rate,
     )
 
 
 def replay(scene: Scene, show: Show) -> Replayed:
-    """Plays the record, each request where it went; raises ValueError if that fails."""
+    """Play the record with each request where it went; raises ValueError if that fails."""
     played = play(scene, SEEDS[0], forced=True, show=show)
     return Replayed(scene, len(counted(scene)), fits(scene, played))
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Plays the scene without a change and with it; raises ValueError if that fails."""
-    runs = [(one, seed) for seed in SEEDS for one in (scene, other)]
+    """Play the scene without and with a change; raises ValueError if that fails."""
+    runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
-    def shown(number: int) -> Show:
-        return lambda part: show((number + part) / len(runs))
+    def part(number: int) -> Show:
+        return lambda share: show((number + share) / len(runs))
 
-    played = [play(one, seed, show=shown(number)) for number, (one, seed) in enumerate(runs)]
+    played = [play(*run, show=part(number)) for number, run in enumerate(runs)]
     before, after = played[::2], played[1::2]
     return ChangeEffect(
         change,
@@ -184,18 +190,20 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect
 
 
 def _unserved(runs: Sequence[Played]) -> float:
-    return float(np.isnan([one.completion_s for one in runs]).mean())
+    return float(np.isnan([run.completion_s for run in runs]).mean())
 
 
-def _named(scene: Scene, name: str) -> str:
+def _address(scene: Scene, name: str) -> str:
     known = scene.names
-    if name not in known and name not in scene.members:
-        raise ValueError(f"the record has no replica {name!r}, but {', '.join(known)}")
+    if name not in known and name not in scene.replicas:
+        raise ValueError(f"the record has no replica {name!r}; its replicas: {', '.join(known)}")
     return known.get(name, name)
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Hardware of a name, as learned if a replica of the record runs on it."""
+    """Hardware of a profile, with learned step times if a replica of the record has it."""
     profile = hardware_profile(name)
-    alike = [one for one in scene.members.values() if one.state.profile == name]
-    return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)
+    for replica in scene.replicas.values():
+        if replica.state.profile == name:
+            return replica.hardware, replica.phases[-1].step
+    return profile, None

@@ -337,8 +337,8 @@ def test_requests_that_were_refused_are_told_of(
     [
         (["--less", "z"], "the record has no replica 'z', but a, b"),
         (["--less", "2"], "no replica is left"),
-        (["--more", "0"], "0 replicas more or less are no change"),
-        (["--less", "00"], "00 replicas more or less are no change"),
+        (["--more", "0"], "0 replicas more or less change nothing"),
+        (["--less", "00"], "00 replicas more or less change nothing"),
         (["--replica", "a=h1000"], "no hardware profile is named 'h1000'"),
         (["--pool", "other"], "holds no record of pool 'other', but of default"),
     ],
