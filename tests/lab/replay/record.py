@@ -1,4 +1,4 @@
-"""Record of a small fleet, made by the simulation: the truth is known exactly."""
+"""Records of a small simulated fleet."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from random import Random
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded
@@ -30,12 +31,12 @@ def start(policy: str = "lmetric") -> StartLine:
 def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> ReplicaLine:
     """Line of a replica; number 1 is called ``a``."""
     named = {"id": address(number), "name": "abcdef"[number - 1], "profile": profile}
-    told = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
-    return ReplicaLine(at, address(number), named | told | state, 2048.0, 256.0)
+    limits = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
+    return ReplicaLine(at, address(number), named | limits | state, 2048.0, 256.0)
 
 
 def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[RequestLine]:
-    """``shared``: of the units of a prompt, the first that all have."""
+    """Yield requests; ``shared`` of the keys of each prompt are common to all."""
     random, at = Random(1), BEGAN
     beginning = [random.getrandbits(64) for _ in range(shared)]
     while (at := at + random.expovariate(rate)) < BEGAN + seconds:
@@ -60,21 +61,22 @@ def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[RequestLi
 def lines(
     profiles: Sequence[str],
     began: StartLine,
-    asked: Sequence[RequestLine],
+    arriving: Sequence[RequestLine],
     more: Sequence[Line] = (),
 ) -> list[Line]:
-    """Simulated outcome of the requests on these replicas."""
+    """Simulate requests on replicas with these profiles; returns the lines of their record."""
     fleet = [replica(number, profile) for number, profile in enumerate(profiles, start=1)]
-    scene = scene_of(Recorded(began, list(asked), {one.id: [one] for one in fleet}))
+    scene = scene_of(Recorded(began, list(arriving), {line.id: [line] for line in fleet}))
     played = play(scene, 0)
     served = [
-        msgspec.structs.replace(
-            one,
-            replica=played.replicas[number],
-            ttft_s=float(played.ttft_s[number]),
-            seconds=float(played.completion_s[number]),
+        replace(line, replica=name, ttft_s=ttft_s, seconds=seconds)
+        for line, name, ttft_s, seconds in zip(
+            arriving,
+            played.replicas,
+            played.ttft_s.tolist(),
+            played.completion_s.tolist(),
+            strict=True,
         )
-        for number, one in enumerate(asked)
     ]
     return [began, *fleet, *served, *more]
 
