@@ -1,13 +1,13 @@
 """``python -m tests.chaos [SCENE …]``: parts fail in turn while requests arrive at a steady rate.
 
-A real Envoy with two routers, two pollers, a Redis and four simulated replicas. Prints figures of
-each scene; exits with 1 where a request failed that should not have, a failing replica went on
-getting traffic, what is known of the others grew old, or a router's ledger is not empty at the end.
+The system is a real Envoy with two routers, two pollers, a Redis and four simulated replicas. The
+command prints figures of each scene. It exits with 1 if a request failed that should not have, a
+failing replica still got traffic, states of other replicas became stale, or a router's ledger is
+not empty at the end.
 """
 
 import argparse
 import asyncio
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,10 +18,11 @@ import aiohttp
 
 from extproc.ground.text import Column, table
 from extproc.lab.harness.stack import Stack
-from tests.chaos.figures import HEADINGS, Figures, Times
-from tests.chaos.load import Load
+from tests.chaos.figures import HEADINGS, SceneFigures, Times
+from tests.chaos.load import SteadyLoad
+from tests.chaos.report import report
 from tests.chaos.scenes import SCENES, Scene
-from tests.chaos.system import REPLICAS, System
+from tests.chaos.system import REPLICAS, LoadedSystem
 from tests.waiting import until
 
 RATE = 50.0
@@ -31,8 +32,8 @@ _PATIENCE_S = 30.0
 _LEDGER_S = 5.0
 
 
-async def play(scene: Scene, system: System) -> Times:
-    """Makes the part fail and mends it, and returns when all is as before, or patience ended."""
+async def play(scene: Scene, system: LoadedSystem) -> Times:
+    """Make a part fail and repair it; return after the recovery, or after 30 s without one."""
     began = time.monotonic()
     await asyncio.sleep(_BEFORE_S)
     failed = time.monotonic()
@@ -40,22 +41,20 @@ async def play(scene: Scene, system: System) -> Times:
     await asyncio.sleep(scene.hold_s)
     mended = time.monotonic()
     await scene.mend(system)
-    over = await _over(scene, system, mended)
+    recovered = await _recovery(scene, system, mended)
     await scene.tidy(system)
     await asyncio.sleep(_AFTER_S)
-    return Times(began, failed, mended, over, time.monotonic())
+    return Times(began, failed, mended, recovered, time.monotonic())
 
 
-async def _over(scene: Scene, system: System, since: float) -> float | None:
+async def _recovery(scene: Scene, system: LoadedSystem, since: float) -> float | None:
     with suppress(TimeoutError):
-        await until(lambda: scene.over(system, since), _PATIENCE_S)
+        await until(lambda: scene.recovered(system, since), _PATIENCE_S)
         return time.monotonic()
     return None
 
 
-async def _ledgers(system: System) -> dict[str, int]:
-    """What is left in them a moment after the last answer."""
-
+async def _ledgers(system: LoadedSystem) -> dict[str, int]:
     async def empty() -> bool:
         return not any((await system.ledgers()).values())
 
@@ -65,28 +64,28 @@ async def _ledgers(system: System) -> dict[str, int]:
 
 
 async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
-    """Plays the scenes and prints their figures; returns what must not be."""
+    """Play the scenes and print their figures; return the problems."""
     async with (
         Stack(directory, REPLICAS, routers=2, pollers=2) as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
         played = []
-        load = Load(stack.url, RATE, Random(1))
-        system = System(stack, load, session)
+        load = SteadyLoad(stack.url, RATE, Random(1))
+        system = LoadedSystem(stack, load, session)
         watching = asyncio.create_task(system.watch_ages())
         async with load:
             for scene in scenes:
                 print(f"{scene.name} …")
                 times = await play(scene, system)
                 played.append((scene, times))
-                if times.over is None and scene.victim:
+                if times.recovered is None and scene.victim:
                     for line in await system.account(scene.victim):
                         print(line)
         watching.cancel()
         await system.settled()
         ledgers = await _ledgers(system)
         figures = [
-            Figures(
+            SceneFigures(
                 scene,
                 times,
                 load.answers.values(),
@@ -97,40 +96,36 @@ async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
             for scene, times in played
         ]
     _show(figures, stack.names)
-    print(f"in the ledgers at the end: {ledgers}")
-    problems = [f"{one.scene.name}: {problem}" for one in figures for problem in one.problems()]
+    print(f"requests in the ledgers at the end: {ledgers}")
+    problems = [
+        f"{scene.scene.name}: {problem}" for scene in figures for problem in scene.problems()
+    ]
     return problems + [
-        f"{router}: {count} requests left in its ledger"
+        f"{router}: {count} requests are left in its ledger"
         for router, count in ledgers.items()
         if count
     ]
 
 
-def _show(figures: Sequence[Figures], names: dict[str, str]) -> None:
+def _show(figures: Sequence[SceneFigures], names: dict[str, str]) -> None:
     head = [Column(name, left=name == "scene") for name in HEADINGS]
-    print(*table(head, [one.row() for one in figures]), sep="\n")
-    total = sum(len(one.requests) for one in figures)
-    failed = sum(len(one.failed) for one in figures)
+    print(*table(head, [scene.row() for scene in figures]), sep="\n")
+    total = sum(len(scene.requests) for scene in figures)
+    failed = sum(len(scene.failed) for scene in figures)
     print(f"{total} requests, {failed} failed")
-    for one in figures:
-        for what, count in one.failures(names).items():
-            print(f"{one.scene.name}: {count} {what}")
+    for scene in figures:
+        for failure, count in scene.failures(names).items():
+            print(f"{scene.scene.name}: {count} {failure}")
 
 
 def main() -> int:
-    """Runs the scenes named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     known = {scene.name: scene for scene in SCENES}
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help=", ".join(known))
     chosen = parser.parse_args().scenes or list(known)
     if unknown := set(chosen) - known.keys():
         parser.error(f"no such scene: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    directory = Path(tempfile.mkdtemp(prefix="extproc-chaos-"))
-    print(f"logs: {directory}")
-    problems = asyncio.run(run([known[name] for name in chosen], directory))
-    for problem in problems:
-        print(f"FAILED {problem}")
-    return 1 if problems else 0
+    return report(lambda directory: run([known[name] for name in chosen], directory))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What became of the requests of one scene, and whether that is good enough."""
+"""Figures of a scene's requests, and the problems they show."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,43 +9,41 @@ from extproc.lab.harness.traffic import Answer
 from tests.chaos.scenes import Scene
 
 GRACE_S = 4.0
-"""Within so many seconds a failing replica is to be left out: one that hangs after three timeouts
-of a scrape."""
+"""Time until a failing replica must be excluded; a hung one is after three timeouts of a scrape."""
 MOST_SHARE = 0.02
+"""Greatest share of the requests that the failing replica may get after :data:`GRACE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When things happened, on the monotonic clock."""
+    """Times of a scene on the monotonic clock."""
 
     began: float
     failed: float
     mended: float
-    over: float | None  # None: it was not over after all the patience there is
+    recovered: float | None  # None: not within the time limit
     ended: float
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One request of a scene, as its client and Envoy saw it."""
+class SceneRequest:
+    """Request of a scene, as its client and Envoy saw it."""
 
     answer: Answer
     access: Access
 
     @property
     def begun(self) -> bool:
-        """Whether the headers of an answer with status 200 had come."""
+        """The client had received headers with status 200."""
         return self.answer.status == 200
 
     @property
     def first_choice(self) -> str:
-        """``ip:port`` it was sent to at first: the router's choice, else what Envoy chose."""
+        """First destination, ``ip:port``: the router's choice, else Envoy's."""
         return self.access.destination.split(",")[0] or self.access.upstream
 
 
-class Figures:
-    """The figures of a scene."""
-
+class SceneFigures:
     def __init__(
         self,
         scene: Scene,
@@ -55,30 +53,30 @@ class Figures:
         victim: str,
         oldest_s: float,
     ) -> None:
-        """The figures.
+        """Select the requests of the scene.
 
         Args:
-            scene: what was played.
-            times: when.
-            answers: of this scene and others.
-            accesses: the same as Envoy saw them, by request id.
-            victim: ``ip:port`` of the replica that failed, empty where none did.
-            oldest_s: age of the oldest figures that a router had of another replica.
+            scene: the scene that was played.
+            times: its times.
+            answers: answers of this and other scenes.
+            accesses: Envoy's access log by request id.
+            victim: ``ip:port`` of the replica that failed; empty: no replica failed.
+            oldest_s: age of the oldest state that a router had of another replica.
         """
         self.scene = scene
         self.times = times
         self.oldest_s = oldest_s
         self._victim = victim
         self.requests = [
-            Request(answer, accesses[answer.request_id])
+            SceneRequest(answer, accesses[answer.request_id])
             for answer in answers
             if times.began <= answer.sent_at < times.ended
         ]
         self.failed = [request for request in self.requests if not request.answer.ok]
 
     @property
-    def excused(self) -> list[Request]:
-        """Failed, and being answered by the very replica that was killed or stopped."""
+    def excused(self) -> list[SceneRequest]:
+        """Failed requests that the killed or stopped replica was answering."""
         if not self.scene.loses_answers:
             return []
         return [
@@ -89,38 +87,43 @@ class Figures:
 
     @property
     def share(self) -> float | None:
-        """The failing replica's share of the requests, from :data:`GRACE_S` on to the mending."""
+        """The failing replica's share of requests, from :data:`GRACE_S` to the repair."""
         begin, end = self.times.failed + GRACE_S, self.times.mended
-        sent = [one.first_choice for one in self.requests if begin <= one.answer.sent_at < end]
+        sent = [
+            request.first_choice
+            for request in self.requests
+            if begin <= request.answer.sent_at < end
+        ]
         return sent.count(self._victim) / len(sent) if self._victim and sent else None
 
     @property
     def recovery_s(self) -> float | None:
-        """Seconds from the mending until all was as before."""
-        return None if self.times.over is None else self.times.over - self.times.mended
+        """Seconds from the repair to the recovery."""
+        times = self.times
+        return None if times.recovered is None else times.recovered - times.mended
 
     @property
     def unrouted(self) -> int:
-        """Requests that Envoy placed without a router."""
+        """Number of requests that Envoy placed without a router."""
         return sum(not request.access.destination for request in self.requests)
 
     def problems(self) -> list[str]:
-        """What must not be."""
         found = []
         if lost := len(self.failed) - len(self.excused):
-            found.append(f"{lost} requests failed that were not being answered by the failing part")
+            found.append(f"{lost} requests failed that the failing part was not answering")
         if self.share is not None and self.share >= MOST_SHARE:
-            found.append(f"the failing replica still got {self.share:.1%} of the traffic")
+            found.append(f"the failing replica still got {self.share:.1%} of the requests")
         if self.recovery_s is None:
-            found.append("it did not recover")
+            found.append("the system did not recover")
         if self.oldest_s > self.scene.most_age_s:
-            found.append(f"figures of other replicas were {self.oldest_s:.1f} s old")
+            found.append(f"states of other replicas were {self.oldest_s:.1f} s old")
         return found
 
     def row(self) -> list[str]:
-        """For the table, under :data:`HEADINGS`."""
-        ttft = [one.answer.ttft_s for one in self.requests if one.answer.ttft_s is not None]
-        completion = [one.answer.completion_s for one in self.requests if one.answer.ok]
+        """Cells under :data:`HEADINGS`."""
+        answers = [request.answer for request in self.requests]
+        ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
+        completion = [answer.completion_s for answer in answers if answer.ok]
         return [
             self.scene.name,
             str(len(self.requests)),
@@ -133,12 +136,13 @@ class Figures:
         ]
 
     def failures(self, names: Mapping[str, str]) -> Counter[str]:
-        """Failed requests by what happened to them, where and in which phase."""
+        """Count failed requests by replica, phase, and what Envoy and the client report."""
         return Counter(
-            f"on {names.get(one.access.upstream, one.access.upstream) or 'no replica'}, "
-            f"{'while answering' if one.begun else 'before an answer'}, "
-            f"Envoy says {one.access.status} {one.access.flags}: {one.answer.account[:100]}"
-            for one in self.failed
+            f"on {names.get(access.upstream, access.upstream) or 'no replica'}, "
+            f"{'while answering' if request.begun else 'before an answer'}, "
+            f"Envoy says {access.status} {access.flags}: {request.answer.account[:100]}"
+            for request in self.failed
+            for access in [request.access]
         )
 
 

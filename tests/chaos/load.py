@@ -1,4 +1,4 @@
-"""Requests at a steady rate, short enough for two cores, by the demo's load client."""
+"""Short requests at a steady rate, by the demo's load client."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ _GIVE_UP_S = 60.0
 _SHORT = SampleKind("short", 1.0, Lengths(60, 0.7, 20, 200), Lengths(25, 0.6, 8, 64))
 
 
-class Load:
-    """Sends while the block runs; at its end it waits for those that are not answered yet."""
+class SteadyLoad:
+    """Sends requests inside the block; at its end waits for all responses."""
 
     def __init__(self, url: str, per_second: float, random: Random) -> None:
         self._client = Client(url, _GIVE_UP_S)
         self._samples = samples(MODEL, per_second, random, [_SHORT])
-        self._over = False
+        self._stopped = False
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """Of all requests sent, by request id; those not answered yet too."""
+        """Answers by request id, also of requests still in flight."""
         return self._client.answers
 
     async def __aenter__(self) -> Self:
@@ -32,7 +32,7 @@ class Load:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over = True
+        self._stopped = True
         if kind is not None:
             self._sending.cancel()
         await asyncio.wait([self._sending])
@@ -42,7 +42,7 @@ class Load:
 
     def _requests(self) -> Iterator[TimedRequest]:
         for number, sample in enumerate(self._samples):
-            if self._over:
+            if self._stopped:
                 return
             name = f"chaos-{number:06}"
             yield to_send(sample, name, name)

@@ -1,7 +1,7 @@
 """A simulated replica whose ``/metrics`` page misbehaves on command.
 
-``python -m tests.chaos.replica`` takes the arguments of ``extproc simulate``; a POST to
-``/misbehave?metrics=…`` names what is wrong from then on, one of :class:`Page`.
+``python -m tests.chaos.replica`` takes the arguments of ``extproc simulate``. A POST to
+``/misbehave?metrics=…`` sets the fault, a value of :class:`MetricsPage`.
 """
 
 import argparse
@@ -23,21 +23,21 @@ _GARBAGE = b"\x00\xff<html>{}vllm:num_requests_running NaN\n" * 1500
 _PAUSE_S = 0.05
 
 
-class Page(StrEnum):
-    """What ``/metrics`` answers."""
+class MetricsPage(StrEnum):
+    """Kinds of answers of ``/metrics``."""
 
     GOOD = "good"
     GARBAGE = "garbage"
-    HUGE = "huge"  # 200 MB, as fast as they are taken
-    ENDLESS = "endless"  # a line now and then, for ever
+    HUGE = "huge"  # 200 MB, as fast as the reader takes them
+    ENDLESS = "endless"  # a line every 50 ms, without end
 
 
 class MisbehavingServer(ReplicaServer):
-    """Answers as a replica does, but for its metrics."""
+    """Simulated replica with a faulty metrics page."""
 
     def __init__(self, replica: Replica, random: Random) -> None:
         super().__init__(replica, random)
-        self._page = Page.GOOD
+        self._page = MetricsPage.GOOD
 
     def app(self) -> web.Application:
         app = super().app()
@@ -46,18 +46,18 @@ class MisbehavingServer(ReplicaServer):
         return app
 
     async def _misbehave(self, request: web.Request) -> web.Response:
-        self._page = Page(request.query["metrics"])
+        self._page = MetricsPage(request.query["metrics"])
         return web.Response()
 
     @web.middleware
     async def _metrics_page(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/metrics" or self._page is Page.GOOD:
+        if request.path != "/metrics" or self._page is MetricsPage.GOOD:
             return await handler(request)
-        if self._page is Page.GARBAGE:
+        if self._page is MetricsPage.GARBAGE:
             return web.Response(body=_GARBAGE)
         response = web.StreamResponse()
         await response.prepare(request)
-        if self._page is Page.HUGE:
+        if self._page is MetricsPage.HUGE:
             for _ in range(_HUGE // len(_CHUNK)):
                 await response.write(_CHUNK)
             return response

@@ -1,36 +1,36 @@
-"""What goes wrong, and when it counts as over."""
+"""Faults of parts, and the conditions under which the system has recovered."""
 
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tests.chaos.replica import Page
-from tests.chaos.system import System
+from tests.chaos.replica import MetricsPage
+from tests.chaos.system import LoadedSystem
 
-Act = Callable[[System], Awaitable[None]]
-Over = Callable[[System, float], Awaitable[bool]]
-"""Whether everything is as before; takes the monotonic time since when."""
+Act = Callable[[LoadedSystem], Awaitable[None]]
+Recovered = Callable[[LoadedSystem, float], Awaitable[bool]]
+"""Condition of recovery since a monotonic time."""
 
 
-async def _nothing(system: System) -> None: ...
+async def _nothing(system: LoadedSystem) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A part fails, and comes back ``hold_s`` seconds later."""
+    """Failure of a part, and its repair ``hold_s`` seconds later."""
 
     name: str
     fail: Act
     hold_s: float
     mend: Act
-    over: Over  # recovery is timed from the mending to this
-    victim: str = ""  # the replica that fails
-    stopped: str = ""  # the router that goes on later, at first with what it knew before
-    loses_answers: bool = False  # whether the answers it was giving when it failed may be lost
-    tidy: Act = _nothing  # once it is over
+    recovered: Recovered
+    victim: str = ""  # name of the replica that fails
+    stopped: str = ""  # name of the router that is stopped, and continues with its old state
+    loses_answers: bool = False  # responses in progress at the failure may be lost
+    tidy: Act = _nothing  # after the recovery
     most_age_s: float = 2.0
-    """Seconds: routers have no older figures of the other replicas. A poller that dies is replaced
-    within these."""
+    """Greatest age of states that routers have of the other replicas; a dead poller is replaced
+    within this time."""
 
 
 def _kill(name: str) -> Act:
@@ -42,7 +42,7 @@ def _start(name: str) -> Act:
 
 
 def _signal(name: str, number: signal.Signals) -> Act:
-    async def act(system: System) -> None:
+    async def act(system: LoadedSystem) -> None:
         system.stack.process(name).signal(number)
 
     return act
@@ -52,22 +52,22 @@ def _simulate(name: str, status: int) -> Act:
     return lambda system: system.post(name, "/simulate", json={"fail": status})
 
 
-def _metrics(name: str, page: Page) -> Act:
+def _metrics(name: str, page: MetricsPage) -> Act:
     return lambda system: system.post(name, "/misbehave", params={"metrics": page})
 
 
-def _serves(name: str) -> Over:
-    async def over(system: System, since: float) -> bool:
+def _serves(name: str) -> Recovered:
+    async def recovered(system: LoadedSystem, since: float) -> bool:
         return system.served_by(name, since)
 
-    return over
+    return recovered
 
 
-def _routes(name: str) -> Over:
+def _routes(name: str) -> Recovered:
     return lambda system, since: system.routed_by(name, since)
 
 
-async def _fresh(system: System, since: float) -> bool:
+async def _fresh(system: LoadedSystem, since: float) -> bool:
     return await system.scraped(since)
 
 
@@ -108,10 +108,10 @@ SCENES = (
             f"metrics-{page}",
             _metrics("r4", page),
             6.0,
-            _metrics("r4", Page.GOOD),
+            _metrics("r4", MetricsPage.GOOD),
             _serves("r4"),
             "r4",
         )
-        for page in (Page.GARBAGE, Page.HUGE, Page.ENDLESS)
+        for page in (MetricsPage.GARBAGE, MetricsPage.HUGE, MetricsPage.ENDLESS)
     ),
 )

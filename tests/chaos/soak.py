@@ -1,15 +1,12 @@
-"""``python -m tests.chaos.soak``: replicas that are slow to tell their figures stay in the fleet.
+"""``python -m tests.chaos.soak --minutes 60 --rate 4``: slow metrics exclude no replica.
 
-    python -m tests.chaos.soak --minutes 60 --rate 4
-
-A real Envoy with a router, a poller, a Redis and four simulated replicas, whose ``/metrics`` take
-0.2 to 2 s to answer, while requests arrive at a steady rate. Exits with 1 where a replica left the
-fleet for a moment, a request failed, or the memory of the router or the poller grew.
+The system is a real Envoy with a router, a poller, a Redis and four simulated replicas, whose
+``/metrics`` take 0.2 to 2 s to answer. Requests arrive at a steady rate. The command exits with 1
+if a replica left the fleet, a request failed, or the memory of the router or the poller grew.
 """
 
 import argparse
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -22,35 +19,36 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import memory_kb
 from extproc.lab.harness.stack import SimulatedReplica, Stack
-from tests.chaos.load import Load
+from tests.chaos.load import SteadyLoad
+from tests.chaos.report import report
 
 METRICS_SECONDS = (0.2, 2.0)
 MOST_GROWTH_MIB = 16.0
-"""Of a process, from the end of the warm-up on: what Python's allocator may keep of a busy moment.
-A leak of 1 kB a request is as much after an hour and a quarter."""
+"""Growth of a process after the warm-up that Python's allocator may cause in a busy moment. A leak
+of 1 kB a request reaches the limit after an hour and a quarter."""
 _REPLICAS = tuple(
     SimulatedReplica(f"r{number}", "llama-8b-h100", ("--seed", str(number)))
     for number in range(1, 5)
 )
 _PROCESSES = ("router", "poller")
 _SETTINGS = {"serve": {"decisions_kept": 200}}
-"""Few, so that they are as many as they will be when the warm-up ends."""
+"""Few decisions, so that their number no longer grows after the warm-up."""
 _WARM_UP_S = 120.0
-_LOOK_EVERY_S = 0.5
-_TELL_EVERY_S = 300.0
+_CHECK_EVERY_S = 0.5
+_PRINT_EVERY_S = 300.0
 
 
 class Soak:
-    """Looks at router and poller again and again, and notes what must not be."""
+    """Checks router and poller repeatedly, and records problems."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
-        self.problems: Counter[str] = Counter()  # and how often each was seen
-        self.decisions = 0  # those looked at
+        self.problems: Counter[str] = Counter()  # with the number of checks that found each
+        self.decisions = 0  # number of the last one checked
         self._stack = stack
         self._session = session
 
     async def slow_metrics(self) -> None:
-        """From now on every replica takes its time with its figures."""
+        """Slow down the metrics page of every replica."""
         for replica in _REPLICAS:
             url = f"http://{self._stack.address(replica.name)}/simulate"
             faults = {"metrics_seconds": METRICS_SECONDS}
@@ -58,39 +56,39 @@ class Soak:
                 response.raise_for_status()
 
     async def watch(self) -> None:
-        """Looks until cancelled."""
         while True:
             for process in self._stack.ended():
                 self._note(f"{process.name} ended with status {process.returncode}")
-            with suppress(TimeoutError):  # the machine is busy: the next look tells
-                await self._look_at_fleet()
-                await self._look_at_decisions()
-                await self._look_at_poller()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            with suppress(TimeoutError):  # the machine is busy: the next check will do
+                await self._check_fleet()
+                await self._check_decisions()
+                await self._check_poller()
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def scrapes(self) -> dict[str, float]:
-        """How many there were, by result."""
+        """Number of scrapes by result."""
         return await self._counts("extproc_poll_scrapes_total", "result")
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of each process (Linux)."""
         return {name: memory_kb(self._stack.process(name).pid) / 1024 for name in _PROCESSES}
 
-    async def _look_at_fleet(self) -> None:
+    async def _check_fleet(self) -> None:
         fleet = (await self._get("router", "/fleet"))["replicas"]
-        for missing in {one.name for one in _REPLICAS} - {one["name"] for one in fleet}:
+        names = {replica["name"] for replica in fleet}
+        for missing in {replica.name for replica in _REPLICAS} - names:
             self._note(f"router: {missing} left the fleet")
-        for one in fleet:
-            if not one["healthy"]:
-                self._note(f"router: {one['name']} is not healthy: {one['problem']}")
+        for replica in fleet:
+            if not replica["healthy"]:
+                self._note(f"router: {replica['name']} is not healthy: {replica['problem']}")
 
-    async def _look_at_decisions(self) -> None:
+    async def _check_decisions(self) -> None:
         while records := await self._get("router", f"/decisions?after={self.decisions}"):
             self.decisions = records[-1]["number"]
-            for one in (one for record in records for one in record["excluded"]):
-                self._note(f"a decision left {one['name']} out: {one['why']}")
+            for replica in (excluded for record in records for excluded in record["excluded"]):
+                self._note(f"a decision excluded {replica['name']}: {replica['why']}")
 
-    async def _look_at_poller(self) -> None:
+    async def _check_poller(self) -> None:
         healthy = (await self._counts("extproc_poll_replicas_healthy", "pool"))["default"]
         if healthy < len(_REPLICAS):
             self._note(f"poller: {healthy:.0f} of {len(_REPLICAS)} replicas are healthy")
@@ -100,7 +98,7 @@ class Soak:
             page = await response.text()
         families = text_string_to_metric_families(page)
         samples = [sample for family in families for sample in family.samples]
-        return {one.labels[label]: one.value for one in samples if one.name == metric}
+        return {sample.labels[label]: sample.value for sample in samples if sample.name == metric}
 
     async def _get(self, name: str, path: str) -> Any:
         async with self._session.get(self._stack.admin(name) + path) as response:
@@ -113,7 +111,7 @@ class Soak:
 
 
 async def run(directory: Path, minutes: float, rate: float) -> list[str]:
-    """Prints figures as time goes on; returns what must not be."""
+    """Print figures every five minutes; return the problems."""
     seconds = 60.0 * minutes
     warm_up = min(_WARM_UP_S, seconds / 4)
     timeout = aiohttp.ClientTimeout(total=10)
@@ -124,20 +122,20 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
         soak = Soak(stack, session)
         await soak.slow_metrics()
         watching = asyncio.create_task(soak.watch())
-        load = Load(stack.url, rate, Random(1))
+        load = SteadyLoad(stack.url, rate, Random(1))
         async with load:
             ends = time.monotonic() + seconds
             await asyncio.sleep(warm_up)
             first = soak.memory_mib()
-            await _tell(soak, load)
+            await _print(soak, load)
             while (left := ends - time.monotonic()) > 0:
-                await asyncio.sleep(min(_TELL_EVERY_S, left))
-                await _tell(soak, load)
+                await asyncio.sleep(min(_PRINT_EVERY_S, left))
+                await _print(soak, load)
         watching.cancel()
         last, scrapes = soak.memory_mib(), await soak.scrapes()
     if watching.done() and not watching.cancelled():
         watching.result()
-    failures = Counter(one.account for one in load.answers.values() if not one.ok)
+    failures = Counter(answer.account for answer in load.answers.values() if not answer.ok)
     found = [f"{count} times: {problem}" for problem, count in soak.problems.items()]
     found += [f"{count} requests failed: {problem}" for problem, count in failures.items()]
     found += [
@@ -146,13 +144,13 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
         if last[name] - first[name] > MOST_GROWTH_MIB
     ]
     if not scrapes.get("late"):
-        found.append("no scrape was late: nothing was tried")
+        found.append("no scrape was late: the metrics pages were not slow")
     if soak.decisions < len(load.answers) * 0.99:
-        found.append(f"the router decided on {soak.decisions} of {len(load.answers)} requests only")
+        found.append(f"the router decided only {soak.decisions} of {len(load.answers)} requests")
     return found
 
 
-async def _tell(soak: Soak, load: Load) -> None:
+async def _print(soak: Soak, load: SteadyLoad) -> None:
     scrapes = ", ".join(f"{count:.0f} {result}" for result, count in (await soak.scrapes()).items())
     memory = ", ".join(f"{name} {mib:.1f} MiB" for name, mib in soak.memory_mib().items())
     failed = sum(not answer.ok for answer in load.answers.values())
@@ -164,17 +162,11 @@ async def _tell(soak: Soak, load: Load) -> None:
 
 
 def main() -> int:
-    """Runs once; 1 where something was that must not be."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=4.0, help="requests/s")
     args = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="extproc-soak-"))
-    print(f"logs: {directory}")
-    problems = asyncio.run(run(directory, args.minutes, args.rate))
-    for problem in problems:
-        print(f"FAILED {problem}")
-    return 1 if problems else 0
+    return report(lambda directory: run(directory, args.minutes, args.rate))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The running system under load, and what its parts say of it."""
+"""The running system under load: answers of its admin addresses, and Envoy's access log."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ import aiohttp
 
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.stack import SimulatedReplica, Stack
-from tests.chaos.load import Load
+from tests.chaos.load import SteadyLoad
 from tests.waiting import until
 
 _LOOK_AT_AGES_S = 0.2
@@ -22,10 +22,8 @@ REPLICAS = tuple(
 )
 
 
-class System:
-    """Asks admin addresses and reads Envoy's access log."""
-
-    def __init__(self, stack: Stack, load: Load, session: aiohttp.ClientSession) -> None:
+class LoadedSystem:
+    def __init__(self, stack: Stack, load: SteadyLoad, session: aiohttp.ClientSession) -> None:
         self.stack = stack
         self.load = load
         self._session = session
@@ -35,16 +33,16 @@ class System:
 
     @property
     def accesses(self) -> dict[str, Access]:
-        """The requests that ended, by their ids, as Envoy saw them."""
+        """Ended requests in Envoy's access log, by request id."""
         self._accesses |= {access.request_id: access for access in self._log.new()}
         return self._accesses
 
     async def settled(self) -> None:
-        """Returns when Envoy has written the end of every request; its log lags a little."""
+        """Wait until Envoy, whose log lags a little, has logged the end of every request."""
         await until(lambda: self.load.answers.keys() <= self.accesses.keys(), seconds=10)
 
     def served_by(self, replica: str, since: float) -> bool:
-        """Whether a request sent since then was answered by that replica."""
+        """Return True once the replica has answered a request that was sent after ``since``."""
         address, sent = self.stack.address(replica), self.load.answers
         return any(
             access.upstream == address and access.status == 200 and sent[name].sent_at > since
@@ -52,12 +50,14 @@ class System:
         )
 
     async def routed_by(self, router: str, since: float) -> bool:
-        """Whether a request sent since then was routed by that router."""
+        """Return True once the router has routed a request that was sent after ``since``."""
         decisions = await self._get(router, "/decisions")
-        return any(self.load.answers[one["request_id"]].sent_at > since for one in decisions)
+        return any(
+            self.load.answers[decision["request_id"]].sent_at > since for decision in decisions
+        )
 
     async def scraped(self, since: float) -> bool:
-        """Whether every router has figures of every replica taken since then."""
+        """Return True once every router has states of all replicas scraped after ``since``."""
         began = time.time() - (time.monotonic() - since)
         states = [
             state
@@ -67,47 +67,48 @@ class System:
         return all(state["scraped_at"] > began for state in states)
 
     async def watch_ages(self) -> None:
-        """Notes how old each router's figures of replicas are, for ever."""
+        """Record the age of each router's states of replicas, without end."""
         while True:
             for router in self.stack.routers:
-                with suppress(aiohttp.ClientError, TimeoutError):  # it is dead or stopped
+                with suppress(aiohttp.ClientError, TimeoutError):  # the router is dead or stopped
                     states = (await self._get(router, "/fleet"))["replicas"]
-                    now, seen = time.monotonic(), time.time()
+                    now, wall = time.monotonic(), time.time()
                     self._ages += [
-                        (now, router, state["name"], seen - state["scraped_at"]) for state in states
+                        (now, router, state["name"], wall - state["scraped_at"]) for state in states
                     ]
             await asyncio.sleep(_LOOK_AT_AGES_S)
 
-    def oldest(self, began: float, ended: float, but_for: Collection[str]) -> float:
-        """Seconds: age of the oldest figures that a router had of a replica in that time.
+    def oldest(self, began: float, ended: float, excluded: Collection[str]) -> float:
+        """Greatest age, in seconds, of a state that a router had between the two times.
 
-        Left out are those replicas, and those routers.
+        ``excluded``: names of replicas and routers that do not count.
         """
         ages = (
             age
             for at, router, replica, age in self._ages
-            if began <= at < ended and router not in but_for and replica not in but_for
+            if began <= at < ended and router not in excluded and replica not in excluded
         )
         return max(ages, default=inf)
 
     async def ledgers(self) -> dict[str, int]:
-        """Requests in flight in the ledger of each router."""
+        """Number of requests in flight in the ledger of each router."""
         return {
             router: (await self._get(router, "/fleet"))["in_flight"]
             for router in self.stack.routers
         }
 
     async def account(self, replica: str) -> list[str]:
-        """What each router makes of a replica in its last decision."""
+        """Describe a replica as the last decision of each router saw it."""
         accounts = []
         for router in self.stack.routers:
             decisions = await self._get(router, "/decisions")
-            seen = [*decisions[-1]["excluded"], *decisions[-1]["candidates"]] if decisions else []
-            accounts += [f"{router}: {one}" for one in seen if one["name"] == replica]
+            for decision in decisions[-1:]:
+                states = [*decision["excluded"], *decision["candidates"]]
+                accounts += [f"{router}: {one}" for one in states if one["name"] == replica]
         return accounts
 
     async def post(self, replica: str, path: str, **content: Any) -> None:
-        """Asks a replica itself, not through Envoy."""
+        """Send a POST to a replica directly, not through Envoy."""
         url = f"http://{self.stack.address(replica)}{path}"
         async with self._session.post(url, **content) as response:
             response.raise_for_status()

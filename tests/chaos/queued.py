@@ -1,15 +1,12 @@
-"""``python -m tests.chaos.held``: a router is killed while requests wait at it.
+"""``python -m tests.chaos.queued --count 500``: a router is killed while requests are in its queue.
 
-    python -m tests.chaos.held --count 500
-
-A real Envoy with a router, a poller, a Redis and two simulated replicas of small KV caches. Exits
-with 1 where a request failed, or something is left of them at the router that is started anew.
+The system is a real Envoy with a router, a poller, a Redis and two simulated replicas with small KV
+caches. The command exits with 1 if a request failed.
 """
 
 import argparse
 import asyncio
 import re
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from extproc.lab.harness.stack import MODEL, SimulatedReplica, Stack
+from tests.chaos.report import report
 from tests.waiting import until
 
 _WORDS, _TOKENS = 1000, 120
@@ -27,19 +25,19 @@ _REPLICAS = tuple(
     for name in ("one", "two")
 )
 _MORE = 3 * _FIT * len(_REPLICAS)
-"""Sent beyond those that are to wait: they go, or end before the last has come."""
+"""Requests beyond those that are to wait: the replicas serve them before the last one arrives."""
 _GIVE_UP_S = 300.0
 
 
-class Held:
-    """Sends requests, and asks the router what became of them."""
+class QueueClient:
+    """Sends requests, and reads the router's queue."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self._stack = stack
         self._session = session
 
-    async def ask(self, content: str, tokens: int) -> str:
-        """The status of the answer, or what happened instead."""
+    async def send(self, content: str, tokens: int) -> str:
+        """Return the status of the answer, or the error."""
         message = {"role": "user", "content": content}
         body = {"model": MODEL, "messages": [message], "max_tokens": tokens}
         headers = {"x-simulate-output-tokens": str(tokens)}
@@ -52,19 +50,19 @@ class Held:
             return repr(error)
 
     async def measured(self) -> bool:
-        """Whether the router knows how fast each replica is, after some more work for it."""
-        await asyncio.gather(*(self.ask("warm", 300) for _ in range(8)))
-        return all(one["measured"] for one in (await self._fleet())["replicas"])
+        """Send some work; return True once the router has measured the speed of each replica."""
+        await asyncio.gather(*(self.send("warm", 300) for _ in range(8)))
+        return all(replica["measured"] for replica in (await self._fleet())["replicas"])
 
     async def waiting(self) -> int:
-        """How many have asked the router and are on no replica."""
+        """Number of requests at the router that are on no replica."""
         async with self._session.get(f"{self._stack.router_admin}/metrics") as page:
             found = re.search(r"^extproc_open_streams (\S+)$", await page.text(), re.M)
         streams = int(float(found[1])) if found else 0
         return streams - int((await self._fleet())["in_flight"])
 
-    async def nothing_left(self) -> bool:
-        """Whether nothing waits, nor is in flight."""
+    async def idle(self) -> bool:
+        """Return True if no request waits or is in flight."""
         return not await self.waiting() and not (await self._fleet())["in_flight"]
 
     async def _fleet(self) -> Any:
@@ -73,7 +71,7 @@ class Held:
 
 
 async def run(directory: Path, count: int) -> list[str]:
-    """Prints figures; returns what must not be."""
+    """Print figures; return the problems."""
     async with (
         Stack(directory, _REPLICAS) as stack,
         aiohttp.ClientSession(
@@ -81,41 +79,39 @@ async def run(directory: Path, count: int) -> list[str]:
             timeout=aiohttp.ClientTimeout(total=_GIVE_UP_S),
         ) as session,
     ):
-        held = Held(stack, session)
-        await until(held.measured)
-        asked = [
-            asyncio.create_task(held.ask(str(number) + " sea" * _WORDS, _TOKENS))
+        client = QueueClient(stack, session)
+        await until(client.measured)
+        sent = [
+            asyncio.create_task(client.send(str(number) + " sea" * _WORDS, _TOKENS))
             for number in range(count + _MORE)
         ]
 
         async def enough() -> bool:
-            return await held.waiting() >= count
+            return await client.waiting() >= count
 
         await until(enough)
-        waiting, began = await held.waiting(), time.monotonic()
+        waiting, began = await client.waiting(), time.monotonic()
         await stack.kill("router")
-        answers = Counter(await asyncio.gather(*asked))
+        answers = Counter(await asyncio.gather(*sent))
         seconds = time.monotonic() - began
         print(
             f"{waiting} waited when the router was killed: {dict(answers)} within {seconds:.0f} s"
         )
         await stack.start("router")
         await stack.wait_routing()
-        await until(held.nothing_left)
-    return [f"{count} requests failed: {what}" for what, count in answers.items() if what != "200"]
+        await until(client.idle)
+    return [
+        f"{number} requests failed: {answer}"
+        for answer, number in answers.items()
+        if answer != "200"
+    ]
 
 
 def main() -> int:
-    """Runs once; 1 where something was that must not be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.held")
-    parser.add_argument("--count", type=int, default=500, help="requests that wait")
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.queued")
+    parser.add_argument("--count", type=int, default=500, help="requests in the queue")
     args = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="extproc-held-"))
-    print(f"logs: {directory}")
-    problems = asyncio.run(run(directory, args.count))
-    for problem in problems:
-        print(f"FAILED {problem}")
-    return 1 if problems else 0
+    return report(lambda directory: run(directory, args.count))
 
 
 if __name__ == "__main__":
