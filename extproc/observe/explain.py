@@ -21,7 +21,7 @@ from extproc.ground.text import (
 )
 from extproc.observe.decision import Candidate, DecisionRecord, RequestOutcome
 
-_DECISIONS: Cells[DecisionRecord] = (
+DECISIONS: Cells[DecisionRecord] = (
     (Column("time", left=True), lambda record: _time(record).strftime("%H:%M:%S")),
     (Column("request", left=True, most=36), lambda record: printable(record.request_id) or "-"),
     (Column("replica", left=True, most=20), lambda record: printable(record.replica_name)),
@@ -32,7 +32,6 @@ _DECISIONS: Cells[DecisionRecord] = (
     (Column("finish s"), lambda record: figure(record.predicted_completion_s)),
     (Column("actual"), lambda record: figure(record.outcome.completion_s)),
 )
-DECISIONS = tuple(column for column, _ in _DECISIONS)  # of the table of decisions
 _CANDIDATES: Cells[Candidate] = (
     (Column("replica", left=True, most=18), lambda candidate: printable(candidate.name)),
     (Column("requests"), lambda candidate: count(candidate.requests)),
@@ -97,7 +96,7 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
     """Format decisions as a table with two lines each: the figures, then model and reason."""
     if not records:
         return "no decisions yet"
-    lines = table_of(_DECISIONS, records)
+    lines = table_of(DECISIONS, records)
     notes = ["model: why", *map(reason_of, records)]
     pairs = ((line, *paragraph(note, _LABEL)) for line, note in zip(lines, notes, strict=True))
     return "\n".join(chain.from_iterable(pairs))
@@ -176,11 +175,6 @@ def reason_of(record: DecisionRecord) -> str:
         remarks.append(f"answered with status {outcome.status}")
     note = f" [{', '.join(remarks)}]" if remarks else ""
     return printable(f"{record.model}: {record.why}{note}")
-
-
-def figures_of(record: DecisionRecord) -> list[str]:
-    """Format a decision's cells in the columns ``DECISIONS``."""
-    return row_of(_DECISIONS, record)
 
 
 def _time(record: DecisionRecord) -> datetime:

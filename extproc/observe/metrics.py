@@ -143,8 +143,7 @@ class RouterMetrics:
             _SECONDS,
         )
         self.in_flight = gauge(
-            "extproc_requests_in_flight",
-            "Requests in flight: dispatched, and not ended.",
+            "extproc_requests_in_flight", "Requests in flight: dispatched, and not ended."
         )
         self.replicas_needed = gauge(
             "extproc_replicas_needed",
@@ -185,10 +184,7 @@ class RouterMetrics:
             "(unknown_tag) and fields (unknown_field) of a later version.",
             ["reason"],
         )
-        self.open_streams = gauge(
-            "extproc_open_streams",
-            "Open ext_proc streams.",
-        )
+        self.open_streams = gauge("extproc_open_streams", "Open ext_proc streams.")
 
     def skipped(self, reason: str, number: int) -> None:
         self._skipped.add(reason, by=number)

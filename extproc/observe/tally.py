@@ -7,6 +7,7 @@ Only one thread may use them. ``add`` takes 0.17 µs and ``observe`` 0.33 µs of
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -23,8 +24,7 @@ class Counts(Collector):
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        self._name = name
-        self._documentation = documentation
+        self._family = partial(CounterMetricFamily, name, documentation, labels=labels)
         self._labels = labels
         self._counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
         registry.register(self)
@@ -39,7 +39,7 @@ class Counts(Collector):
             del self._counts[dropped]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = self._family()
         for labels, count in self._counts.items():
             family.add_metric(labels, count)
         yield family
@@ -60,8 +60,7 @@ class Spread(Collector):
         labels: Sequence[str] = (),
     ) -> None:
         """``bounds``: ascending upper bounds of all buckets except the last."""
-        self._name = name
-        self._documentation = documentation
+        self._family = partial(HistogramMetricFamily, name, documentation, labels=labels)
         self._bounds = bounds
         self._labels = labels
         self._counts: dict[tuple[str, ...], list[int]] = {}
@@ -82,7 +81,7 @@ class Spread(Collector):
         return entered
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = self._family()
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for labels, counts in self._counts.items():
             buckets = list(zip(ends, accumulate(counts), strict=True))

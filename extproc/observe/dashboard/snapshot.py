@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from extproc.ground.text import Column
+from extproc.ground.text import Column, row_of
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
-from extproc.observe.explain import DECISIONS, figures_of, reason_of
+from extproc.observe.explain import DECISIONS, reason_of
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
 from extproc.route.waiting import Waiting
@@ -241,7 +241,8 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 def _decisions(log: DecisionLog) -> PageTable:
     records = [decision.record(0) for decision in reversed(log.last(_DECISIONS_LISTED))]
-    numbers, rows = [record.number for record in records], list(map(figures_of, records))
-    table = text_table("Last decisions", numbers, DECISIONS, rows, {"request": "decision"})
+    numbers, columns = [record.number for record in records], [column for column, _ in DECISIONS]
+    rows = [row_of(DECISIONS, record) for record in records]
+    table = text_table("Last decisions", numbers, columns, rows, {"request": "decision"})
     table.columns.append(PageColumn("model: why", "words", list(map(reason_of, records))))
     return table
