@@ -1,4 +1,4 @@
-"""``extproc demo`` as its user runs it."""
+"""``extproc demo`` as a process."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 async def demo(
     *arguments: str | Path, installed: Path | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Command of the demo of this clone, or of a package installed in that folder."""
+    """Run the demo of this clone, or of the package in the folder ``installed``."""
     where = {} if installed is None else {"PYTHONPATH": str(installed)}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)),
@@ -62,7 +62,7 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     raise AssertionError(f"the demo ended without {words!r}")
 
 
-async def test_once_compares_two_policies_and_writes_the_figures(
+async def test_demo_once_compares_two_policies_and_writes_figures(
     tmp_path: Path, installed: Path
 ) -> None:
     file = tmp_path / "figures.json"
@@ -81,17 +81,17 @@ async def test_once_compares_two_policies_and_writes_the_figures(
         assert (run["ok"], run["routed"] + run["fallback"]) == (16, 16)
         assert sum(run["per_replica"].values()) == 16
     assert all(abs(count - 4) <= turns["fallback"] for count in turns["per_replica"].values())
-    # Envoy waits 2 s for the router, which on a busy machine may not be enough.
+    # On a busy machine the router may miss its 2 s, after which Envoy chooses the replica.
     all_routed = not any(run["fallback"] for run in runs)
     assert (process.returncode == 0, stderr == b"") == (all_routed, all_routed)
     assert 0 < figures["added_ms_p50"] <= figures["added_ms_p99"]
     assert 0 < figures["ttft_s"]["p50"] <= figures["completion_s"]["p99"]
     assert figures["predicted_error_median"] > 0
-    theirs, ours = figures["round_robin"]["completion_s"], figures["completion_s"]
-    assert figures["p99_ratio"] == pytest.approx(theirs["p99"] / ours["p99"])
+    p99 = [run["completion_s"]["p99"] for run in runs]
+    assert figures["p99_ratio"] == pytest.approx(p99[1] / p99[0])
 
 
-async def test_a_signal_stops_every_process_quietly() -> None:
+async def test_signal_stops_every_process_without_errors() -> None:
     async with demo() as process:
         await line_with(process, "sample-001")
         started = children(process.pid)
@@ -104,7 +104,7 @@ async def test_a_signal_stops_every_process_quietly() -> None:
     assert not running(started)
 
 
-async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
+async def test_json_option_requires_once(tmp_path: Path) -> None:
     async with demo("--json", tmp_path / "file") as process:
         _, stderr = await process.communicate()
     assert process.returncode == 2
@@ -113,7 +113,7 @@ async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def installed(tmp_path: Path) -> Path:
-    """Package as pip installs it, without a clone beside it."""
+    """Package installed by pip into a folder, away from the clone."""
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     for name in ("extproc", "envoy"):

@@ -1,3 +1,5 @@
+"""Child processes start, fail and stop as documented, and leave nothing running."""
+
 import asyncio
 import sys
 from pathlib import Path
@@ -46,7 +48,7 @@ async def test_redis_starts_and_stops(tmp_path: Path) -> None:
     assert not await listening(port)()
 
 
-async def test_a_process_that_dies_early_is_told_with_its_last_lines(tmp_path: Path) -> None:
+async def test_error_of_a_dead_process_has_its_last_lines(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "print('first'); raise SystemExit('out of paper')"]
     with pytest.raises(ProcessError, match=r"(?s)printer ended with status 1.*out of paper"):
         await Process.start(
@@ -54,19 +56,19 @@ async def test_a_process_that_dies_early_is_told_with_its_last_lines(tmp_path: P
         )
 
 
-async def test_a_process_that_does_not_get_ready_is_ended(tmp_path: Path) -> None:
+async def test_process_that_is_not_ready_in_time_is_killed(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", IGNORES_SIGTERM]
     log = tmp_path / "deaf.log"
     with pytest.raises(ProcessError, match=r"deaf was not ready after 0\.05 s"):
         await Process.start("deaf", argv, log=log, ready=listening(free_port()), ready_s=0.05)
 
 
-async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+async def test_missing_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match="cannot start ghost"):
         await Process.start("ghost", [tmp_path / "ghost"], log=tmp_path / "ghost.log")
 
 
-async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+async def test_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "deaf.log"
 
     async def deaf() -> bool:
@@ -79,7 +81,7 @@ async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-async def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+async def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:
     port = free_port()
     argv: list[str | Path] = [sys.executable, "-c", STARTS_REDIS_AND_IS_KILLED, tmp_path, str(port)]
     parent = await Process.start("parent", argv, log=tmp_path / "parent.log")
@@ -89,6 +91,8 @@ async def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_folder_envoy_does_not_hide_the_wheels_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_envoy_does_not_hide_the_module_of_the_wheel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
     assert envoy_binary().is_file()

@@ -1,4 +1,4 @@
-"""Output of the demo: its screen, the figures of ``--once``, and the log of both."""
+"""Output of the demo: its screen, and the figures of ``--once``."""
 
 import json
 from io import StringIO
@@ -52,7 +52,7 @@ FIRST = ("10.0.0.1:80", 3.0, True)
 SECOND = ("10.0.0.2:80", 1.0, True)
 
 
-def test_both_choices_of_the_router_count_as_routed() -> None:
+def test_first_and_second_choice_count_as_routed() -> None:
     report = Report(1.5, run(FIRST, SECOND, FIRST), run(FIRST, seconds=6.0))
     figures = report.to_json()
     assert report.failure == ""
@@ -70,28 +70,28 @@ def test_both_choices_of_the_router_count_as_routed() -> None:
         (("10.0.0.3:80", 3.0, True), "1 of 2 requests were not routed"),
     ],
 )
-def test_a_request_served_elsewhere_is_a_failure(
+def test_request_on_an_unchosen_replica_is_a_failure(
     served: tuple[str, float, bool], reason: str
 ) -> None:
     assert Report(1.0, run(FIRST, served), run(FIRST)).failure.endswith(reason)
     assert Report(1.0, run(FIRST), run(FIRST, served)).failure.startswith("under round_robin")
 
 
-def test_a_request_without_a_whole_answer_is_a_failure_with_its_reason() -> None:
+def test_incomplete_answer_is_a_failure_with_its_reason() -> None:
     failed = run(FIRST)
     failed.answers.append(Answer("x", None, 1.0, "status 503: overloaded"))
     failure = Report(1.0, failed, run(FIRST)).failure
     assert failure == "under the default policy, 1 of 2 requests failed: status 503: overloaded"
 
 
-def test_figures_of_no_answers_are_null() -> None:
+def test_figures_without_answers_are_null() -> None:
     figures = Report(1.0, run(), run()).to_json()
     assert figures["completion_s"] == {"p50": None, "p99": None}
     assert figures["predicted_error_median"] is None
     assert figures["p99_ratio"] is None
 
 
-def test_the_same_seed_sends_the_same_requests_with_prompts_of_their_own() -> None:
+def test_equal_seeds_give_equal_samples_with_different_prompts() -> None:
     first, again = (list(islice(samples("m", 5.0, Random(3)), 50)) for _ in range(2))
     assert first == again
     assert {sample.kind for sample in first} == {"chat", "document", "essay"}
@@ -102,10 +102,7 @@ def test_the_same_seed_sends_the_same_requests_with_prompts_of_their_own() -> No
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (100, 40), (160, 50)])
-async def test_screen_is_readable_at_the_sizes_of_terminals(
-    tmp_path: Path, width: int, height: int
-) -> None:
-    """Thirty requests on four replicas of a stack that does not run."""
+async def test_screen_fits_terminals(tmp_path: Path, width: int, height: int) -> None:
     stack = Stack(tmp_path)
     async with aiohttp.ClientSession() as session:
         journal = Journal(stack, session)
@@ -115,8 +112,8 @@ async def test_screen_is_readable_at_the_sizes_of_terminals(
         ended = Access(name, 200, fast, 23.45, 1.0)
         journal.entries[name] = Entry(name, 0.0, decision_record(name, 12.34, fast, other), ended)
     load: dict[str, Any] = {"running": 123, "waiting": 45, "kv_usage": 0.995, "in_flight": 678}
-    for one in stack.replicas:
-        journal.fleet[one.name] = ReplicaNow(id=stack.address(one.name), name=one.name, **load)
+    for name in stack.names.values():
+        journal.fleet[name] = ReplicaNow(id=stack.address(name), name=name, **load)
     out = StringIO()
     Console(file=out, width=width, height=height).print(Screen(stack, journal, reserved=3))
     lines = out.getvalue().splitlines()
@@ -133,12 +130,12 @@ async def test_screen_is_readable_at_the_sizes_of_terminals(
     ("headers_us", "body_us", "added_ms"),
     [
         (400, 1600, 2.0),
-        ("-", 1600, 1.6),  # one message: the body, with the headers beside it
-        (400, "-", None),  # the router went away in between
+        ("-", 1600, 1.6),  # headers and body in one message
+        (400, "-", None),  # the router died after the headers
         (None, None, None),
     ],
 )
-def test_access_log_tells_what_a_request_waited_for_the_router(
+def test_access_log_has_the_time_added_by_the_router(
     tmp_path: Path, headers_us: object, body_us: object, added_ms: float | None
 ) -> None:
     record = {

@@ -1,4 +1,4 @@
-"""System of the demo, and the demo's words to its user."""
+"""The demo's stack: printed commands, failures of processes, and ports."""
 
 import asyncio
 import re
@@ -29,8 +29,9 @@ OTHER = SimulatedReplica("other", "llama-8b-h100")
 
 
 async def sent(stack: Stack, journal: Journal) -> list[Entry]:
-    """Entries of five requests that were answered."""
-    chats = [one for one in islice(samples(MODEL, 20.0, Random(7)), 50) if one.kind == "chat"]
+    """Send five requests, and return their entries."""
+    mix = islice(samples(MODEL, 20.0, Random(7)), 50)
+    chats = [sample for sample in mix if sample.kind == "chat"]
     answers = await send_all(stack.url, chats[:5], f"after-{len(journal.entries)}")
     assert [answer.problem for answer in answers] == [""] * 5
     await journal.settle({answer.request_id for answer in answers})
@@ -52,7 +53,7 @@ async def journal(stack: Stack) -> AsyncIterator[Journal]:
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_commands_to_try_work_as_printed(stack: Stack, journal: Journal) -> None:
+async def test_printed_commands_work(stack: Stack, journal: Journal) -> None:
     commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
     chat, streamed, by_policy, explain, decisions, fleet, envoy, kill, start = commands
     for command in (chat, by_policy):
@@ -76,7 +77,7 @@ async def test_the_commands_to_try_work_as_printed(stack: Stack, journal: Journa
         router.terminate()
         await router.wait()
     await stack.kill("poller")
-    assert stack.ended() == []  # what was killed on purpose is no news
+    assert stack.ended() == []  # a process killed on purpose is not reported
 
 
 async def routes_again(stack: Stack, journal: Journal) -> bool:
@@ -91,14 +92,14 @@ async def shell(command: str) -> str:
 
 
 @pytest.mark.process
-async def test_an_early_death_is_told_with_the_reason(tmp_path: Path) -> None:
+async def test_error_of_a_dead_replica_has_its_reason(tmp_path: Path) -> None:
     wrong = SimulatedReplica("wrong", "llama-8b-h100", ("--kv-tokens", "none"))
     with pytest.raises(ProcessError, match=r"(?s)wrong ended with status 2.*--kv-tokens"):
         async with Stack(tmp_path, [FAST, wrong]):
             pass
 
 
-def test_a_usual_port_is_taken_only_where_it_is_free() -> None:
+def test_taken_port_is_replaced_by_a_free_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -108,10 +109,10 @@ def test_a_usual_port_is_taken_only_where_it_is_free() -> None:
     assert pick_ports({"first": port}) == {"first": port}
 
 
-def test_no_two_processes_choose_the_same_port() -> None:
+def test_two_processes_choose_different_ports() -> None:
     wanted = dict.fromkeys("abcdefgh", 0)
     module = "extproc.lab.harness.processes"
     program = f"from {module} import pick_ports; print(*pick_ports({wanted}).values())"
     own = pick_ports(wanted).values()
-    theirs = subprocess.check_output([sys.executable, "-c", program], text=True).split()
-    assert len({*own, *map(int, theirs)}) == 16
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert len({*own, *map(int, output.split())}) == 16

@@ -1,4 +1,4 @@
-"""Streams, however they are cut into chunks."""
+"""The load client reads streams, however they are cut into chunks."""
 
 import json
 
@@ -19,21 +19,21 @@ def event(value: object) -> bytes:
     return b"data: %b\n\n" % json.dumps(value).encode()
 
 
-def test_the_first_token_is_not_the_role_and_the_last_is_not_the_usage() -> None:
+def test_role_and_usage_are_no_tokens() -> None:
     chunks = [event(ROLE), chat("a"), chat("b"), chat("c"), event(USAGE), DONE]
     found = read(chunks, [1.0, 2.0, 3.0, 5.0, 6.0, 7.0])
     assert (found.first_at, found.gaps_s, found.problem) == (2.0, [1.0, 2.0], "")
     assert found.usage == {"prompt_tokens": 3, "completion_tokens": 2}
 
 
-def test_tokens_that_come_together_are_one_chunk() -> None:
+def test_tokens_of_a_chunk_have_no_gap() -> None:
     chunks = [event(ROLE) + chat("a") + chat("b"), chat("c") + event(USAGE) + DONE]
     found = read(chunks, [1.0, 4.0])
     assert (found.first_at, found.gaps_s) == (1.0, [3.0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 40, 1000])
-def test_events_cut_anywhere(size: int) -> None:
+def test_events_may_be_cut_anywhere(size: int) -> None:
     whole = event(ROLE) + chat("a") + chat("b") + event(USAGE) + DONE
     chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
     found = read(chunks, [float(at) for at in range(len(chunks))])
@@ -42,7 +42,7 @@ def test_events_cut_anywhere(size: int) -> None:
     assert found.usage["completion_tokens"] == 2
 
 
-def test_completions_reasoning_and_tool_calls_are_tokens_too() -> None:
+def test_text_reasoning_and_tool_calls_are_tokens() -> None:
     for choice in (
         {"text": "a"},
         {"delta": {"reasoning_content": "a"}},
@@ -51,8 +51,8 @@ def test_completions_reasoning_and_tool_calls_are_tokens_too() -> None:
         assert read([event({"choices": [choice]}), DONE], [1.0, 2.0]).first_at == 1.0
 
 
-def test_lines_that_end_as_on_windows() -> None:
-    chunks = [one.replace(b"\n", b"\r\n") for one in (chat("a"), chat("b"), DONE)]
+def test_lines_may_end_with_crlf() -> None:
+    chunks = [event.replace(b"\n", b"\r\n") for event in (chat("a"), chat("b"), DONE)]
     found = read(chunks, [1.0, 2.0, 3.0])
     assert (found.first_at, found.gaps_s, found.problem) == (1.0, [1.0], "")
 
@@ -75,5 +75,5 @@ def test_lines_that_end_as_on_windows() -> None:
         ([event({"error": None, "choices": [{"text": "a"}]}), DONE], ""),
     ],
 )
-def test_what_went_wrong(chunks: list[bytes], problem: str) -> None:
+def test_problem_of_a_stream(chunks: list[bytes], problem: str) -> None:
     assert read(chunks, [float(at) for at in range(len(chunks))]).problem == problem

@@ -1,4 +1,4 @@
-"""Requests leave when they are due, and every failure is counted for what it is."""
+"""The load client sends requests when they are due, and names each kind of failure."""
 
 import asyncio
 import json
@@ -27,8 +27,8 @@ def requests(count: int, every_s: float = 0.0, stream: bool = True) -> Iterator[
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(CHAT | (usage if stream else {})).encode()
     for number in range(count):
-        path, told = "/v1/chat/completions", {OUTPUT_HEADER: "20"}
-        yield TimedRequest(number * every_s, f"r-{number}", path, body, stream, told)
+        path, headers = "/v1/chat/completions", {OUTPUT_HEADER: "20"}
+        yield TimedRequest(number * every_s, f"r-{number}", path, body, stream, headers)
 
 
 async def send(
@@ -54,32 +54,32 @@ async def whole(request: web.Request) -> web.Response:
     return web.Response(body=WHOLE)
 
 
-async def test_requests_arrive_while_none_is_answered() -> None:
-    waiting, all_there = 0, asyncio.Event()
+async def test_requests_do_not_wait_for_answers() -> None:
+    waiting, all_arrived = 0, asyncio.Event()
 
     async def stall(request: web.Request) -> web.Response:
         nonlocal waiting
         waiting += 1
         if waiting == 50:
-            all_there.set()
-        await all_there.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         return await whole(request)
 
     sent = await to_server(stall, requests(50, every_s=0.002))
-    assert [one.request_id for one in sent] == [one.request_id for one in requests(50)]
-    assert all(one.ok and one.late_s > -0.01 for one in sent)
+    assert [answer.request_id for answer in sent] == [each.request_id for each in requests(50)]
+    assert all(answer.ok and answer.late_s > -0.01 for answer in sent)
 
 
-async def test_lateness_is_what_kept_the_client_from_sending() -> None:
+async def test_lateness_is_the_delay_of_the_client() -> None:
     now = 100.0
 
     def clock() -> float:
         nonlocal now
-        now += 0.5  # each look at the clock takes half a second
+        now += 0.5  # each reading takes half a second
         return now
 
     sent = await to_server(whole, requests(2), clock=clock)
-    assert [one.late_s for one in sent] == [1.5, 2.0]
+    assert [answer.late_s for answer in sent] == [1.5, 2.0]
 
 
 @pytest.fixture
@@ -91,18 +91,18 @@ async def replica_url() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_simulated_replica(replica_url: str, stream: bool) -> None:
+async def test_answers_of_a_simulated_replica_are_measured(replica_url: str, stream: bool) -> None:
     assert OUTPUT_HEADER == OUTPUT_TOKENS_HEADER
-    for one in await send(replica_url, requests(5, stream=stream)):
-        assert (one.status, one.problem) == (200, "")
-        assert (one.tokens("prompt"), one.tokens("completion")) == (12, 20)
-        assert one.replica == replica_url.removeprefix("http://")
+    for answer in await send(replica_url, requests(5, stream=stream)):
+        assert (answer.status, answer.problem) == (200, "")
+        assert (answer.tokens("prompt"), answer.tokens("completion")) == (12, 20)
+        assert answer.replica == replica_url.removeprefix("http://")
         if stream:
-            assert one.ttft_s is not None
-            assert max(one.gaps_s) > 0
-            assert one.ttft_s + sum(one.gaps_s) <= one.completion_s
+            assert answer.ttft_s is not None
+            assert max(answer.gaps_s) > 0
+            assert answer.ttft_s + sum(answer.gaps_s) <= answer.completion_s
         else:
-            assert (one.ttft_s, len(one.gaps_s)) == (None, 0)
+            assert (answer.ttft_s, len(answer.gaps_s)) == (None, 0)
 
 
 def says(body: object, status: int = 200) -> Handler:
@@ -154,7 +154,9 @@ async def fail_midway(request: web.Request) -> web.StreamResponse:
         (says({"choices": [{"text": "a"}], "usage": "many"}), False, "not a completion"),
     ],
 )
-async def test_what_fails_is_told_apart(handler: Handler, stream: bool, problem: str) -> None:
+async def test_problem_names_the_kind_of_failure(
+    handler: Handler, stream: bool, problem: str
+) -> None:
     timeout_s = 0.3 if handler is hang else 30.0
     (sent,) = await to_server(handler, requests(1, stream=stream), timeout_s)
     assert (sent.ok, sent.problem) == (False, problem)
@@ -163,19 +165,18 @@ async def test_what_fails_is_told_apart(handler: Handler, stream: bool, problem:
     assert sent.replica == ("a-0" if handler is break_off else None)
 
 
-async def test_what_was_said_in_place_of_an_answer_is_kept() -> None:
+async def test_error_response_is_in_the_account() -> None:
     (sent,) = await to_server(refuse, requests(1))
     assert sent.account == 'status 503: {"error": {"message": "full"}}'
 
 
-async def test_nobody_listens() -> None:
+async def test_refused_connections_are_connect_failures() -> None:
     sent = await send(f"http://127.0.0.1:{free_port()}", requests(3))
-    assert [one.problem for one in sent] == ["connect"] * 3
+    assert [answer.problem for answer in sent] == ["connect"] * 3
 
 
 @pytest.mark.process
-async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
-    """Requests fail while the server is away, others do not, and the run goes on to its end."""
+async def test_run_continues_while_its_server_restarts(tmp_path: Path) -> None:
     port, back = free_port(), False
     url = f"http://127.0.0.1:{port}"
 
@@ -185,7 +186,7 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
 
     def plan() -> Iterator[TimedRequest]:
-        """Hundred requests a second, until ten were sent to the server that is back."""
+        """Yields 100 requests a second, and ten after the restart."""
         left = 10
         for planned in requests(100_000, every_s=0.01):
             left -= back
@@ -204,6 +205,6 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
             sent = await running
     assert len(sent) == client.ended
     assert sent[0].ok
-    assert all(one.ok for one in sent[-9:])
-    kinds = {one.problem for one in sent if not one.ok}
+    assert all(answer.ok for answer in sent[-9:])
+    kinds = {answer.problem for answer in sent if not answer.ok}
     assert {"connect", "broken stream"} <= kinds <= {"connect", "broken stream", "disconnected"}

@@ -12,7 +12,7 @@ from extproc.lab.simulator.features import LoadedAdapters
 from extproc.lab.simulator.replica import Replica
 from extproc.lab.simulator.steps import Sequence
 from tests.lab.simulator.conftest import SETTINGS, get, reply
-from tests.lab.simulator.test_engine import engine_with, lone_request_time, run
+from tests.lab.simulator.test_engine import engine_with, run, single_request_time
 from tests.lab.simulator.test_metrics import samples, values
 
 LOAD_S = 0.5
@@ -26,7 +26,7 @@ def sequence(number: int, adapter: str, output: int = 10) -> Sequence:
     return Sequence(number, 100, output, adapter=adapter)
 
 
-def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -> None:
+def test_sequence_without_an_adapter_slot_waits_and_is_passed() -> None:
     a, b, later_b = sequence(1, "a", 50), sequence(2, "b"), sequence(3, "b")
     base, later_a = sequence(4, ""), sequence(5, "a", 80)
     run(engine(1, a, b, later_b, base, later_a))
@@ -37,21 +37,21 @@ def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -
     assert base.finished < later_a.finished
 
 
-def test_as_many_adapters_share_a_batch_as_there_are_slots() -> None:
+def test_batch_has_at_most_as_many_adapters_as_slots() -> None:
     sequences = [sequence(number, name) for number, name in enumerate("abc")]
     run(engine(2, *sequences))
     assert [each.admitted for each in sequences[:2]] == [0.0, 0.0]
     assert sequences[2].admitted == sequences[0].finished
 
 
-def test_what_was_used_the_longest_ago_has_to_be_loaded_again() -> None:
+def test_least_recently_used_adapter_is_unloaded() -> None:
     two, now, seconds = engine(2), 0.0, []
     for number, name in enumerate("aabbacabb"):
         each = sequence(number, name)
         two.add(each, now)
         run(two)
         assert each.finished is not None
-        seconds.append(each.finished - now - lone_request_time(100, 10, 256))
+        seconds.append(each.finished - now - single_request_time(100, 10, 256))
         now = each.finished
     loads = [LOAD_S, 0, LOAD_S, 0, 0, LOAD_S, 0, LOAD_S, 0]
     assert seconds == pytest.approx(loads, abs=1e-9)
@@ -67,7 +67,7 @@ async def complete(client: ClientSession, model: str, **fields: object) -> dict[
     return await reply(client, "/v1/completions", body)
 
 
-async def adapters_told(client: ClientSession) -> list[tuple[str, str, str]]:
+async def adapters_on_the_page(client: ClientSession) -> list[tuple[str, str, str]]:
     return [
         (labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"])
         for name, labels, *_ in await samples(client)
@@ -75,14 +75,14 @@ async def adapters_told(client: ClientSession) -> list[tuple[str, str, str]]:
     ]
 
 
-async def test_its_list_says_whose_adapters_they_are(client: ClientSession) -> None:
+async def test_model_list_names_the_parent_of_each_adapter(client: ClientSession) -> None:
     listed = (await get(client, "/v1/models"))["data"]
-    parents = {one["id"]: one["parent"] for one in listed}
+    parents = {model["id"]: model["parent"] for model in listed}
     assert [*parents.items()] == [("tiny", None), ("a", "tiny"), ("b", "tiny")]
     assert (await complete(client, "a"))["model"] == "a"
 
 
-async def test_adapters_do_not_share_prompts_cached(client: ClientSession) -> None:
+async def test_adapters_do_not_share_cached_prompts(client: ClientSession) -> None:
     cached = [
         (await complete(client, model))["usage"]["prompt_tokens_details"]["cached_tokens"]
         for model in ("tiny", "a", "b", "a", "tiny")
@@ -90,14 +90,14 @@ async def test_adapters_do_not_share_prompts_cached(client: ClientSession) -> No
     assert cached == [0, 0, 0, 112, 112]
 
 
-async def test_its_page_names_the_adapters_that_run(client: ClientSession) -> None:
-    assert await adapters_told(client) == []  # vLLM sets the gauge in its first step
+async def test_metrics_name_the_running_adapters(client: ClientSession) -> None:
+    assert await adapters_on_the_page(client) == []  # vLLM sets the gauge in its first step
     await complete(client, "tiny")
-    assert await adapters_told(client) == [("1", "", "")]
+    assert await adapters_on_the_page(client) == [("1", "", "")]
     long = asyncio.create_task(complete(client, "a", max_tokens=2000, ignore_eos=True))
     waits = asyncio.create_task(complete(client, "b"))
     while not (await values(client))["num_requests_waiting_by_reason.deferred"]:
         pass
-    assert await adapters_told(client) == [("1", "a", "a")]
+    assert await adapters_on_the_page(client) == [("1", "a", "a")]
     await asyncio.gather(long, waits)
-    assert await adapters_told(client) == [("1", "", "")]
+    assert await adapters_on_the_page(client) == [("1", "", "")]

@@ -1,6 +1,6 @@
-"""Answers of a simulated replica are those in ``answers.yaml``.
+"""Answers of a simulated replica equal those in ``answers.yaml``.
 
-``python -m tests.lab.simulator.test_answers`` writes what they are now.
+``python -m tests.lab.simulator.test_answers`` rewrites the file.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def answered(
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_answer_is_the_recorded_one(client: ClientSession, name: str) -> None:
+async def test_answer_equals_the_recorded_answer(client: ClientSession, name: str) -> None:
     assert await answered(client, **CASES[name]["request"]) == CASES[name]["answer"]
 
 
@@ -46,7 +46,7 @@ async def _answer(request: dict[str, Any]) -> dict[str, object]:
         await serving.runner.cleanup()
 
 
-def _as_it_is(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if '"' in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -54,5 +54,5 @@ def _as_it_is(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 if __name__ == "__main__":
     for _case in CASES.values():
         _case["answer"] = asyncio.run(_answer(_case["request"]))
-    yaml.SafeDumper.add_representer(str, _as_it_is)
+    yaml.SafeDumper.add_representer(str, _represent_text)
     FILE.write_text(yaml.safe_dump(CASES, sort_keys=False, width=10_000))

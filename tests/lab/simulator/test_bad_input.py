@@ -1,4 +1,4 @@
-"""Malformed requests get defined answers."""
+"""Malformed requests are refused with vLLM's status and error."""
 
 import asyncio
 import json
@@ -33,11 +33,13 @@ async def refused(client: ClientSession, path: str, body: bytes | dict[str, Any]
     "body",
     [b"", b"{nope", b"[]", b"null", b"{}x", b'{"model": "\xff"}', b"[" * 10_000, b"1" * 5000],
 )
-async def test_not_json_or_not_an_object(client: ClientSession, path: str, body: bytes) -> None:
+async def test_body_that_is_no_json_object_is_refused(
+    client: ClientSession, path: str, body: bytes
+) -> None:
     await refused(client, path, body)
 
 
-WRONG: dict[str, list[dict[str, Any]]] = {
+INVALID: dict[str, list[dict[str, Any]]] = {
     CHAT: [
         *({}, {"messages": []}, {"messages": "hello"}, {"messages": [{"content": "hello"}]}),
         *({"messages": [{"role": "user", "content": 5}]}, chat("word " * 4000)),
@@ -64,19 +66,21 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(path, body) for path, bodies in WRONG.items() for body in bodies]
+    ("path", "body"), [(path, body) for path, bodies in INVALID.items() for body in bodies]
 )
-async def test_wrong_fields(client: ClientSession, path: str, body: dict[str, Any]) -> None:
+async def test_invalid_field_is_refused(
+    client: ClientSession, path: str, body: dict[str, Any]
+) -> None:
     await refused(client, path, body)
 
 
-async def test_a_prompt_that_fills_the_context_leaves_no_room(client: ClientSession) -> None:
+async def test_longest_prompt_leaves_a_token_to_generate(client: ClientSession) -> None:
     answer = await reply(client, "/v1/completions", {"prompt": [1] * 4095, "ignore_eos": True})
     assert answer["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *POOLING])
-async def test_an_unknown_model_is_not_found(client: ClientSession, path: str) -> None:
+async def test_unknown_model_is_not_found(client: ClientSession, path: str) -> None:
     prompts = ("prompt", "input", "query", "documents", "text_1", "text_2")
     body = chat(max_tokens=5, **dict.fromkeys(prompts, "hello")) | {"model": "other"}
     error = (await reply(client, path, body, status=404))["error"]
@@ -85,16 +89,14 @@ async def test_an_unknown_model_is_not_found(client: ClientSession, path: str) -
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "nonsense"])
-async def test_a_body_that_is_not_encoded_as_it_claims(
-    client: ClientSession, encoding: str
-) -> None:
+async def test_content_encoding_is_ignored(client: ClientSession, encoding: str) -> None:
     body = json.dumps(chat(max_tokens=1)).encode()
     headers = {"content-encoding": encoding}
     async with client.post(CHAT, data=body, headers=headers) as response:
         assert response.status == 200
 
 
-async def test_a_large_image_is_one_image(client: ClientSession) -> None:
+async def test_large_image_counts_as_an_image(client: ClientSession) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (40 << 20)}}
     body = {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
     async with client.post(CHAT, data=BytesIO(json.dumps(body).encode())) as response:
@@ -121,7 +123,7 @@ bodies = st.dictionaries(
 
 @pytest.fixture(scope="module")
 def status_of() -> Iterator[Callable[[str, bytes], int]]:
-    """Posts to one replica, from tests that are not asynchronous."""
+    """Posts to a replica from synchronous tests."""
     with asyncio.Runner() as loop:
         replica = Replica(ReplicaSettings(speed=1000, max_model_len=256))
         runner, port, _ = loop.run(start(replica, "127.0.0.1", 0))
@@ -139,7 +141,7 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
 
 
 @given(path=st.sampled_from([*GENERATING, *POOLING, "/tokenize"]), body=bodies)
-def test_no_body_is_answered_with_a_server_error(
+def test_random_body_causes_no_server_error(
     status_of: Callable[[str, bytes], int], path: str, body: dict[str, Any]
 ) -> None:
     assert status_of(path, json.dumps(body).encode()) in (200, 400, 404)

@@ -1,4 +1,4 @@
-"""The command, as a process."""
+"""``extproc simulate`` as a process: its flags, its end and its errors."""
 
 import asyncio
 import re
@@ -54,12 +54,12 @@ async def ready(process: asyncio.subprocess.Process) -> str:
     return line.split()[-1]
 
 
-async def problem(process: asyncio.subprocess.Process) -> str:
+async def error_output(process: asyncio.subprocess.Process) -> str:
     _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     return errors.decode()
 
 
-async def test_it_serves_until_sigterm_even_while_streaming() -> None:
+async def test_sigterm_ends_the_process_during_a_stream() -> None:
     async with replica("--port", "0", "--model", "mine", "--speed", "2") as process:
         url = await ready(process)
         body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
@@ -74,7 +74,7 @@ async def test_it_serves_until_sigterm_even_while_streaming() -> None:
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
-async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log() -> None:
+async def test_disconnected_clients_are_not_logged() -> None:
     body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
     async with replica("--port", "0", "--speed", "100") as process:
         async with ClientSession(await ready(process)) as session:
@@ -84,14 +84,14 @@ async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log
                 assert await stream.content.readline()
                 stream.close()
 
-            async def nobody_left() -> bool:
+            async def all_left() -> bool:
                 async with session.get("/simulate/requests") as requests:
                     return not await requests.json()
 
             await asyncio.gather(*(hang_up() for _ in range(20)))
-            await until(nobody_left)
+            await until(all_left)
         process.send_signal(signal.SIGTERM)
-        assert await problem(process) == ""
+        assert await error_output(process) == ""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log
         (["--max-num-queued-tokens", "0"], 503, "its prefill token backlog limit"),
     ],
 )
-async def test_flags_of_vllm_change_answers(flags: list[str], status: int, answer: str) -> None:
+async def test_vllm_flag_changes_the_answer(flags: list[str], status: int, answer: str) -> None:
     async with (
         replica("--port", "0", *flags) as process,
         ClientSession(await ready(process)) as session,
@@ -112,7 +112,7 @@ async def test_flags_of_vllm_change_answers(flags: list[str], status: int, answe
         assert answer in await response.text()
 
 
-async def test_old_counters_and_a_cold_start_are_flags() -> None:
+async def test_flags_for_old_counters_and_a_cold_start() -> None:
     async with (
         replica("--port", "0", "--old-counters", "--cold-steps", "1000") as process,
         ClientSession(await ready(process)) as session,
@@ -127,24 +127,24 @@ async def test_old_counters_and_a_cold_start_are_flags() -> None:
         assert float(took) > 1.9 * 50 * step.step_time(prefill=0, batch=1, kv=1)
 
 
-async def test_it_ends_when_its_engine_fails() -> None:
+async def test_failed_engine_ends_the_process() -> None:
     async with replica("--port", "0", python=("-c", BROKEN)) as process:
         async with ClientSession(await ready(process)) as session:
             with pytest.raises(ClientError):
                 await asyncio.wait_for(
                     session.post("/v1/completions", json={"prompt": "a"}), PATIENCE_S
                 )
-        errors = await problem(process)
+        errors = await error_output(process)
         assert process.returncode == 1
         assert errors.startswith("engine failed")
         assert errors.count("RuntimeError: out of blocks") == 1
 
 
-async def test_an_address_that_is_taken() -> None:
+async def test_taken_address_is_an_error() -> None:
     async with replica("--port", "0") as first:
         port = (await ready(first)).rsplit(":", 1)[1]
         async with replica("--port", port) as second:
-            errors = await problem(second)
+            errors = await error_output(second)
             assert second.returncode == 1
             assert f"cannot listen on 127.0.0.1:{port}" in errors
             assert len(errors.splitlines()) == 1

@@ -1,3 +1,5 @@
+"""Scheduling of the simulated engine, as in vLLM V1."""
+
 from random import Random
 from typing import Any
 
@@ -13,7 +15,7 @@ PROFILE = HardwareProfile("test", STEP, 1600, 256, 16)
 
 
 def engine_with(*sequences: Sequence, **options: Any) -> Engine:
-    """An engine with sequences that arrived at 0."""
+    """Return an engine with sequences that arrived at 0."""
     engine = Engine(PROFILE, **options)
     for sequence in sequences:
         engine.add(sequence, 0.0)
@@ -38,7 +40,7 @@ def ended(outcomes: list[StepOutcome]) -> list[int]:
     return [sequence.id for outcome in outcomes for sequence in outcome.finished]
 
 
-def lone_request_time(prompt: int, output: int, budget: int) -> float:
+def single_request_time(prompt: int, output: int, budget: int) -> float:
     time, done = 0.0, 0
     while done < prompt:
         chunk = min(budget, prompt - done)
@@ -48,11 +50,11 @@ def lone_request_time(prompt: int, output: int, budget: int) -> float:
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(1, 1), (100, 1), (256, 2), (257, 40), (1000, 300)])
-def test_a_lone_request_takes_its_chunks_and_one_step_a_token(prompt: int, output: int) -> None:
+def test_single_request_takes_a_step_for_each_chunk_and_token(prompt: int, output: int) -> None:
     engine, sequence = Engine(PROFILE), Sequence(1, prompt, output)
     engine.add(sequence, 5.0)
     run(engine)
-    assert sequence.finished == pytest.approx(5.0 + lone_request_time(prompt, output, 256))
+    assert sequence.finished == pytest.approx(5.0 + single_request_time(prompt, output, 256))
     assert sequence.generated == output
     assert engine.steps == -(-prompt // 256) + output - 1
 
@@ -65,23 +67,23 @@ def test_cold_steps_take_twice_as_long() -> None:
     late = Sequence(2, 100, 5)
     cold.add(late, 10.0)
     run(cold)
-    assert late.finished == pytest.approx(10.0 + lone_request_time(100, 5, 256))
+    assert late.finished == pytest.approx(10.0 + single_request_time(100, 5, 256))
 
 
 @pytest.mark.parametrize(("old", "attempts"), [(False, 1), (True, 16)])
-def test_old_counters_count_the_hits_of_each_attempt_to_admit(old: bool, attempts: int) -> None:
-    """As vLLM did until issue 43736 was resolved."""
+def test_old_counters_count_cache_hits_at_each_attempt_to_admit(old: bool, attempts: int) -> None:
+    """As in vLLM before the fix of its issue 43736."""
     engine = engine_with(Sequence(1, 64, 1, range(4)), kv_tokens=160, old_counters=old)
     run(engine)
-    engine.add(Sequence(2, 80, 16), 1.0)  # takes the 6 blocks that are not cached
+    engine.add(Sequence(2, 80, 16), 1.0)  # needs the 6 blocks that are not cached
     begin(engine, 1.0)
-    engine.add(waiting := Sequence(3, 160, 1, range(4)), 1.0)  # takes all 10
+    engine.add(waiting := Sequence(3, 160, 1, range(4)), 1.0)  # needs all 10 blocks
     run(engine)
     assert waiting.cached_tokens == 64
     assert engine.counters.prefix_hits == 64 * attempts
 
 
-def test_hits_of_the_prefix_cache_count_before_the_prompt_they_belong_to() -> None:
+def test_cache_hits_are_counted_before_their_prompt() -> None:
     engine = engine_with(Sequence(1, 320, 1, range(20)), kv_tokens=8000)
     run(engine)
     engine.add(Sequence(2, 4000, 1, range(20)), 1.0)
@@ -91,7 +93,7 @@ def test_hits_of_the_prefix_cache_count_before_the_prompt_they_belong_to() -> No
     assert (counters.prefix_hits, counters.cached_tokens, counters.prompt_tokens) == (320, 0, 320)
 
 
-def test_a_pooling_request_ends_with_its_prefill() -> None:
+def test_pooling_request_ends_with_its_prefill() -> None:
     engine = engine_with(sequence := Sequence(1, 300, 0))
     assert run(engine)[-1].finished == [sequence]
     counters = engine.counters
@@ -99,7 +101,7 @@ def test_a_pooling_request_ends_with_its_prefill() -> None:
     assert (counters.prompt_tokens, counters.first_tokens) == (300, 1)
 
 
-def test_a_step_counts_only_if_a_sequence_gets_something_of_it() -> None:
+def test_step_without_a_token_is_not_counted() -> None:
     engine = engine_with(Sequence(1, 1000, 3))
     run(engine)
     assert (engine.steps, engine.counters.steps) == (6, 3)
@@ -107,7 +109,7 @@ def test_a_step_counts_only_if_a_sequence_gets_something_of_it() -> None:
 
 
 @pytest.mark.parametrize("freezing", [False, True])
-def test_gauges_show_the_end_of_the_last_step(freezing: bool) -> None:
+def test_gauges_are_set_at_the_end_of_a_step(freezing: bool) -> None:
     first, second = Sequence(1, 320, 2), Sequence(2, 10, 1)
     engine = engine_with(first, kv_tokens=512, max_num_seqs=1)
     engine.freezing_gauges = freezing
@@ -124,7 +126,7 @@ def test_gauges_show_the_end_of_the_last_step(freezing: bool) -> None:
     assert engine.gauges[:3] == ((1, 1, 0.625) if freezing else (0, 0, 0.0))
 
 
-def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:
+def test_prefill_gets_the_token_budget_that_decoding_leaves() -> None:
     engine, long = engine_with(Sequence(1, 10, 50)), Sequence(2, 400, 1)
     begin(engine, 0.0)
     engine.complete()
@@ -136,22 +138,22 @@ def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:
     assert engine.counters.prompt_tokens == 10, "counted when the prefill ends"
 
 
-def test_waiting_ones_are_admitted_in_order_up_to_max_num_seqs() -> None:
+def test_sequences_are_admitted_in_order_up_to_max_num_seqs() -> None:
     engine = engine_with(*(Sequence(number, 10, 5) for number in range(4)), max_num_seqs=2)
     assert admitted(begin(engine, 0.0)) == [0, 1]
     assert (engine.running, engine.waiting) == (2, 2)
 
 
-def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
+def test_prompt_waits_until_all_its_blocks_are_free() -> None:
     sizes = ((160, 10), (300, 2), (10, 2))
     engine = engine_with(*(Sequence(id_, *size) for id_, size in enumerate(sizes)), kv_tokens=320)
-    assert admitted(begin(engine, 0.0)) == [0], "the next ones wait in order"
+    assert admitted(begin(engine, 0.0)) == [0], "the next sequences wait in order"
     run(engine)
     assert engine.counters.preemptions == 0
     assert engine.counters.finished[FinishReason.STOP] == 3
 
 
-def test_without_blocks_the_last_admitted_is_preempted_and_computed_again() -> None:
+def test_sequence_admitted_last_is_preempted_and_recomputed() -> None:
     first, second = Sequence(1, 64, 60), Sequence(2, 64, 60)
     engine = engine_with(first, second, kv_tokens=160)
     run(engine)
@@ -162,7 +164,7 @@ def test_without_blocks_the_last_admitted_is_preempted_and_computed_again() -> N
     assert engine.kv_usage == 0
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
+def test_step_with_a_preemption_admits_no_sequence() -> None:
     engine, now = engine_with(Sequence(1, 64, 60), Sequence(2, 64, 60), kv_tokens=160), 0.0
     while not engine.counters.preemptions:
         step = begin(engine, now)
@@ -172,26 +174,28 @@ def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
         engine.complete()
 
 
-def test_by_priority_the_lower_is_admitted_first_and_of_equals_who_came_first() -> None:
+def test_priority_admits_the_lowest_value_first_then_the_oldest() -> None:
     engine = Engine(PROFILE, max_num_seqs=1, by_priority=True)
     for number, priority in enumerate([0, 5, -3, 5, -3]):
         engine.add(Sequence(number, 10, 2, priority=priority), 0.0 + number / 1000)
     assert ended(run(engine)) == [2, 4, 0, 1, 3]
 
 
-def test_by_priority_the_last_in_order_is_preempted_and_goes_back_to_its_place() -> None:
+def test_priority_preempts_the_last_rank_and_requeues_by_rank() -> None:
     batch, urgent = Sequence(1, 64, 60, priority=9), Sequence(2, 64, 60)
     waiting = Sequence(3, 64, 1, priority=1)
     engine = engine_with(batch, kv_tokens=160, by_priority=True)
     for at, sequence in ((0.02, urgent), (0.1, waiting)):
         engine.advance(at)
         engine.add(sequence, at)
-    assert ended(run(engine)) == [3, 2, 1], "what came later goes before the one preempted"
+    assert ended(run(engine)) == [3, 2, 1], (
+        "later arrivals of a better rank run before the preempted sequence"
+    )
     assert (batch.preemptions, urgent.preemptions, waiting.preemptions) == (1, 0, 0)
     assert engine.kv_usage == 0
 
 
-def test_by_priority_too_nobody_who_waits_preempts() -> None:
+def test_priority_never_preempts_for_a_waiting_sequence() -> None:
     batch, urgent = Sequence(1, 140, 10, priority=9), Sequence(2, 64, 2)
     engine = engine_with(batch, kv_tokens=160, by_priority=True)
     engine.advance(0.01)
@@ -206,13 +210,13 @@ def test_by_priority_too_nobody_who_waits_preempts() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "cached"),
     [
-        ((100, 5), (100, 5), 96),  # whole blocks of a common prefix
-        ((64, 1), (64, 1), 48),  # all but one token, which is left to compute
-        ((70, 59), (160, 1), 128),  # an answer, in the next turn
+        ((100, 5), (100, 5), 96),  # full blocks of a common prefix
+        ((64, 1), (64, 1), 48),  # a token is left to compute
+        ((70, 59), (160, 1), 128),  # the answer, in the next turn
     ],
 )
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_cached_prefix_is_computed_once(
+def test_cached_prefix_is_not_recomputed(
     first: tuple[int, int], second: tuple[int, int], cached: int, caching: bool
 ) -> None:
     hashes = range(sum(second) // 16)
@@ -232,7 +236,7 @@ def test_a_cached_prefix_is_computed_once(
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "in a step", "between steps"])
-def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
+def test_aborted_sequence_frees_its_blocks(when: str) -> None:
     engine = engine_with(sequence := Sequence(1, 300, 50))
     steps = {"waiting": 0, "prefilling": 1, "in a step": 4, "between steps": 4}[when]
     now = 0.0
@@ -249,7 +253,7 @@ def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
     assert engine.schedule(now) is None
 
 
-def test_a_throttled_card_takes_longer_from_the_next_step_on() -> None:
+def test_slowdown_applies_from_the_next_step() -> None:
     engine = engine_with(Sequence(1, 10, 3))
     first = begin(engine, 0.0)
     engine.complete()
@@ -258,7 +262,7 @@ def test_a_throttled_card_takes_longer_from_the_next_step_on() -> None:
     assert second.ends_at - second.starts_at == pytest.approx(3 * STEP.step_time(0, 1, 10))
 
 
-def test_accepted_drafts_come_on_top_and_those_beyond_the_end_are_cut() -> None:
+def test_accepted_drafts_end_with_the_sequence() -> None:
     sequence = Sequence(1, 10, 11)
     engine = engine_with(sequence, speculation=Speculation(3, 1.0, Random(0)))
     # 1, 4, 4 and 2 of 4 tokens.
@@ -266,10 +270,10 @@ def test_accepted_drafts_come_on_top_and_those_beyond_the_end_are_cut() -> None:
     counters = engine.counters
     assert sequence.generated == counters.generated_tokens == 11
     assert (counters.steps, counters.drafts, counters.draft_tokens) == (4, 3, 9)
-    assert counters.accepted_tokens == 9, "vLLM counts them before it cuts"
+    assert counters.accepted_tokens == 9, "vLLM counts drafts beyond the end"
 
 
-def test_a_step_takes_longer_by_its_drafts_and_they_use_up_its_budget() -> None:
+def test_drafts_take_time_and_token_budget() -> None:
     engine = engine_with(Sequence(1, 10, 3), speculation=Speculation(4, 0.0, Random(0)))
     begin(engine, 0.0)
     engine.complete()
@@ -281,21 +285,21 @@ def test_a_step_takes_longer_by_its_drafts_and_they_use_up_its_budget() -> None:
     assert step.ends_at - 0.1 == pytest.approx(STEP.step_time(4 + 251, 2, 10, attention))
 
 
-def test_an_average_draft_gives_what_its_acceptance_says() -> None:
+def test_mean_tokens_of_a_draft_match_its_acceptance() -> None:
     speculation = Speculation(4, 0.7, Random(0))
     engine = engine_with(Sequence(1, 10, 20_000), kv_tokens=32_000, speculation=speculation)
     run(engine)
     assert engine.steps == pytest.approx(20_000 / speculation.tokens_per_step, rel=0.03)
 
 
-def test_decoding_alone_is_run_in_one_go() -> None:
+def test_steps_that_only_decode_are_run_together() -> None:
     engine = engine_with(Sequence(1, 10, 1000))
     assert [outcome.steps for outcome in run(engine)] == [1, 999]
     assert engine.counters.iteration_tokens.count == 1000
     assert engine.counters.iteration_tokens.sum == 10 + 1000
 
 
-def test_the_step_in_progress_stays_so() -> None:
+def test_arrival_waits_for_the_end_of_the_step() -> None:
     engine, sequence = engine_with(Sequence(1, 10, 1000)), Sequence(2, 10, 1)
     engine.advance(1.0)
     assert engine.step is not None
@@ -306,7 +310,7 @@ def test_the_step_in_progress_stays_so() -> None:
     assert sequence.admitted == end
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_impossible_sequence_is_refused() -> None:
     engine = engine_with(Sequence(1, 100, 61), kv_tokens=160)
     with pytest.raises(ValueError, match="grows to 161 tokens"):
         engine.add(Sequence(2, 100, 62), 0.0)
@@ -315,20 +319,18 @@ def test_what_never_fits_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("options", "error"),
     [
         ({"max_num_seqs": 257}, "token budget 256"),
         ({"kv_tokens": 8}, "KV tokens"),
         ({"speculation": Speculation(16, 0.5, Random(0))}, r"token budget 256 .* 16 drafts"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(
-    options: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(ValueError, match=problem):
+def test_contradicting_options_are_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
         Engine(PROFILE, **options)
 
 
-def test_acceptance_is_a_probability() -> None:
+def test_acceptance_above_1_is_refused() -> None:
     with pytest.raises(ValueError, match="probability"):
         Speculation(4, 1.5, Random(0))

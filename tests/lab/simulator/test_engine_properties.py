@@ -1,4 +1,4 @@
-"""Properties of the engine over random arrivals and aborts."""
+"""Invariants of the engine for random arrivals and aborts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def events(arrivals: list[Arrival]) -> list[Event]:
     return sorted(listed, key=lambda event: event.at)
 
 
-def in_stretches(engine: Engine, listed: list[Event]) -> None:
+def by_advance(engine: Engine, listed: list[Event]) -> None:
     for event in listed:
         engine.advance(event.at)
         check(engine)
@@ -126,15 +126,15 @@ cold_steps = st.sampled_from([0, 0, 7])
 
 
 @given(arrivals, sizes, drafts, st.booleans(), cold_steps)
-def test_all_sequences_end_and_nothing_leaks_one_step_at_a_time_or_many(
+def test_single_steps_and_advance_agree_and_leak_no_blocks(
     arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool, cold_steps: int
 ) -> None:
     options = arrivals, kv_tokens, drafts, by_priority, cold_steps
-    one, single = outcome(step_by_step, *options)
-    other, many = outcome(in_stretches, *options)
-    check_end(other, many)
+    stepwise, single = outcome(step_by_step, *options)
+    advanced, many = outcome(by_advance, *options)
+    check_end(advanced, many)
     assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
-    assert _totals(one) == _totals(other)
+    assert _totals(stepwise) == _totals(advanced)
 
 
 def check_end(engine: Engine, sequences: list[Sequence]) -> None:

@@ -1,10 +1,12 @@
+"""Lateness of a replica's steps, as ``/simulate/late`` reports it."""
+
 import pytest
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.live import Lateness
 
 
-def test_delays_come_to_a_mean_a_bound_of_their_p99_and_the_most() -> None:
+def test_lateness_has_mean_p99_and_maximum() -> None:
     lateness = Lateness()
     for _ in range(99):
         lateness.delivered(0.0008)
@@ -16,7 +18,7 @@ def test_delays_come_to_a_mean_a_bound_of_their_p99_and_the_most() -> None:
     }
 
 
-def test_the_p99_of_few_is_no_more_than_the_most() -> None:
+def test_p99_of_few_steps_is_at_most_the_maximum() -> None:
     lateness = Lateness()
     assert lateness.to_json()["late_s"] == {"mean": 0.0, "p99": 0.0, "max": 0.0}
     lateness.delivered(0.0001)
@@ -24,7 +26,7 @@ def test_the_p99_of_few_is_no_more_than_the_most() -> None:
     assert lateness.to_json()["late_s"]["p99"] == 3.0
 
 
-async def test_a_replica_says_how_late_its_steps_were(client: ClientSession) -> None:
+async def test_replica_reports_the_lateness_of_its_steps(client: ClientSession) -> None:
     async with client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5}) as answer:
         assert answer.status == 200
     async with client.get("/simulate/late") as answer:

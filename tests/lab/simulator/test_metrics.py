@@ -1,4 +1,4 @@
-"""The page is vLLM's, as far as it goes."""
+"""Metrics page of a simulated replica: names, labels and buckets of vLLM, and the counts."""
 
 import json
 from dataclasses import replace
@@ -58,41 +58,41 @@ def line(sample: Sample) -> str:
     return " ".join([sample.name, ",".join(sorted(sample.labels)), *labels]).strip()
 
 
-async def test_names_labels_and_buckets_are_vllms(client: ClientSession) -> None:
+async def test_names_labels_and_buckets_are_those_of_vllm(client: ClientSession) -> None:
     known = set(SERIES.read_text().splitlines())
     page = await samples(client)
     assert [line(sample) for sample in page if line(sample) not in known] == []
     names = {sample.name for sample in page}
     for name in MUST_HAVE:
-        assert any(known.startswith(f"vllm:{name}") for known in names), name
+        assert any(found.startswith(f"vllm:{name}") for found in names), name
 
 
-async def test_the_cache_is_told_in_blocks(client: ClientSession) -> None:
+async def test_cache_size_is_given_in_blocks(client: ClientSession) -> None:
     page = await samples(client)
     labels = next(sample.labels for sample in page if sample.name == "vllm:cache_config_info")
     assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "25000")
 
 
-async def test_page_has_the_start_of_the_process(client: ClientSession) -> None:
+async def test_page_has_the_start_time_of_the_process(client: ClientSession) -> None:
     started_at = (await values(client))["process_start_time_seconds"]
     assert wall() - 60.0 < started_at <= wall()
 
 
 @pytest.mark.parametrize("replica", [replace(SETTINGS, old_counters=True)], indirect=True)
-async def test_old_counters_have_cached_tokens_as_hits_of_the_prefix_cache_only(
+async def test_old_counters_show_cached_tokens_only_as_cache_hits(
     client: ClientSession,
 ) -> None:
     for _ in range(2):
         await complete(client, "word " * 100, 20)
-    seen = await values(client)
-    assert seen["prompt_tokens_total"] == seen["prefix_cache_queries_total"] == 250
-    assert seen["prefix_cache_hits_total"] == 112
+    counts = await values(client)
+    assert counts["prompt_tokens_total"] == counts["prefix_cache_queries_total"] == 250
+    assert counts["prefix_cache_hits_total"] == 112
     assert not [
-        name for name in seen if name.startswith(("prompt_tokens_cached", "prompt_tokens_by"))
+        name for name in counts if name.startswith(("prompt_tokens_cached", "prompt_tokens_by"))
     ]
 
 
-async def test_requests_are_counted(client: ClientSession) -> None:
+async def test_finished_requests_are_counted(client: ClientSession) -> None:
     for _ in range(2):
         await complete(client, "word " * 100, 20)
     counted = {
@@ -115,56 +115,56 @@ async def test_requests_are_counted(client: ClientSession) -> None:
     assert counted.items() <= (await values(client)).items()
 
 
-async def test_a_first_token_counts_when_it_comes_and_an_aborted_request_never(
+async def test_first_token_counts_at_once_and_an_aborted_request_never(
     client: ClientSession,
 ) -> None:
     body = {"prompt": "word", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     async with client.post("/v1/completions", json=body) as response:
         await response.content.readany()
-        seen = await values(client)
-        assert seen["time_to_first_token_seconds_count"] == seen["prompt_tokens_total"] == 1
-        assert seen["num_requests_running"] == 1
-    while seen["num_requests_running"]:
-        seen = await values(client)
-    assert seen["request_generation_tokens_count"] == seen["request_success_total.abort"] == 0
+        counts = await values(client)
+        assert counts["time_to_first_token_seconds_count"] == counts["prompt_tokens_total"] == 1
+        assert counts["num_requests_running"] == 1
+    while counts["num_requests_running"]:
+        counts = await values(client)
+    assert counts["request_generation_tokens_count"] == counts["request_success_total.abort"] == 0
 
 
-async def test_each_prompt_counts_as_a_request_whatever_its_choices(client: ClientSession) -> None:
+async def test_each_prompt_counts_as_a_request_with_its_choices(client: ClientSession) -> None:
     await complete(client, ["one", "two", "three"], 5, n=2)
-    seen = await values(client)
-    assert seen["time_to_first_token_seconds_count"] == 6
-    assert seen["request_params_n_count"] == 3
-    assert seen["request_params_n_sum"] == 6
+    counts = await values(client)
+    assert counts["time_to_first_token_seconds_count"] == 6
+    assert counts["request_params_n_count"] == 3
+    assert counts["request_params_n_sum"] == 6
 
 
 @pytest.mark.parametrize(
     "replica", [replace(SETTINGS, draft_tokens=3, acceptance=1.0)], indirect=True
 )
-async def test_drafts_are_counted_and_come_with_the_token_they_follow(
+async def test_accepted_drafts_are_counted_and_sent_with_their_token(
     client: ClientSession,
 ) -> None:
     whole = json.loads(await complete(client, "word", 9))["choices"][0]["text"]
     lines = (await complete(client, "word", 9, stream=True)).split("\n\n")
-    seen = await values(client)
+    counts = await values(client)
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if "text" in line]
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert [len(text.split()) for text in texts] == [1, 4, 4]
     assert "".join(texts) == whole
-    assert seen["spec_decode_num_drafts_total"] == 4
-    assert seen["spec_decode_num_draft_tokens_total"] == 12
-    assert seen["spec_decode_num_accepted_tokens_total"] == 12
-    assert seen["iteration_tokens_total_count"] == 6
+    assert counts["spec_decode_num_drafts_total"] == 4
+    assert counts["spec_decode_num_draft_tokens_total"] == 12
+    assert counts["spec_decode_num_accepted_tokens_total"] == 12
+    assert counts["iteration_tokens_total_count"] == 6
 
 
-async def test_times_are_what_clients_see(client: ClientSession) -> None:
+async def test_latencies_are_those_of_the_client(client: ClientSession) -> None:
     began = monotonic()
     await complete(client, "word", 200)
-    took = monotonic() - began
-    seen = await values(client)
-    # 200 steps of 6.5 ms and a little, at 20 times the speed: without it more than it took.
+    elapsed = monotonic() - began
+    counts = await values(client)
+    # 200 steps of at least 6.5 ms, at 20 times the speed.
     whole, between = (
-        seen[f"{name}_latency_seconds_sum"] for name in ("e2e_request", "inter_token")
+        counts[f"{name}_latency_seconds_sum"] for name in ("e2e_request", "inter_token")
     )
-    assert 0.065 <= whole <= took
+    assert 0.065 <= whole <= elapsed
     assert between <= whole
-    assert seen["inter_token_latency_seconds_count"] == 199
+    assert counts["inter_token_latency_seconds_count"] == 199

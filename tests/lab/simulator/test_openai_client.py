@@ -1,4 +1,4 @@
-"""The official client understands every reply."""
+"""OpenAI's Python client understands the replies."""
 
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -18,7 +18,7 @@ async def ai(url: str) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_completions(ai: AsyncOpenAI) -> None:
+async def test_openai_client_reads_completions(ai: AsyncOpenAI) -> None:
     answer = await ai.completions.create(
         model="tiny", prompt=["a", "b"], n=2, extra_body={"ignore_eos": True}
     )
@@ -29,7 +29,7 @@ async def test_completions(ai: AsyncOpenAI) -> None:
     assert len([chunk async for chunk in stream]) == 16
 
 
-async def test_responses(ai: AsyncOpenAI) -> None:
+async def test_openai_client_reads_responses(ai: AsyncOpenAI) -> None:
     answer = await ai.responses.create(model="tiny", input="hello", max_output_tokens=5)
     assert answer.output_text
     async with ai.responses.stream(model="tiny", input="hello", max_output_tokens=5) as stream:
@@ -38,13 +38,13 @@ async def test_responses(ai: AsyncOpenAI) -> None:
     assert final.output_text == answer.output_text == "".join(deltas)
 
 
-async def test_embeddings(ai: AsyncOpenAI) -> None:
+async def test_openai_client_reads_embeddings(ai: AsyncOpenAI) -> None:
     packed = await ai.embeddings.create(model="tiny", input="hello")
     plain = await ai.embeddings.create(model="tiny", input="hello", encoding_format="float")
     assert packed.data[0].embedding == pytest.approx(plain.data[0].embedding)
 
 
-async def test_models_and_errors(ai: AsyncOpenAI) -> None:
+async def test_openai_client_reads_models_and_errors(ai: AsyncOpenAI) -> None:
     assert [model.id async for model in ai.models.list()] == ["tiny"]
     with pytest.raises(openai.NotFoundError):
         await ai.chat.completions.create(model="other", messages=MESSAGES)

@@ -1,3 +1,5 @@
+"""HTTP server of a simulated replica: answers, disconnects and faults."""
+
 import asyncio
 from typing import Any
 
@@ -9,7 +11,7 @@ from tests.lab.simulator.conftest import CHAT, chat, get, reply
 from tests.waiting import PATIENCE_S, until
 
 
-async def test_every_response_says_who_answered(client: ClientSession, url: str) -> None:
+async def test_every_response_names_its_replica(client: ClientSession, url: str) -> None:
     for path in ("/health", "/v1/models", "/v1/nothing"):
         async with client.get(path) as response:
             assert response.headers["x-served-by"] == url.removeprefix("http://")
@@ -28,29 +30,29 @@ async def test_every_response_says_who_answered(client: ClientSession, url: str)
         ("/v1/completions", {"prompt": [7] * 4090, "ignore_eos": True}, None, 6),
     ],
 )
-async def test_bounds_are_vllms(
+async def test_output_bounds_are_those_of_vllm(
     client: ClientSession, path: str, body: dict[str, Any], header: int | None, tokens: int
 ) -> None:
     assert (await reply(client, path, body, header))["usage"]["completion_tokens"] == tokens
 
 
-async def test_an_answer_has_the_tokens_it_must_have_at_least(client: ClientSession) -> None:
+async def test_min_tokens_is_respected(client: ClientSession) -> None:
     answer = await reply(client, CHAT, chat(min_tokens=300))
     assert answer["usage"]["completion_tokens"] >= 300
 
 
-async def test_the_next_turn_finds_the_last_one_in_the_cache(client: ClientSession) -> None:
+async def test_next_turn_of_a_conversation_hits_the_cache(client: ClientSession) -> None:
     messages = [{"role": "user", "content": "tell me a long story " * 40}]
     first = await reply(client, CHAT, {"messages": messages}, 100)
     messages.append(first["choices"][0]["message"])
     messages.append({"role": "user", "content": "go on"})
     second = await reply(client, CHAT, {"messages": messages}, 1)
-    told = first["usage"]["total_tokens"]
+    total = first["usage"]["total_tokens"]
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert told - 32 <= cached <= told
+    assert total - 32 <= cached <= total
 
 
-async def test_a_responses_stream_opens_before_the_engine_begins(
+async def test_responses_stream_opens_before_the_first_token(
     client: ClientSession, replica: Replica
 ) -> None:
     replica.engine.slow = 1000
@@ -65,7 +67,7 @@ async def test_a_responses_stream_opens_before_the_engine_begins(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_leaves_nothing_behind(
+async def test_disconnected_client_frees_its_blocks(
     client: ClientSession, replica: Replica, stream: bool
 ) -> None:
     body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
@@ -81,18 +83,18 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(
     assert replica.engine.counters.finished.total() == 0
 
 
-async def test_requests_in_flight_are_told_by_their_names(client: ClientSession) -> None:
+async def test_requests_in_flight_are_listed_by_name(client: ClientSession) -> None:
     async def until_named(*names: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while {*await get(client, "/simulate/requests")} != {*names}:
                 pass
 
-    def ask(name: str, stream: bool) -> Any:
+    def send(name: str, stream: bool) -> Any:
         body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
         headers = {"tracestate": f"simulate-output-tokens=4000,simulate-request={name}"}
         return asyncio.ensure_future(client.post(CHAT, json=body, headers=headers))
 
-    whole, streamed = ask("whole", False), ask("streamed", True)
+    whole, streamed = send("whole", False), send("streamed", True)
     await until_named("whole", "streamed")
     whole.cancel()
     await until_named("streamed")
@@ -100,7 +102,7 @@ async def test_requests_in_flight_are_told_by_their_names(client: ClientSession)
     await until_named()
 
 
-async def test_a_replica_told_to_fail_fails_inference_alone(client: ClientSession) -> None:
+async def test_fail_fault_affects_only_inference(client: ClientSession) -> None:
     await reply(client, "/simulate", {"fail": 599})
     assert (await reply(client, CHAT, chat(), status=599))["error"]["code"] == 599
     async with client.get("/metrics") as response:
@@ -109,7 +111,7 @@ async def test_a_replica_told_to_fail_fails_inference_alone(client: ClientSessio
     await reply(client, CHAT, chat(max_tokens=1))
 
 
-async def test_a_replica_told_to_hang_answers_nothing_until_told_otherwise(
+async def test_hang_fault_stops_all_answers_until_cleared(
     client: ClientSession,
 ) -> None:
     assert (await reply(client, "/simulate", {"hang": True}))["hang"] is True
@@ -123,13 +125,15 @@ async def test_a_replica_told_to_hang_answers_nothing_until_told_otherwise(
     await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
 
 
-async def test_a_replica_told_to_be_slow_is(client: ClientSession, replica: Replica) -> None:
+async def test_slow_fault_sets_the_factor_of_the_engine(
+    client: ClientSession, replica: Replica
+) -> None:
     faults = {"hang": False, "fail": 0, "freezing_gauges": False, "metrics_seconds": [0, 0]}
     assert await reply(client, "/simulate", {"slow": 3}) == {"slow": 3} | faults
     assert replica.engine.slow == 3
 
 
-async def test_a_replica_told_to_be_slow_with_its_metrics_is_with_nothing_else(
+async def test_metrics_fault_delays_only_the_metrics_page(
     client: ClientSession,
 ) -> None:
     await reply(client, "/simulate", {"metrics_seconds": [60, 60]})

@@ -1,4 +1,4 @@
-"""Frozen gauges, sleep and full queues, as measured on vLLM."""
+"""Frozen gauges, sleep and full queues of a simulated replica, as measured on vLLM."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ ENDPOINTS = {
 async def running(
     client: ClientSession, replica: Replica, *requests: tuple[str, dict[str, Any]]
 ) -> AsyncIterator[list[asyncio.Task[dict[str, Any]]]]:
-    """Requests in flight, all of them admitted."""
+    """Tasks of requests that are running on the engine."""
     tasks = [asyncio.create_task(reply(client, *request)) for request in requests]
     await until(lambda: replica.engine.running == len(requests))
     yield tasks
@@ -44,7 +44,7 @@ async def gauges(client: ClientSession) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("freezing", [True, False])
-async def test_gauges_of_an_aborted_engine_freeze_where_vllm_freezes_them(
+async def test_freezing_fault_keeps_the_gauges_of_aborted_requests(
     client: ClientSession, replica: Replica, freezing: bool
 ) -> None:
     await reply(client, "/simulate", {"freezing_gauges": freezing})
@@ -62,7 +62,7 @@ async def test_gauges_of_an_aborted_engine_freeze_where_vllm_freezes_them(
 @pytest.mark.parametrize(
     ("level", "state"), [(0, ""), (1, "weights_offloaded"), (2, "discard_all")]
 )
-async def test_a_sleeping_engine_is_healthy_and_keeps_requests_waiting_until_it_wakes(
+async def test_sleeping_engine_is_healthy_and_answers_after_it_wakes(
     client: ClientSession, level: int, state: str
 ) -> None:
     async def sleep_states() -> set[str]:
@@ -85,7 +85,7 @@ async def test_a_sleeping_engine_is_healthy_and_keeps_requests_waiting_until_it_
         assert response.status == 200
     while not await get(client, "/simulate/requests"):
         pass
-    assert set((await gauges(client)).values()) == {0.0}, "without steps the gauges stand still"
+    assert set((await gauges(client)).values()) == {0.0}, "gauges do not change without steps"
     assert not waiting.done()
     assert await reply(client, "/wake_up", {}) == {"status": "awake", "tags": None}
     cached = (await waiting)["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -94,7 +94,7 @@ async def test_a_sleeping_engine_is_healthy_and_keeps_requests_waiting_until_it_
     assert await get(client, "/is_sleeping") == {"is_sleeping": False}
 
 
-async def test_going_to_sleep_ends_every_request_with_what_it_has(
+async def test_sleep_aborts_running_requests_with_partial_answers(
     client: ClientSession, replica: Replica
 ) -> None:
     async with running(client, replica, *ENDPOINTS.items()) as tasks:
@@ -102,13 +102,13 @@ async def test_going_to_sleep_ends_every_request_with_what_it_has(
             assert await stream.content.readany()
             await reply(client, "/sleep", {})
             end = (await stream.text()).split("\n\n")
-        chosen, completed, message, response = await asyncio.gather(*tasks)
-    assert (chosen["choices"][0]["finish_reason"], message["stop_reason"]) == ("abort", None)
-    assert completed["choices"][0]["finish_reason"] == "abort"
+        chat_answer, completion, message, response = await asyncio.gather(*tasks)
+    assert (chat_answer["choices"][0]["finish_reason"], message["stop_reason"]) == ("abort", None)
+    assert completion["choices"][0]["finish_reason"] == "abort"
     assert response["status"] == "completed"
     assert '"finish_reason":"abort"' in end[-3]
     assert end[-2] == "data: [DONE]"
-    assert 0 < chosen["usage"]["completion_tokens"] < 4000
+    assert 0 < chat_answer["usage"]["completion_tokens"] < 4000
     assert (replica.engine.running, replica.engine.waiting) == (0, 0)
 
 
@@ -132,7 +132,7 @@ ADVICE = "Please try again later or on a different instance."
     indirect=["replica"],
     ids=["requests", "tokens"],
 )
-async def test_a_full_engine_answers_503_and_is_healthy(
+async def test_full_queue_answers_503_and_is_healthy(
     client: ClientSession, replica: Replica, limit: str, message: str
 ) -> None:
     short = chat(max_tokens=1)

@@ -1,4 +1,4 @@
-"""The router reads the usage of answers as the replica counted it."""
+"""The router's usage reader agrees with the counters of the replica."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.lab.simulator.conftest import SETTINGS
 
 TEXT = "a prompt of several blocks " * 20
 MESSAGES = [{"role": "user", "content": TEXT}]
-USAGE_ASKED_FOR = {"stream_options": {"include_usage": True}}
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 BODIES: dict[str, dict[str, Any]] = {
     Endpoint.CHAT: {"messages": MESSAGES, "max_tokens": 5},
@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 STREAMED = {
     path: {**BODIES[path], "stream": True}
-    | (USAGE_ASKED_FOR if path in (Endpoint.CHAT, Endpoint.COMPLETIONS) else {})
+    | (WITH_USAGE if path in (Endpoint.CHAT, Endpoint.COMPLETIONS) else {})
     for path in GENERATING
 }
 REQUESTS = [*BODIES.items(), *STREAMED.items()]
@@ -50,7 +50,7 @@ async def chunks(client: ClientSession, path: str, body: dict[str, Any]) -> Asyn
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=IDS)
-async def test_the_router_reads_what_the_replica_counted(
+async def test_usage_reader_agrees_with_the_engine_counters(
     client: ClientSession, replica: Replica, path: str, body: dict[str, Any]
 ) -> None:
     counters = replica.engine.counters
@@ -62,28 +62,11 @@ async def test_the_router_reads_what_the_replica_counted(
             reader.feed(chunk)
         hits = counters.cached_tokens - cached
         details = replica.settings.enable_prompt_tokens_details and Endpoint(path).decodes
-        told = details or path == Endpoint.RESPONSES
+        reported = details or path == Endpoint.RESPONSES
         assert reader.usage() == ReportedUsage(
             counters.prompt_tokens - prompt,
             counters.generated_tokens - generated,
-            hits if told else None,
+            hits if reported else None,
         )
         if repeated:
             assert counters.cached_tokens > cached
-
-
-@pytest.mark.parametrize("body", [BODIES, STREAMED], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("path", "field", "always"),
-    [
-        (Endpoint.CHAT, b'"prompt_tokens_details"', False),
-        (Endpoint.COMPLETIONS, b'"prompt_tokens_details"', False),
-        (Endpoint.MESSAGES, b'"cache_read_input_tokens"', False),
-        (Endpoint.RESPONSES, b'"cached_tokens"', True),
-    ],
-)
-async def test_cached_tokens_are_reported_where_that_is_enabled(
-    client: ClientSession, replica: Replica, path: str, field: bytes, always: bool, body: Any
-) -> None:
-    sent = b"".join([chunk async for chunk in chunks(client, path, body[path])])
-    assert (field in sent) is (always or replica.settings.enable_prompt_tokens_details)
