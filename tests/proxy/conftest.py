@@ -13,7 +13,7 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from extproc.route.router import Router
-from tests.fakes import ManualClock, state
+from tests.fakes import ManualClock, fleet_of, state
 from tests.proxy.envoy_side import EnvoySide, Local, Stream, running
 
 
@@ -22,10 +22,16 @@ def config_of(**sections: Any) -> Config:
 
 
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
-    clock = parts.get("clock", services.clock)
-    queue = parts.pop("queue", Queue(fleet, services.config.hold, clock))
+    queue = Queue(fleet, services.config.hold, parts.get("clock", services.clock))
     router = Router(fleet, "completion", services.random, backlog=queue.backlog)
     return replace(services, router=router, queue=queue, **parts)
+
+
+def with_fleet(services: Services, clock: ManualClock, **parts: Any) -> Services:
+    """The services on this clock, with two replicas, which are all replicas of the pool."""
+    fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
+    fleet.members_known.set()
+    return on_fleet(services, fleet, clock=clock, **parts)
 
 
 def put_replicas(services: Services, *numbers: int, **figures: Any) -> None:

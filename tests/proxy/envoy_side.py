@@ -1,4 +1,4 @@
-"""The messages Envoy sends, built with envoy-data-plane, in memory or over a real gRPC channel."""
+"""Envoy's end of the protocol, with messages of envoy-data-plane, in memory or over gRPC."""
 
 import asyncio
 import json
@@ -28,16 +28,16 @@ DUPLEX: dict[str, Any] = {
     "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
     "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
 }
+JsonOrBytes = dict[str, Any] | bytes
 PROTOCOLS = "headers first", "body first", "before trailers", "full duplex"
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
 
 
 class Stream:
-    """One HTTP request as Envoy tells it."""
+    """One HTTP request, as Envoy sends it to the router."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._first = True
 
     async def send(self, **message: Any) -> ProcessingResponse:
         return await self.send_bytes(bytes(ProcessingRequest(**message)))
@@ -55,20 +55,20 @@ class Stream:
         return ProcessingResponse.parse(reply)
 
     async def ask(
-        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+        self, body: JsonOrBytes = CHAT, *headers: Any, **named: Any
     ) -> ProcessingResponse:
         """Sends headers and a whole body; returns the reply to the body."""
         await self.request_headers(*headers, **named)
         return await self.request_body(body)
 
     async def ask_in_full_duplex(
-        self, body: dict[str, Any] | bytes = CHAT, **named: Any
+        self, body: JsonOrBytes = CHAT, **named: Any
     ) -> ProcessingResponse:
         await self.write_headers(**DUPLEX, **named)
-        await self.write_body(body if isinstance(body, bytes) else json.dumps(body).encode())
-        return await self.read()
+        return await self.request_body(body)
 
-    async def answer(self, *chunks: dict[str, Any] | bytes, **headers: Any) -> ProcessingResponse:
+    async def answer(self, *chunks: JsonOrBytes, **headers: Any) -> ProcessingResponse:
+        """Sends a whole response; returns the reply to its headers."""
         reply = await self.response_headers(**headers)
         for left, chunk in zip(reversed(range(len(chunks))), chunks, strict=True):
             await self.response_body(chunk, end_of_stream=not left)
@@ -91,12 +91,10 @@ class Stream:
     ) -> None:
         """Sends the request's headers; in full duplex the reply waits for the body."""
         hint = None if subset is None else {"envoy.lb.subset_hint": _listed(SUBSET, subset)}
+        values = {":path": path, ":method": method} | (headers or {})
         await self.write(
             ProcessingRequest(
-                request_headers=headers_message(
-                    {":path": path, ":method": method} | (headers or {}),
-                    end_of_stream=end_of_stream,
-                ),
+                request_headers=headers_message(values, end_of_stream),
                 protocol_config=ProtocolConfiguration(
                     request_body_mode=body_mode, response_body_mode=response_mode
                 ),
@@ -104,48 +102,37 @@ class Stream:
             )
         )
 
-    async def body_first(
-        self,
-        body: dict[str, Any] | bytes,
-        path: str = "/v1/chat/completions",
-        headers: dict[str, str] | None = None,
-        end_of_stream: bool = True,
-        mode: BodyMode = BodyMode.BUFFERED,
-    ) -> ProcessingResponse:
-        message = self.body_message(body, path, headers, end_of_stream, mode)
-        return await self.send_bytes(bytes(message))
+    async def body_first(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        """Sends :meth:`body_message`."""
+        return await self.send_bytes(bytes(self.body_message(*arguments, **named)))
 
     def body_message(
         self,
-        body: dict[str, Any] | bytes,
+        body: JsonOrBytes,
         path: str = "/v1/chat/completions",
         headers: dict[str, str] | None = None,
         end_of_stream: bool = True,
         mode: BodyMode = BodyMode.BUFFERED,
     ) -> ProcessingRequest:
-        """What :meth:`body_first` sends."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        told = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
+        """A body as the first message, with the headers as attributes."""
+        values = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
         if request_id := (headers or {}).get("x-request-id"):
-            told["request.id"] = request_id
-        told["request.path"] = path
-        fields = {name: Value(string_value=value) for name, value in told.items()}
+            values["request.id"] = request_id
         return ProcessingRequest(
-            request_body=HttpBody(body=data, end_of_stream=end_of_stream),
-            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+            request_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream),
+            attributes=_attributes(values | {"request.path": path}),
             protocol_config=ProtocolConfiguration(request_body_mode=mode),
         )
 
-    async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:
-        await self.write(
-            ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end_of_stream))
-        )
+    async def write_body(self, body: JsonOrBytes, end_of_stream: bool = True) -> None:
+        message = HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
+        await self.write(ProcessingRequest(request_body=message))
 
     async def request_body(
-        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+        self, body: JsonOrBytes, end_of_stream: bool = True
     ) -> ProcessingResponse:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.send(request_body=HttpBody(body=data, end_of_stream=end_of_stream))
+        await self.write_body(body, end_of_stream)
+        return await self.read()
 
     async def response_headers(
         self,
@@ -154,13 +141,10 @@ class Stream:
         content_type: str = "application/json",
         end_of_stream: bool = False,
     ) -> ProcessingResponse:
-        fields = {"upstream.address": Value(string_value=upstream)} if upstream else {}
+        values = {":status": str(status), "content-type": content_type}
         return await self.send(
-            response_headers=headers_message(
-                {":status": str(status), "content-type": content_type},
-                end_of_stream=end_of_stream,
-            ),
-            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+            response_headers=headers_message(values, end_of_stream),
+            attributes=_attributes({"upstream.address": upstream} if upstream else {}),
         )
 
     async def request_chunks(self) -> bytes:
@@ -172,10 +156,10 @@ class Stream:
         return body
 
     async def response_body(
-        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+        self, body: JsonOrBytes, end_of_stream: bool = True
     ) -> ProcessingResponse:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.send(response_body=HttpBody(body=data, end_of_stream=end_of_stream))
+        message = HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
+        return await self.send(response_body=message)
 
     async def request_trailers(self) -> ProcessingResponse:
         return await self.send(request_trailers=HttpTrailers(trailers=HeaderMap()))
@@ -188,7 +172,7 @@ class Stream:
         assert await self._call.read() is grpc.aio.EOF
 
     async def end_unread(self) -> None:
-        """The same, with replies that nobody has read."""
+        """Ends the stream, though the router may still reply."""
         await self._call.done_writing()
         while await self._call.read() is not grpc.aio.EOF:
             pass
@@ -198,7 +182,7 @@ class Stream:
 
 
 class LocalCall:
-    """A stream without gRPC: Envoy's end of it, and its ``context`` at the router."""
+    """A stream without gRPC: Envoy's end, and the router's ``context``."""
 
     def __init__(self, server: GrpcServer, metadata: Sequence[tuple[str, str]]) -> None:
         self.context = Context(metadata)
@@ -229,13 +213,13 @@ class LocalCall:
 
 
 class Context:
-    """The context that gRPC gives the router, of a stream in memory."""
+    """The ``ServicerContext`` of a stream in memory."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
         self.replies: asyncio.Queue[Any] = asyncio.Queue()
-        self.taken = asyncio.Event()  # clear: Envoy takes no reply
-        self.taken.set()
+        self.reads_replies = asyncio.Event()
+        self.reads_replies.set()
         self._metadata = metadata
         self._is_reset = False
 
@@ -252,19 +236,19 @@ class Context:
         return message
 
     async def write(self, reply: bytes) -> None:
-        await self.taken.wait()
+        await self.reads_replies.wait()
         if self._is_reset:
             raise grpc.aio.UsageError("reset")
         self.replies.put_nowait(reply)
 
     def reset(self) -> None:
         self._is_reset = True
-        self.taken.set()
+        self.reads_replies.set()
         self.messages.put_nowait(grpc.aio.UsageError("reset"))
 
 
 class Local:
-    """A router in this process whose server does not listen, in place of a channel to it."""
+    """A router in this process, without a port, in place of a channel to a router."""
 
     def __init__(
         self, services: Services, pools: Mapping[str, Services] = MappingProxyType({})
@@ -286,37 +270,35 @@ class EnvoySide:
 
     @asynccontextmanager
     async def stream(self, pool: str = "", traceparent: str = "") -> AsyncIterator[Stream]:
-        told = {"x-extproc-pool": pool, "traceparent": traceparent}
-        call = self._process(metadata=[pair for pair in told.items() if pair[1]])
+        metadata = {"x-extproc-pool": pool, "traceparent": traceparent}
+        call = self._process(metadata=[pair for pair in metadata.items() if pair[1]])
         try:
             yield Stream(call)
         finally:
             call.cancel()
 
-    async def sent(
+    async def route(
         self,
         protocol: str,
-        body: dict[str, Any] | bytes = CHAT,
+        body: JsonOrBytes = CHAT,
         path: str = "/v1/chat/completions",
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[ProcessingResponse, bytes | None]:
         """Sends a request in one of ``PROTOCOLS``; returns the reply with the decision, and the
-        body that the replica gets, None if that is the one sent."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        told = dict(headers)
+        body that the replica gets, or None if the body is unchanged."""
+        data, values = as_bytes(body), dict(headers)
         async with self.stream() as stream:
             if protocol == "full duplex":
-                await stream.write_headers(path, headers=told, **DUPLEX)
+                await stream.write_headers(path, headers=values, **DUPLEX)
                 await stream.write_body(data[:9], end_of_stream=False)
-                await stream.write_body(data[9:])
-                reply = await stream.read()
+                reply = await stream.request_body(data[9:])
                 changed = await stream.request_chunks() if reply.request_headers else None
             else:
                 if protocol == "headers first":
-                    told["content-length"] = str(len(data))
-                    reply = await stream.ask(data, path, headers=told)
+                    values["content-length"] = str(len(data))
+                    reply = await stream.ask(data, path, headers=values)
                 else:
-                    reply = await stream.body_first(data, path, told, protocol == "body first")
+                    reply = await stream.body_first(data, path, values, protocol == "body first")
                 changed = None if reply.immediate_response else body_of(reply)
                 if protocol == "before trailers" and reply.request_body:
                     assert (await stream.request_trailers()).request_trailers is not None
@@ -324,7 +306,7 @@ class EnvoySide:
         return reply, None if changed == data else changed
 
     async def ask(
-        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+        self, body: JsonOrBytes = CHAT, *headers: Any, **named: Any
     ) -> ProcessingResponse:
         """Sends a request whose client then hangs up; returns the reply to the body."""
         async with self.stream() as stream:
@@ -333,11 +315,7 @@ class EnvoySide:
         return reply
 
     async def ask_body_first(
-        self,
-        body: dict[str, Any] | bytes = CHAT,
-        *headers: Any,
-        traceparent: str = "",
-        **named: Any,
+        self, body: JsonOrBytes = CHAT, *headers: Any, traceparent: str = "", **named: Any
     ) -> ProcessingResponse:
         async with self.stream(traceparent=traceparent) as stream:
             reply = await stream.body_first(body, *headers, **named)
@@ -346,16 +324,15 @@ class EnvoySide:
 
     async def converse(
         self,
-        body: dict[str, Any] | bytes = CHAT,
-        *answer: dict[str, Any] | bytes,
+        body: JsonOrBytes = CHAT,
+        *answer: JsonOrBytes,
         status: int = 200,
         upstream: str = "",
         content_type: str = "application/json",
-        pool: str = "",
         **request: Any,
     ) -> ProcessingResponse:
         """Sends a request and its response to the end; returns the reply to the request's body."""
-        async with self.stream(pool) as stream:
+        async with self.stream() as stream:
             reply = await stream.ask(body, **request)
             await stream.answer(
                 *answer, status=status, upstream=upstream, content_type=content_type
@@ -374,6 +351,10 @@ async def running(server: GrpcServer, **options: int) -> AsyncIterator[grpc.aio.
         await server.stop(0)
 
 
+def as_bytes(body: JsonOrBytes) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
 def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:
     items = [HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
     return HttpHeaders(headers=HeaderMap(headers=items), end_of_stream=end_of_stream)
@@ -382,3 +363,8 @@ def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders
 def _listed(key: str, names: list[str]) -> Struct:
     values = [Value(string_value=name) for name in names]
     return Struct(fields={key: Value(list_value=ListValue(values=values))})
+
+
+def _attributes(values: dict[str, str]) -> dict[str, Struct]:
+    fields = {name: Value(string_value=value) for name, value in values.items()}
+    return {"envoy.filters.http.ext_proc": Struct(fields=fields)}

@@ -3,12 +3,6 @@
 import json
 
 import pytest
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap, Metadata
-from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    CommonResponseResponseStatus as Status,
-)
-from envoy_data_plane.envoy.service.ext_proc.v3 import HttpTrailers, ProcessingRequest
-from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
@@ -19,17 +13,13 @@ from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
 from tests.proxy.conftest import config_of, on_fleet, put_replicas
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Local, Stream, headers_message
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Local, Stream
 from tests.proxy.replies import (
     MEMBERS,
-    BodyMode,
-    body_of,
     chosen,
     chunk_of,
-    common,
     destination,
     error_of,
-    refusal_header,
     status_of,
 )
 
@@ -72,17 +62,6 @@ async def test_duplex_names_one_replica(envoy: EnvoySide, services: Services) ->
                 await stream.write_body(BODY)
             assert len(destination(await stream.read())) == 1
     assert len(destination(await envoy.ask())) == 2
-
-
-async def test_duplex_body_before_trailers_returns_with_headers(stream: Stream) -> None:
-    await stream.write_headers(**DUPLEX)
-    await stream.write_body(BODY, end_of_stream=False)
-    await stream.write(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
-    reply = await stream.read()
-    assert set(destination(reply)) == MEMBERS
-    assert body_of(reply) == BODY
-    assert common(reply).status == Status.CONTINUE_AND_REPLACE
-    assert (await stream.response_headers()).response_headers is not None
 
 
 async def test_duplex_buffers_no_more_than_it_reads(stream: Stream, services: Services) -> None:
@@ -155,19 +134,6 @@ async def test_duplex_chunks_after_the_end_are_dropped(stream: Stream, path: str
     await stream.end()
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])
-async def test_duplex_other_endpoints_get_replica(stream: Stream, method: str, path: str) -> None:
-    ends = method == "GET"
-    reply = await stream.request_headers(path, method, end_of_stream=ends, **DUPLEX)
-    assert set(destination(reply)) == MEMBERS
-    if not ends:
-        await stream.write_body(b"text")
-        assert chunk_of(await stream.read()) == (b"text", True)
-    await stream.response_headers()
-    assert chunk_of(await stream.response_body(b"{}")) == (b"{}", True)
-    await stream.end()
-
-
 async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:
     services.fleet.responses.remember("resp_1", replica(2))
     for subset, found in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
@@ -176,59 +142,3 @@ async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: 
             reply = await stream.request_headers(path, "GET", True, subset=subset, **DUPLEX)
             assert destination(reply)[:1] == found
             assert reply.mode_override is None
-
-
-async def test_subset_limits_candidates(envoy: EnvoySide) -> None:
-    for _ in range(5):
-        async with envoy.stream() as stream:
-            reply = await stream.ask_in_full_duplex(subset=[replica(2), "10.9.9.9:8000"])
-            assert destination(reply) == [replica(2)]
-
-
-@pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
-@pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
-async def test_unknown_subset_gets_503(stream: Stream, subset: list[str], mode: BodyMode) -> None:
-    await stream.write_headers(body_mode=mode, subset=subset)
-    if mode == BodyMode.BUFFERED:
-        await stream.read()
-    await stream.write_body(BODY)
-    reply = await stream.read()
-    assert status_of(reply) == 503
-    assert error_of(reply)["message"]
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_duplex_unready_gets_503(stream: Stream, services: Services, method: str) -> None:
-    put_replicas(services, healthy=False)
-    if method == "GET":
-        reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True, **DUPLEX)
-    else:
-        reply = await stream.ask_in_full_duplex()
-    assert status_of(reply) == 503
-    await stream.end()
-    assert services.fleet.in_flight == 0
-
-
-async def test_duplex_metadata_names_serving_replica(
-    envoy: EnvoySide, services: Services, stream: Stream
-) -> None:
-    first, second = destination(await stream.ask_in_full_duplex())
-    await stream.read()
-    name = "x-gateway-destination-endpoint-served"
-    served = Struct(fields={name: Value(string_value=second)})
-    await stream.send(
-        response_headers=headers_message({":status": "200"}, end_of_stream=False),
-        metadata_context=Metadata(filter_metadata={"envoy.lb": served}),
-    )
-    assert services.fleet.in_flight_on(second) == 1
-    assert services.fleet.in_flight_on(first) == 0
-
-
-@pytest.mark.parametrize("config", [config_of(route={"max_ttft_s": 0.5})])
-async def test_max_ttft_answers_429(envoy: EnvoySide, services: Services) -> None:
-    long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
-    reply = await envoy.ask(long, "/v1/completions")
-    assert status_of(reply) == 429
-    assert refusal_header(reply, "retry-after") == b"3"
-    assert set(destination(await envoy.ask())) == MEMBERS
-    assert services.fleet.in_flight == 0

@@ -10,14 +10,13 @@ from extproc.lab.replay.recorded import read
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import config_of, on_fleet, put_replicas, samples
+from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, running
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_record import written
-from tests.proxy.test_traces import SAMPLED, sent, spans, traced
+from tests.proxy.test_traces import spans
 from tests.proxy.test_watch import MARK
-from tests.spans import Spans, attributes
 from tests.waiting import until
 
 __all__ = ["spans"]
@@ -145,8 +144,7 @@ class TestAnAnswerThatIsNotRead:
 
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
-        fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
-        return on_fleet(services, fleet, clock=clock)
+        return with_fleet(services, clock)
 
     async def test_ended_response_teaches_no_length(
         self, stream: Stream, services: Services, clock: ManualClock
@@ -177,18 +175,3 @@ async def test_large_reply_precedes_refusal(stream: Stream, services: Services) 
     assert chosen(await stream.read())
     assert (await stream.read()).immediate_response
     await stream.end()
-
-
-class TestASampledOne:
-    @pytest.fixture
-    def services(self, services: Services, spans: Spans) -> Services:
-        return traced(services, spans)
-
-    async def test_ended_has_span(self, envoy: EnvoySide, services: Services, spans: Spans) -> None:
-        async with envoy.stream(traceparent=SAMPLED) as stream:
-            on = chosen(await stream.body_first(CHAT))[0]
-            hangs(services, on)
-            assert (await stream.read()).immediate_response
-            await stream.end()
-        told = attributes((await sent(services, spans))["chat llama"])
-        assert (told["http.response.status_code"], told["error.type"]) == (503, "503")

@@ -109,23 +109,6 @@ class TestBodies:
                 assert error_of(await stream.read())["code"] == "no_memory"
             assert destination(await large.read())[0] in MEMBERS
 
-    async def test_body_memory_is_freed(self, envoy: EnvoySide, services: Services) -> None:
-        for _ in range(5):
-            async with envoy.stream() as stream:
-                await stream.write_headers(**DUPLEX)
-                await stream.write_body(BEGUN + b"a" * 6000, False)
-                await stream.write_body(b'"}]}')
-                assert destination(await stream.read())[0] in MEMBERS
-                await stream.read()
-                await until(lambda: services.body_memory.free == ROOM)
-                assert services.log.last(1)[0].decision.profile.prompt_bytes > 6000
-            async with envoy.stream() as refused:
-                await refused.write_headers(**DUPLEX)
-                await refused.write_body(b"a" * 6000, False)
-                await refused.write_body(b"a" * 10)
-                assert (await refused.read()).immediate_response is not None
-                await until(lambda: services.body_memory.free == ROOM)
-
     async def test_unread_replies_count_as_body_memory(
         self, over_grpc: EnvoySide, services: Services, logged: Logged
     ) -> None:

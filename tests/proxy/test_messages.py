@@ -77,10 +77,3 @@ def test_subset_is_read_as_list_or_text() -> None:
     assert subset(Value(list_value=ListValue(values=[]))) == frozenset()
     assert messages.subset_of(received()) is None
     assert messages.subset_of(received(metadata_context=told("envoy.lb.subset_hint"))) is None
-
-
-def test_replies_share_no_state() -> None:
-    first = messages.send_to("request_body", "10.0.0.1:8000,10.0.0.2:8000")
-    messages.send_to("request_body", "10.0.0.3:8000")
-    messages.send_to("request_headers", "10.0.0.4:8000", leave_body=True)
-    assert messages.send_to("request_body", "10.0.0.1:8000,10.0.0.2:8000") == first

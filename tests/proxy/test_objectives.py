@@ -63,11 +63,6 @@ async def test_objective_follows_header_then_tenant_then_model(
     assert (await aim(envoy, services, headers, body)).name == name
 
 
-async def test_inference_headers_do_not_count(envoy: EnvoySide, services: Services) -> None:
-    headers = {"x-llm-d-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}
-    assert await aim(envoy, services, headers) is NO_OBJECTIVE
-
-
 @allowed()
 @pytest.mark.parametrize(
     ("headers", "expected"),
@@ -96,21 +91,6 @@ async def test_allowed_inference_headers_set_objective(
     envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
 ) -> None:
     assert await aim(envoy, services, headers) == expected
-
-
-@allowed()
-async def test_fairness_id_header_names_tenant(envoy: EnvoySide, services: Services) -> None:
-    for header in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
-        await aim(envoy, services, {header: "blue"})
-        (record,) = services.log.last(1)
-        assert record.decision.profile.tenant == "blue"
-
-
-@allowed()
-async def test_duplex_inference_header_sets_objective(stream: Stream, services: Services) -> None:
-    await stream.ask_in_full_duplex(headers={"x-slo-ttft-ms": "1500"})
-    (record,) = services.log.last(1)
-    assert record.decision.profile.objective == Objective(ttft_s=1.5)
 
 
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)

@@ -1,65 +1,159 @@
+"""A response updates metrics, the learned figures and the replica's standing."""
+
 import gc
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.observe.metrics import RouterMetrics
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
-from tests.conftest import Logged
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import config_of, on_fleet, put_replicas, router_of
+from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.proxy.conftest import config_of, router_of, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
-from tests.proxy.replies import MEMBERS, destination
+from tests.proxy.replies import destination
 
-ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+BY = {"model": MODEL, "objective": "chat"}
+USAGE = {
+    "prompt_tokens": 100,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+STREAMED = CHAT | {"stream": True}
+EVENTS = "text/event-stream"
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+LAST = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,'
+    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\ndata: [DONE]\n\n'
+)
 TUNNEL = "127.0.0.1:15001"
+NAMED = {"x-request-id": "one"}
 
 
 @pytest.fixture
 def config() -> Config:
-    return config_of(route={"seed": 1}, serve={"chunks_per_s": 0.0})
+    objectives = {"chat": {"priority": 1, "models": [MODEL]}}
+    return config_of(
+        route={"seed": 1}, serve={"chunks_per_s": 1e6}, hold={"objectives": objectives}
+    )
 
 
 @pytest.fixture
-def services(services: Services, clock: ManualClock) -> Services:
-    fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
-    fleet.members_known.set()
-    return on_fleet(services, fleet, clock=clock)
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
 
 
-read_all = pytest.mark.parametrize(
-    "config", [config_of(route={"seed": 1}, serve={"chunks_per_s": 1e6})]
+@pytest.fixture
+def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
+    return with_fleet(replace(services, metrics=RouterMetrics(registry)), clock)
+
+
+unread = pytest.mark.parametrize(
+    "config", [config_of(route={"seed": 1}, serve={"chunks_per_s": 0.0})]
 )
 
 
-def count(metric: Collector) -> float:
-    (family,) = metric.collect()
-    return next(one.value for one in family.samples if one.name.endswith("_count"))
+def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) -> float | None:
+    return registry.get_sample_value(f"extproc_{name}", dict(by))
 
 
-async def test_tunnel_means_chosen_replica_served(envoy: EnvoySide, services: Services) -> None:
-    for number in range(3):
-        async with envoy.stream() as stream:
-            first = destination(await stream.ask(CHAT, headers={"x-request-id": str(number)}))[0]
-            await stream.response_headers(upstream=TUNNEL)
-            assert services.fleet.in_flight_on(first) == 1
-            await stream.end()
-        (record,) = services.log.of_request(str(number))
-        assert record.outcome.served_by == first
+async def test_streamed_response_fills_time_and_prediction_metrics(
+    stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
+) -> None:
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    clock.advance(0.5)
+    await stream.response_body(TOKEN, False)
+    clock.advance(2.0)
+    await stream.response_body(LAST)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    decision = record.decision
+    tpot = decision.forecast().decode_time_per_token  # nothing was learned yet that stretches it
+    for name, actual, predicted in (
+        ("ttft", 0.5, decision.predicted_ttft),
+        ("tpot", 0.5, tpot),
+        ("completion", 2.5, decision.predicted_completion),
+    ):
+        assert value(registry, f"{name}_seconds_count") == 1
+        assert value(registry, f"{name}_seconds_sum") == pytest.approx(actual)
+        ratio = value(registry, f"{name}_predicted_ratio_sum")
+        assert ratio == pytest.approx(predicted / actual)
+    hits = {"replica": first}
+    assert value(registry, "prefix_cache_reported_tokens_total", hits) == 32
+    assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
+    (result,) = services.accuracy.since(0.0)
+    assert (result.replica, result.actual_s, result.cached) == (first, 2.5, 32)
+    assert result.predicted_s == decision.predicted_completion
+    assert [*services.accuracy.since(clock() + 1.0)] == []
+
+
+async def test_retry_on_other_replica_measures_no_prediction(
+    stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
+) -> None:
+    first, second = destination(await stream.ask())
+    await stream.response_headers(upstream=second)
+    clock.advance(1.5)
+    await stream.response_body({"usage": USAGE})
+    await stream.end()
+    assert value(registry, "completion_seconds_sum") == 1.5
+    assert value(registry, "completion_predicted_ratio_count") is None
+    assert value(registry, "ttft_seconds_count") is None
+    assert value(registry, "failures_total", {"replica": first}) == 1
+    assert value(registry, "failures_total", {"replica": second}) is None
+    assert [*services.accuracy.since(0.0)] == []
+
+
+async def test_failures_are_counted_until_replica_leaves(
+    envoy: EnvoySide, services: Services, registry: CollectorRegistry
+) -> None:
+    async with envoy.stream() as stream:
+        first, second = destination(await stream.ask())
+        await stream.answer(status=503, upstream=first)
+    assert value(registry, "failures_total", {"replica": first}) == 1
+    services.metrics.drop_other_replicas({second})
+    assert value(registry, "failures_total", {"replica": first}) is None
+    assert value(registry, "completion_seconds_count") is None
+
+
+async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:
+    assert services.demand.replicas(services.queue) == 0.0
+    await envoy.ask()
+    assert services.demand.replicas(services.queue) > 0.0
+
+
+def test_replica_left_out_metric_follows_exclusions(registry: CollectorRegistry) -> None:
+    metrics = RouterMetrics(registry)
+    metrics.set_excluded([("a", "failing"), ("b", "draining")])
+    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) == 1
+    metrics.set_excluded([("b", "draining")])
+    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) is None
+    assert value(registry, "replica_left_out", {"replica": "b", "reason": "draining"}) == 1
+
+
+async def test_response_from_a_tunnel_counts_for_the_chosen_replica(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        first, _ = destination(await stream.ask(CHAT, headers=NAMED))
+        await stream.response_headers(upstream=TUNNEL)
+        assert services.fleet.in_flight_on(first) == 1
+        await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.outcome.served_by == first
     assert not services.fleet.eligibility.has_suspects
-    assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
-
-
-async def test_tunnel_failure_counts_for_chosen(envoy: EnvoySide, services: Services) -> None:
-    for _ in range(5):  # three of one of the two
+    for _ in range(5):  # a replica gets three of the five
         await envoy.converse(status=500, upstream=TUNNEL)
     (excluded,) = services.fleet.view("llama").excluded
     assert excluded.why == "ejected: 3 or more consecutive requests failed"
 
 
+@unread
 @pytest.mark.parametrize(
-    ("status", "tried_again", "polled", "learned"),
+    ("status", "retried", "polled", "learned"),
     [
         (200, False, True, True),
         (200, False, False, False),
@@ -68,61 +162,62 @@ async def test_tunnel_failure_counts_for_chosen(envoy: EnvoySide, services: Serv
         (None, False, True, False),
     ],
 )
-async def test_unread_stream_teaches_output_length(
+async def test_steps_counted_during_unread_stream_teach_its_length(
     envoy: EnvoySide,
     services: Services,
     clock: ManualClock,
     status: int | None,
-    tried_again: bool,
+    retried: bool,
     polled: bool,
     learned: bool,
 ) -> None:
-    """Where its replica's steps were counted meanwhile, and all of them were its own."""
-    steps = 0.0
-    for number in (1, 2):  # none is alone
-        services.fleet.dispatch(replica(number), chat(100, 10_000))
-    before = services.fleet.lengths.expected(0, 10_000.0)
+    before, steps = expected_length(services), 0.0
     for _ in range(5):
         async with envoy.stream() as stream:
-            first, second = destination(await stream.ask(CHAT | {"stream": True}))
+            first, second = destination(await stream.ask(STREAMED))
             if status is not None:
-                kind, server = "text/event-stream", second if tried_again else first
-                await stream.response_headers(status, upstream=server, content_type=kind)
+                server = second if retried else first
+                await stream.response_headers(status, upstream=server, content_type=EVENTS)
             for _ in range(60):
                 clock.advance(1.0)
                 steps += 30.0
                 for number in (1, 2) if polled else ():
                     services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
             await stream.end()
-    expected = services.fleet.lengths.expected(0, 10_000.0)
-    assert expected > 2 * before if learned else expected == before
+    after = services.fleet.lengths.expected(0, 10_000.0)
+    assert after > 2 * before if learned else after == before
 
 
-@read_all
-async def test_hang_up_teaches_nothing(
-    stream: Stream, services: Services, clock: ManualClock
-) -> None:
+def expected_length(services: Services) -> float:
+    """Expected output tokens, after a dispatch to each replica: no later request runs alone."""
     for number in (1, 2):
         services.fleet.dispatch(replica(number), chat(100, 10_000))
-    before = services.fleet.lengths.expected(0, 10_000.0)
-    first = destination(await stream.ask(CHAT | {"stream": True}))[0]
-    await stream.response_headers(upstream=first, content_type="text/event-stream")
-    await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+    return services.fleet.lengths.expected(0, 10_000.0)
+
+
+async def test_response_cut_off_teaches_no_length(
+    stream: Stream, services: Services, clock: ManualClock
+) -> None:
+    before = expected_length(services)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await stream.response_body(TOKEN, False)
     clock.advance(1.0)
     for number in (1, 2):
         services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
     await stream.end()
     assert services.fleet.lengths.expected(0, 10_000.0) == before
+    (record,) = services.log.of_request("one")
+    assert (record.outcome.status, record.outcome.completion_s) == (200, None)
 
 
-@read_all
 async def test_stream_without_usage_teaches_completion_error(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     for _ in range(5):
         async with envoy.stream() as stream:
-            first = destination(await stream.ask(CHAT | {"stream": True}))[0]
-            await stream.response_headers(upstream=first, content_type="text/event-stream")
+            first, _ = destination(await stream.ask(STREAMED))
+            await stream.response_headers(upstream=first, content_type=EVENTS)
             clock.advance(500.0)
             for number in (1, 2):
                 services.fleet.put(state(number, "llama-8b-a10", clock))
@@ -131,53 +226,28 @@ async def test_stream_without_usage_teaches_completion_error(
     assert services.router.margins.completion.ratio > 1.1
 
 
-async def test_unread_stream_has_no_completion_time(stream: Stream, services: Services) -> None:
-    """Envoy closes its stream alike when a response has ended and when a client hung up."""
-    await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
-    reply = await stream.response_headers(content_type="text/event-stream")
+@unread
+async def test_unread_stream_has_no_completion_time(
+    stream: Stream, services: Services, registry: CollectorRegistry
+) -> None:
+    """Envoy closes its stream alike when a response ends and when a client hangs up."""
+    await stream.ask(STREAMED, headers=NAMED)
+    reply = await stream.response_headers(content_type=EVENTS)
     assert reply.mode_override is None
     await stream.end()
-    (record,) = services.log.of_request("s")
-    assert record.outcome.status == 200
-    assert record.outcome.completion_s is None
-    assert count(services.metrics.prediction_error) == 0
-    assert services.fleet.in_flight == 0
-
-
-@pytest.mark.parametrize("retried", [False, True])
-async def test_accuracy_keeps_outcomes_of_chosen_replica(
-    stream: Stream, services: Services, clock: ManualClock, retried: bool
-) -> None:
-    details = {"prompt_tokens_details": {"cached_tokens": 32}}
-    first, second = destination(await stream.ask(CHAT, headers={"x-request-id": "one"}))
-    await stream.response_headers(upstream=second if retried else first)
-    clock.advance(1.5)
-    usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
-    await stream.response_body({"usage": usage})
-    await stream.end()
-    kept = [*services.accuracy.since(0.0)]
-    if retried:
-        assert kept == []
-        return
     (record,) = services.log.of_request("one")
-    predicted = record.decision.predicted_completion
-    assert [(one.replica, one.predicted_s, one.actual_s, one.cached) for one in kept] == [
-        (first, predicted, 1.5, 32)
-    ]
-    assert [*services.accuracy.since(clock() + 1.0)] == []
+    assert (record.outcome.status, record.outcome.completion_s) == (200, None)
+    assert value(registry, "prediction_error_ratio_count", {}) == 0
 
 
 async def test_sequences_report_no_cached_tokens(stream: Stream, services: Services) -> None:
     first, _ = destination(await stream.ask(CHAT | {"n": 2}))
     await stream.response_headers(upstream=first)
-    details = {"prompt_tokens_details": {"cached_tokens": 0}}
-    usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
-    await stream.response_body({"usage": usage})
+    await stream.response_body({"usage": USAGE})
     await stream.end()
-    assert [one.cached for one in services.accuracy.since(0.0)] == [None]
+    assert [result.cached for result in services.accuracy.since(0.0)] == [None]
 
 
-@read_all
 async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Services) -> None:
     before = services.tokens.bytes_per_token("llama")
     for _ in range(20):
@@ -185,74 +255,6 @@ async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Service
     assert services.tokens.bytes_per_token("llama") < before / 2
 
 
-@read_all
-async def test_streamed_response_shows_first_token(envoy: EnvoySide, services: Services) -> None:
-    chunks = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', b"data: [DONE]\n\n"
-    kind, headers = "text/event-stream; charset=utf-8", {"x-request-id": "s"}
-    await envoy.converse(CHAT | {"stream": True}, *chunks, content_type=kind, headers=headers)
-    (record,) = services.log.of_request("s")
-    assert record.outcome.ttft_s is not None
-    assert record.outcome.completion_s is not None
-    assert record.outcome.ttft_s <= record.outcome.completion_s
-
-
-async def test_failing_replica_is_ejected(envoy: EnvoySide, services: Services) -> None:
-    bad, good = replica(1), replica(2)
-    for _ in range(3):
-        await envoy.converse(status=500, upstream=bad)
-    for _ in range(10):
-        assert destination(await envoy.ask()) == [good]
-
-
-@read_all
-async def test_broken_response_has_no_completion(stream: Stream, services: Services) -> None:
-    await stream.ask(CHAT, headers={"x-request-id": "broken"})
-    await stream.response_headers()
-    await stream.response_body(b'{"choices": [', end_of_stream=False)
-    await stream.end()
-    (record,) = services.log.of_request("broken")
-    assert record.outcome.status == 200
-    assert record.outcome.completion_s is None
-
-
-async def test_replica_envoy_skips_is_excluded(envoy: EnvoySide, services: Services) -> None:
-    for _ in range(30):
-        await envoy.converse(upstream=replica(2))
-    assert services.fleet.view("llama").ids == [replica(2)]
-
-
-async def test_request_in_flight_keeps_no_candidates() -> None:
-    """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
-    config = config_of(serve={"decisions_kept": 0})
-    services = router_of(config, 1)
-    gc.collect()
-    before = _predictions()
-    async with EnvoySide(Local(services)).stream() as stream:
-        assert destination(await stream.ask())
-        gc.collect()
-        assert services.fleet.in_flight == 1
-        assert _predictions() == before
-
-
-def _predictions() -> int:
-    return sum(isinstance(one, Prediction) for one in gc.get_objects())
-
-
-async def test_stream_metadata_selects_pool(services: Services, logged: Logged) -> None:
-    second = services.of_pool(services.config.model_copy(update={"pool": "second"}))
-    put_replicas(second, 7)
-    sent = {}
-    envoy = EnvoySide(Local(services, {"second": second}))
-    for pool in ("", "default", "second", "lost", "lost"):
-        sent[pool] = set(destination(await envoy.converse(pool=pool)))
-    assert sent == {"": MEMBERS, "default": MEMBERS, "second": {replica(7)}, "lost": set()}
-    assert [record.pool for record in services.log.last(9)] == ["default", "default", "second"]
-    assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
-    (line,) = logged.lines()
-    assert (line["pool"], line["configured"]) == ("lost", "default, second")
-
-
-@read_all
 async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
     body = {"model": "llama", "messages": [{"role": "user", "content": [image, image]}]}
@@ -263,17 +265,37 @@ async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) 
     assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
 
 
+async def test_replica_that_envoy_skips_is_excluded(envoy: EnvoySide, services: Services) -> None:
+    for _ in range(30):
+        await envoy.converse(upstream=replica(2))
+    assert services.fleet.view("llama").ids == [replica(2)]
+
+
+async def test_request_in_flight_keeps_no_candidates() -> None:
+    """A thousand candidates would take 0.3 MB for each request in flight."""
+    services = router_of(config_of(serve={"decisions_kept": 0}), 1)
+
+    def predictions() -> int:
+        gc.collect()
+        return sum(isinstance(item, Prediction) for item in gc.get_objects())
+
+    before = predictions()
+    async with EnvoySide(Local(services)).stream() as stream:
+        assert destination(await stream.ask())
+        assert services.fleet.in_flight == 1
+        assert predictions() == before
+
+
 async def test_session_follows_serving_replica_without_its_id() -> None:
-    config = config_of(route={"session_header": "X-Session", "seed": 1})
-    services = router_of(config)
+    services = router_of(config_of(route={"session_header": "X-Session", "seed": 1}))
     envoy = EnvoySide(Local(services))
     home = ""
     for _ in range(6):
         async with envoy.stream() as stream:
             first, second = destination(await stream.ask(CHAT, headers={"x-session": "secret"}))
             assert first == (home or first)
-            home = second  # Envoy tried the first in vain
-            await stream.answer(ANSWER, upstream=second)
-    told = await services.fleet.sessions.take_announcements(100)
-    assert [replica for _, replica in told][-1] == home
-    assert "secret" not in str(told)
+            home = second  # Envoy retried there
+            await stream.answer({"usage": USAGE}, upstream=second)
+    announced = await services.fleet.sessions.take_announcements(100)
+    assert announced[-1][1] == home
+    assert "secret" not in str(announced)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
-from dataclasses import replace
 from itertools import chain
 from random import Random
 from typing import Any
@@ -25,10 +24,9 @@ from hypothesis import strategies as st
 
 from extproc.proxy.body_memory import BODY_MEMORY_BYTES, BodyMemory
 from extproc.proxy.services import Services
-from extproc.route.queue import Queue
 from tests.conftest import Logged
-from tests.fakes import ManualClock, fleet_of, replica, state
-from tests.proxy.conftest import config_of, on_fleet, router_of, samples
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.conftest import config_of, router_of, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, LocalCall, Stream, headers_message
 from tests.proxy.replies import BodyMode, chosen
 from tests.waiting import until
@@ -62,11 +60,11 @@ def answer(status: str, end: bool = False) -> ProcessingRequest:
 
 
 async def stop_reading(call: LocalCall) -> None:
-    call.context.taken.clear()
+    call.context.reads_replies.clear()
 
 
 async def read_again(call: LocalCall) -> None:
-    call.context.taken.set()
+    call.context.reads_replies.set()
 
 
 async def reset(call: LocalCall) -> None:
@@ -157,13 +155,9 @@ async def test_stream_answers_each_message_and_leaves_nothing(
 def crowded() -> tuple[Services, ManualClock]:
     clock = ManualClock(1000.0)
     config = config_of(hold={"longest_s": 30.0, "most": 3}, route={"seed": 1})
-    services = router_of(config)
-    fleet = fleet_of(clock, *["llama-8b-a10"] * 2)
-    fleet.members_known.set()
-    parts: dict[str, Any] = {"queue": Queue(fleet, config.hold, clock), "clock": clock}
-    services = on_fleet(services, fleet, **parts)
+    services = with_fleet(router_of(config), clock, body_memory=BodyMemory(MEMORY))
     poll(services, clock)
-    return replace(services, body_memory=BodyMemory(MEMORY)), clock
+    return services, clock
 
 
 def poll(services: Services, clock: ManualClock) -> None:

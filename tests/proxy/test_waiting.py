@@ -14,8 +14,8 @@ from extproc.proxy.app import dispatch_queued
 from extproc.proxy.body_memory import BODY_MEMORY_BYTES
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import config_of, on_fleet, put_replicas, samples
+from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import (
     MEMBERS,
@@ -59,10 +59,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
-    fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
-    fleet.members_known.set()
-    queue = Queue(fleet, services.config.hold, clock)
-    return on_fleet(services, fleet, queue=queue, clock=clock, wall=clock)
+    return with_fleet(services, clock, wall=clock)
 
 
 def long(name: str) -> dict[str, Any]:
@@ -147,15 +144,6 @@ async def test_duplex_waits_for_room(stream: Stream, services: Services, full: F
     assert not ended
 
 
-async def test_reset_leaves_queue(over_grpc: EnvoySide, services: Services, full: Full) -> None:
-    async with over_grpc.stream() as stream:
-        await queued(stream, "third")
-        stream.reset()
-        await until(lambda: len(services.queue) == 0)
-    assert services.fleet.in_flight == 2
-    assert services.body_memory.free == BODY_MEMORY_BYTES
-
-
 async def test_reset_after_body_ends_wait(
     over_grpc: EnvoySide, services: Services, full: Full
 ) -> None:
@@ -175,37 +163,6 @@ async def test_reset_after_body_ends_wait(
     assert services.body_memory.free == BODY_MEMORY_BYTES
     gc.collect()
     assert not unforeseen
-
-
-async def test_requests_queue_after_three_clients_hung_up(
-    over_grpc: EnvoySide, services: Services, full: Full, clock: ManualClock
-) -> None:
-    for name in "abc":
-        async with over_grpc.stream() as stream:
-            await queued(stream, name)
-            clock.advance(0.3)
-            stream.reset()
-            await until(lambda: len(services.queue) == 0)
-    async with over_grpc.stream() as stream:
-        await queued(stream, "later")
-        assert len(services.queue) == 1
-
-
-async def test_closed_stream_leaves_queue(stream: Stream, services: Services, full: Full) -> None:
-    await queued(stream, "third")
-    await stream.end()
-    assert len(services.queue) == 0
-
-
-async def test_queue_goes_by_priority(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as usual, envoy.stream() as urgent:
-        await queued(usual, "usual")
-        await queued(urgent, "urgent", {"x-objective": "urgent"})
-        await full[0].end()
-        assert chosen(await urgent.read())
-        assert len(services.queue) == 1
-        await full[1].end()
-        assert chosen(await usual.read())
 
 
 async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full: Full) -> None:

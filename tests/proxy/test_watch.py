@@ -6,8 +6,8 @@ import pytest
 from extproc.config import Config
 from extproc.predict.step import DEFAULT_PROFILE
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, fleet_of, replica, state
-from tests.proxy.conftest import config_of, on_fleet, samples
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.conftest import config_of, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
@@ -129,9 +129,7 @@ class TestSkippedResponses:
 
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
-        fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
-        fleet.members_known.set()
-        return on_fleet(services, fleet)
+        return with_fleet(services, clock)
 
     async def test_skipped_response_avoids_doubtful_replica(
         self, envoy: EnvoySide, services: Services, clock: ManualClock
