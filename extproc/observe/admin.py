@@ -1,4 +1,4 @@
-"""HTTP server for people and Prometheus: metrics, health, and what a process adds."""
+"""HTTP server for people and Prometheus: metrics, health, and further routes of a process."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

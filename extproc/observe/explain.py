@@ -80,7 +80,7 @@ _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
         {"adapter", "wasted"},
         lambda candidate: candidate.terms_s.adapter,
         "adapter: wait for a slot of the LoRA adapter, and its loading; part of TTFT.\n"
-        "wasted: delay of other requests by that; part of the score.",
+        "wasted: delay of other requests by the adapter; part of the score.",
     ),
     (
         {"cached", "wasted"},
@@ -114,7 +114,7 @@ class Comparison:
 
 
 def compare(record: DecisionRecord) -> Comparison:
-    """Describe one decision in full."""
+    """Describe a decision in full."""
     chosen = _named(record, record.replica)
     if record.second:
         chosen += f"; for a retry {_named(record, record.second)}"
@@ -152,7 +152,7 @@ def compare(record: DecisionRecord) -> Comparison:
 
 
 def comparison(record: DecisionRecord) -> str:
-    """Format one decision in full."""
+    """Format a decision in full."""
     compared, lines = compare(record), list[str]()
     for name, text in compared.facts.items():
         lines += paragraph(text, _LABEL, name)

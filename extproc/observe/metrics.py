@@ -25,11 +25,11 @@ class PredictedSeconds:
     """Histograms of a duration and of predicted ÷ actual duration, by model and objective."""
 
     def __init__(
-        self, name: str, what: str, bounds: Sequence[float], registry: CollectorRegistry
+        self, name: str, duration: str, bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         by = "model", "objective"
-        self._seconds = Spread(f"extproc_{name}_seconds", f"{what}.", bounds, registry, by)
-        text = f"{what}: predicted ÷ actual, of requests that the chosen replica served."
+        self._seconds = Spread(f"extproc_{name}_seconds", f"{duration}.", bounds, registry, by)
+        text = f"{duration}: predicted ÷ actual, of requests that the chosen replica served."
         self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:

@@ -68,7 +68,7 @@ _DEFAULTS = {  # recorded fields of a replica's state; a value equal to the defa
 
 
 class Recorder:
-    """Record of one pool; adding a line takes microseconds and never waits for the disk."""
+    """Record of a pool; adding a line takes microseconds and never waits for the disk."""
 
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock

@@ -83,13 +83,13 @@ class Traces:
         self._parent = TraceContextTextMapPropagator().extract
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
-        """Start the trace of a request; None if it is not sampled.
+        """Start the trace of a request; returns None for a request that is not sampled.
 
         ``metadata``: of the gRPC stream, in which Envoy names its span; no client can set it.
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         if carrier.get("traceparent", "").endswith(_NOT_SAMPLED):
-            return None  # a tenth of the time of asking the SDK, for what is usually most requests
+            return None  # takes a tenth of the time that the SDK would, for most requests
         parent = self._parent(carrier)
         span = self._tracer.start_span("route", parent)
         return Trace(self._tracer, parent, span) if span.is_recording() else None

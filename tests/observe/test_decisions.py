@@ -32,7 +32,9 @@ def test_record_of_any_policy_is_valid_json(policy: str) -> None:
     record = decode(encode(logged(decision(policy)).record()))
     assert record["policy"] == policy
     assert record["predicted_completion_s"] > record["predicted_ttft_s"] > 0
-    assert {one["replica"] for one in record["candidates"]} == {replica(n) for n in (1, 2, 3)}
+    assert {candidate["replica"] for candidate in record["candidates"]} == {
+        replica(n) for n in (1, 2, 3)
+    }
     assert record["outcome"]["completion_s"] is None
 
 
@@ -46,7 +48,7 @@ def test_best_candidates_and_the_chosen_replica_are_shown_of_many() -> None:
     made.situation.view.excluded = (Excluded(replica(41), "r41", "draining"),) * 10
     for most, rows in ((5, [*range(5), first]), (None, range(40)), (40, range(40))):
         record = entry.record(most)
-        assert [(one.replica, one.score) for one in record.candidates] == [
+        assert [(candidate.replica, candidate.score) for candidate in record.candidates] == [
             (ids[row], None if row == worst else scores[row]) for row in rows
         ]
         assert record.compared == 40

@@ -164,7 +164,7 @@ REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache
 
 
 @pytest.mark.parametrize(
-    ("asked", "outcome", "remark", "words"),
+    ("requested", "outcome", "remark", "words"),
     [
         ("chat", {}, "", "model chat (served as llama), 10 prompt tokens"),
         (
@@ -188,10 +188,10 @@ REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache
     ],
 )
 async def test_alias_and_outcome_are_shown(
-    services: Services, show: Run, asked: str, outcome: dict[str, Any], remark: str, words: str
+    services: Services, show: Run, requested: str, outcome: dict[str, Any], remark: str, words: str
 ) -> None:
     decide(services, chat(10), "other")
-    record = decide(services, replace(chat(10), requested_model=asked), ID)
+    record = decide(services, replace(chat(10), requested_model=requested), ID)
     for name, value in outcome.items():
         setattr(record.outcome, name, value)
     listed = joined(await show())

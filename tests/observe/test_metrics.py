@@ -23,7 +23,7 @@ def page(registry: CollectorRegistry) -> list[str]:
 
 def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
     samples = [sample for family in registry.collect() for sample in family.samples]
-    return {tuple(one.labels.values()): one.value for one in samples if one.name == name}
+    return {tuple(found.labels.values()): found.value for found in samples if found.name == name}
 
 
 @pytest.mark.parametrize("counted", [[], [("a", "x")], [("a", "x"), ("b", 'y"\n'), ("a", "x")]])

@@ -1,1 +1,1 @@
-"""The page on a router's admin address: its fleet, its decisions and what it holds, live."""
+"""Live page on a router's admin address: its fleet, its decisions and its queue."""

@@ -1,4 +1,4 @@
-"""HTTP routes of the dashboard: its files, snapshots as server-sent events, and one decision."""
+"""HTTP routes of the dashboard: its files, snapshots as server-sent events, and decisions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -59,7 +59,7 @@ def page_routes() -> list[web.RouteDef]:
 
 
 def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
-    """Serve the data of the page, for the pools of one router."""
+    """Serve the data of the page, for the pools of a router."""
     live, log, viewers = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:

@@ -114,7 +114,7 @@ async def test_page_fits_the_window(shown: BrowserPage, services: Services, widt
 async def test_page_is_dark_where_the_user_prefers_it(shown: BrowserPage) -> None:
     brightness = (
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
-        ".reduce((sum, one) => sum + one) / 3"
+        ".reduce((sum, value) => sum + value) / 3"
     )
     await shown.look(1400, 800, "light")
     assert await shown.evaluate(brightness) > 200
@@ -129,7 +129,7 @@ async def test_warning_is_announced_once_and_goes(shown: BrowserPage, services: 
     async def warned() -> bool:
         poll(services, 1, 3, 4)  # else their state is stale before a slow browser shows it
         poll(services, 2, healthy=False, problem="cannot connect")
-        warnings = await shown.evaluate(f"(window.first = {every}).map(one => one.textContent)")
+        warnings = await shown.evaluate(f"(window.first = {every}).map(item => item.textContent)")
         return bool(warnings == ["r2 is excluded: cannot connect."])
 
     await until(warned)
