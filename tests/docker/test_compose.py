@@ -1,4 +1,4 @@
-"""``docker compose up --build``, for real: requests through its Envoy are routed."""
+"""``docker compose up --build`` starts a system that routes requests through its Envoy."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ PORTS = ("ENVOY_PORT", "ENVOY_ADMIN_PORT", "ROUTER_ADMIN_PORT", "POLLER_ADMIN_PO
 
 
 def compose_command() -> list[str] | None:
-    """``docker compose`` or, of old, ``docker-compose``."""
+    """Return ``docker compose``, its older ``docker-compose``, or None."""
     if (
         shutil.which("docker")
         and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
@@ -39,8 +39,8 @@ def compose_command() -> list[str] | None:
     return ["docker-compose"] if shutil.which("docker-compose") else None
 
 
-def why_not() -> str:
-    """The reason why this machine cannot run it; empty if it can."""
+def reason_to_skip() -> str:
+    """Return the reason why this machine cannot run the test; empty if it can."""
     if compose_command() is None:
         return "docker compose is not installed"
     if not engine_answers():
@@ -56,7 +56,7 @@ def why_not() -> str:
 
 def engine_answers() -> bool:
     with warnings.catch_warnings():
-        # Where no engine answers, the client leaves its socket open.
+        # If no engine answers, the client leaves its socket open.
         warnings.simplefilter("ignore", ResourceWarning)
         try:
             with closing(docker.from_env()) as engine:
@@ -67,8 +67,8 @@ def engine_answers() -> bool:
     return answered
 
 
-class System:
-    """The running system."""
+class ComposeSystem:
+    """The running services, by their addresses."""
 
     def __init__(self, ports: dict[str, int]) -> None:
         self.url, self.envoy_admin, self.router_admin, self.poller_admin = (
@@ -94,7 +94,7 @@ class System:
             return answer
 
     async def routed(self) -> bool:
-        """Whether a request was sent where the router said."""
+        """Send a request; return true if the router decided on it."""
         before = await self._decided()
         await self.chat("Is the router back?")
         return await self._decided() > before
@@ -103,7 +103,7 @@ class System:
         return len(await self.get(f"{self.router_admin}/decisions"))
 
     async def ready(self) -> None:
-        """Returns when the router knows the four replicas and Envoy has them as members."""
+        """Wait until the router knows the four replicas and Envoy has them as members."""
         await until(self._knows_replicas, 120)
 
     async def _knows_replicas(self) -> bool:
@@ -119,8 +119,8 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    if reason := why_not():
+def system() -> Iterator[ComposeSystem]:
+    if reason := reason_to_skip():
         pytest.skip(reason)
     ports = {name: free_port() for name in PORTS}
     env = {**os.environ, **{name: str(port) for name, port in ports.items()}}
@@ -139,12 +139,12 @@ def system() -> Iterator[System]:
     try:
         up = compose("up", "--build", "--detach")
         assert up.returncode == 0, up.stdout[-4000:]
-        yield System(ports)
+        yield ComposeSystem(ports)
     finally:
         compose("down", "--volumes", "--timeout", "5")
 
 
-async def test_requests_are_routed_over_all_that_runs(system: System) -> None:
+async def test_requests_are_routed_mostly_to_fast_replicas(system: ComposeSystem) -> None:
     await system.ready()
     answered = await asyncio.gather(*(system.chat(f"hello {number}") for number in range(40)))
     assert all(answer["usage"]["completion_tokens"] > 0 for answer in answered)
@@ -164,7 +164,7 @@ def container_of(engine: DockerClient, service: str) -> Any:
     return found
 
 
-async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system: System) -> None:
+async def test_no_request_fails_while_router_is_down(system: ComposeSystem) -> None:
     await system.ready()
     answered: list[dict[str, Any]] = []
     over = asyncio.Event()
@@ -176,10 +176,10 @@ async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system
     async def more(count: int) -> None:
         wanted = len(answered) + count
 
-        async def so() -> bool:
+        async def answered_or_failed() -> bool:
             return len(answered) >= wanted or any(one.done() for one in clients)
 
-        await until(so)
+        await until(answered_or_failed)
 
     with closing(docker.from_env()) as engine:
         router = container_of(engine, "router")
@@ -194,16 +194,16 @@ async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system
             await more(40)
         finally:
             over.set()
-            await asyncio.gather(*clients)  # raises what went wrong with any request
+            await asyncio.gather(*clients)  # raises the error of any request
     assert len(answered) >= 160
 
 
-async def test_router_and_poller_report_metrics(system: System) -> None:
+async def test_router_and_poller_report_metrics(system: ComposeSystem) -> None:
     assert await answers(f"{system.router_admin}/metrics")()
     assert await answers(f"{system.poller_admin}/metrics")()
 
 
-async def test_every_service_gets_healthy(system: System) -> None:
+async def test_every_service_gets_healthy(system: ComposeSystem) -> None:
     with closing(docker.from_env()) as engine:
 
         async def healthy() -> bool:

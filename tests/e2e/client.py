@@ -1,8 +1,11 @@
+"""Client of a whole system: sends requests through Envoy and reads what the parts report."""
+
 import io
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +18,18 @@ from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
+_HEALTHY = {"fail": 0, "hang": False, "slow": 1.0, "freezing_gauges": False}
 
 
 @dataclass
 class Answer:
+    """A response, and the router's records of its request."""
+
     sent: float  # on the monotonic clock
     status: int
     body: bytes
     headers: Mapping[str, str]
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    """The router's records of this request."""
 
     @property
     def decision(self) -> dict[str, Any]:
@@ -33,23 +38,23 @@ class Answer:
 
 
 class Client:
-    """Sends requests through Envoy, to a host where one is given."""
+    """Sends requests through Envoy, with the header ``host`` if given."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession, host: str = "") -> None:
-        self._stack = stack
-        self._session = session
+        self.stack = stack
+        self.session = session
         self._headers = {"host": host} if host else {}
 
     def of(self, pool: str) -> "Client":
-        """A client of the host that a route gives to this pool."""
-        return Client(self._stack, self._session, f"{pool}.example")
+        """Return a client of the host that Envoy routes to this pool."""
+        return Client(self.stack, self.session, f"{pool}.example")
 
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
     ) -> Answer:
         body = {"model": MODEL, "messages": MESSAGES} | fields
-        wanted = {"x-simulate-output-tokens": str(tokens)}
-        return await self.request("POST", CHAT, body, wanted | (headers or {}))
+        length = {"x-simulate-output-tokens": str(tokens)}
+        return await self.request("POST", CHAT, body, length | (headers or {}))
 
     async def request(
         self,
@@ -58,11 +63,12 @@ class Client:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> Answer:
-        name = str(uuid.uuid4())
-        answer = await self.send(method, path, body, {"x-request-id": name} | (headers or {}))
-        name = answer.headers.get("x-request-id", name)  # tracing changes a digit
-        await until(lambda: self._settled(name))
-        answer.decisions = await self.decisions(name)
+        """Send a request; return when the router's record of it is complete."""
+        id_ = str(uuid.uuid4())
+        answer = await self.send(method, path, body, {"x-request-id": id_} | (headers or {}))
+        id_ = answer.headers.get("x-request-id", id_)  # Envoy's tracing changes a digit
+        await until(lambda: self._settled(id_))
+        answer.decisions = await self.decisions(id_)
         return answer
 
     async def send(
@@ -73,19 +79,17 @@ class Client:
         if isinstance(body, dict):
             body = io.BytesIO(json.dumps(body).encode())
             headers = {"content-type": "application/json"} | headers
-        async with self._session.request(
-            method,
-            self._stack.url + path,
-            headers=headers,
-            data=body,
-        ) as response:
+        url = self.stack.url + path
+        async with self.session.request(method, url, headers=headers, data=body) as response:
             content = await response.read()
-            told = response.headers
-        return Answer(sent, response.status, content, told)
+            return Answer(sent, response.status, content, response.headers)
 
     async def _settled(self, request_id: str) -> bool:
-        """Whether the router has heard that the response has ended, or has nothing in flight:
-        what it does not read, or Envoy did not wait for, has no outcome."""
+        """Return true if the router knows the outcome, or has nothing in flight.
+
+        A response that the router does not read has no outcome, nor has a request for which Envoy
+        did not wait.
+        """
         outcomes = [record["outcome"] for record in await self.decisions(request_id)]
         if all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes):
             return True
@@ -113,7 +117,11 @@ class Client:
     async def has_in_flight(self, count: int) -> None:
         await until_read(self.in_flight, lambda now: now == count)
 
+    async def ledger_empty(self) -> None:
+        await self.has_in_flight(0)
+
     async def busy(self) -> str:
+        """Wait until a replica has a request in flight; return the replica's name."""
         names: list[str] = []
 
         async def found() -> bool:
@@ -124,58 +132,62 @@ class Client:
         await until(found)
         return names[0]
 
-    async def metric(self, name: str) -> float:
-        return await self.metric_of(self._stack.router_admin, name)
-
-    async def metric_of(self, admin: str, name: str) -> float:
-        async with self._session.get(f"{admin}/metrics") as page:
+    async def metric(self, name: str, admin: str = "") -> float:
+        """Return a metric of the first router, or of the router with this admin address."""
+        async with self.session.get(f"{admin or self.stack.router_admin}/metrics") as page:
             found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
         return float(found[1]) if found else 0.0
 
-    async def routed(self, admin: str) -> float:
-        return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
+    async def routed(self, router: str = "") -> float:
+        admin = self.stack.admin(router) if router else ""
+        return await self.metric('extproc_requests_total{result="routed"}', admin)
 
-    async def routed_by_each(self) -> list[float]:
-        return [await self.routed(self._stack.admin(router)) for router in self._stack.routers]
+    async def simulate(self, name: str, **behaviour: Any) -> None:
+        """Change the behaviour of a simulated replica."""
+        await self.post(f"http://{self.stack.address(name)}/simulate", behaviour)
 
-    async def simulate(self, name: str, **door: Any) -> None:
-        await self.post(f"http://{self._stack.address(name)}/simulate", door)
+    @asynccontextmanager
+    async def simulating(self, name: str, **behaviour: Any) -> AsyncIterator[None]:
+        """Change the behaviour of a simulated replica within the block."""
+        await self.simulate(name, **behaviour)
+        try:
+            yield
+        finally:
+            await self.simulate(name, **{key: _HEALTHY[key] for key in behaviour})
 
     async def slow(self, times: float) -> None:
-        for one in self._stack.replicas:
+        for one in self.stack.replicas:
             await self.simulate(one.name, slow=times)
 
     async def envoy_counts(self, pattern: str) -> int:
-        async with self._session.get(f"{self._stack.envoy_admin}/stats?filter={pattern}") as page:
+        """Return the sum of Envoy's counters whose names match."""
+        async with self.session.get(f"{self.stack.envoy_admin}/stats?filter={pattern}") as page:
             return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
 
     async def replica_counts(self, name: str, metric: str) -> float:
-        """The same of one of a replica's own, over all its labels; one that hangs is given up.
+        """Return a metric of a replica, summed over its labels.
 
         Raises:
-            TimeoutError, aiohttp.ClientError: it does not answer.
+            TimeoutError, aiohttp.ClientError: the replica does not answer.
         """
         limit = aiohttp.ClientTimeout(total=5)
-        url = f"http://{self._stack.address(name)}/metrics"
-        async with self._session.get(url, timeout=limit) as page:
+        url = f"http://{self.stack.address(name)}/metrics"
+        async with self.session.get(url, timeout=limit) as page:
             counts = re.findall(rf"^{metric}\{{.*\}} (\S+)$", await page.text(), re.M)
-        assert counts, f"{name} tells no {metric}"
+        assert counts, f"{name} has no {metric}"
         return sum(map(float, counts))
 
     async def load(self, name: str) -> int:
-        """How many requests a simulated replica has."""
-        url = f"http://{self._stack.address(name)}/simulate/requests"
-        async with self._session.get(url) as response:
+        """Return the number of requests at a simulated replica."""
+        url = f"http://{self.stack.address(name)}/simulate/requests"
+        async with self.session.get(url) as response:
             return len(await response.json())
 
     async def post(self, url: str, body: dict[str, Any]) -> None:
-        async with self._session.post(url, json=body) as response:
+        async with self.session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
 
-    async def ledger_empty(self) -> None:
-        await self.has_in_flight(0)
-
     async def _admin(self, path: str) -> Any:
-        url, limit = self._stack.router_admin + path, aiohttp.ClientTimeout(total=PATIENCE_S)
-        async with self._session.get(url, timeout=limit) as response:
+        url, limit = self.stack.router_admin + path, aiohttp.ClientTimeout(total=PATIENCE_S)
+        async with self.session.get(url, timeout=limit) as response:
             return await response.json()

@@ -23,7 +23,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
-    """The system of the test file."""
+    """The system of the test module: its ``system``, or a plain stack."""
     usual = partial(Stack, settings=SETTINGS)
     system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
     async with system(tmp_path_factory.mktemp("stack")) as running:
@@ -32,7 +32,7 @@ async def running(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(request: pytest.FixtureRequest, running: Stack) -> Stack:
-    """The running system, behind the Envoy that the test names if it names one."""
+    """The running system, behind the Envoy that the test names."""
     if isinstance(running, Behind) and (name := getattr(request, "param", "")):
         await running.behind(name)
     return running

@@ -1,8 +1,10 @@
-"""The demo's stack, for tests: its Envoy is patient, and may have a control plane."""
+"""The demo's stack with long timeouts, and variants of it, for tests."""
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,16 +20,24 @@ from tests import envoy_gateway, istio
 from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"
-OF_OTHERS = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
-"""Files of which a control plane makes Envoy's configuration."""
+TRANSLATED = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
+"""Files that a control plane translates into Envoy's configuration."""
 
 
 class Stack(stack.Stack):
-    """Its Envoy waits for the router, and its pollers for replicas, as long as a busy machine may
-    take, which is not tested."""
+    """A stack whose timeouts allow for a busy machine."""
 
     patience_s = 10
-    doubts_s = 2.0  # steps in which a poller counts for how long a replica says nothing
+    doubts_s = 2.0  # resolution of the time for which a poller gets no answer from a replica
+
+    @contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """Stop a process within the block (SIGSTOP): it hangs, with its connections open."""
+        self.process(name).signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process(name).signal(signal.SIGCONT)
 
     def _service(self, name: str) -> list[str]:
         argv = super()._service(name)
@@ -47,10 +57,9 @@ class Stack(stack.Stack):
 
 
 class Behind(Stack):
-    """A stack whose Envoy can be started again with another configuration; its replicas, poller and
-    Redis go on."""
+    """A stack whose Envoy can be restarted with another configuration, while other parts go on."""
 
-    name = "envoy"  # of the configuration: a file in envoy/, or a case of the test file
+    name = "envoy"  # of the configuration: a file in envoy/, or a case of the test module
 
     async def behind(self, name: str) -> None:
         if name == self.name:
@@ -71,7 +80,7 @@ class Behind(Stack):
 
 
 class FileStack(Stack):
-    """Its pollers have the replicas from a file, which they follow."""
+    """A stack whose pollers get the replicas from ``replicas_file``."""
 
     @property
     def _replicas_file(self) -> Path:
@@ -91,8 +100,10 @@ class FileStack(Stack):
 
 
 def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
-    """The same, with so many seconds for a message to the router and its health, and half a minute
-    for a connection: of many that come at once, the kernel drops some and has them try again."""
+    """Raise the timeouts of messages to the router, of health checks and of connections.
+
+    Of many connections at once the kernel drops some, which are then tried again: 30 s.
+    """
     shorter = r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s"
     text = re.sub(shorter, rf"\1\g<2>{seconds}s", envoy_file)
     return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
@@ -105,7 +116,7 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
 
 
 class EdsStack(FileStack):
-    """With a process ``eds`` more, and an Envoy that runs envoy/eds.yaml."""
+    """A stack with the process ``eds``, whose Envoy runs envoy/eds.yaml."""
 
     def __init__(
         self,
@@ -118,7 +129,7 @@ class EdsStack(FileStack):
         self.ports = {**self.ports, "eds": free_port()}
 
     async def start(self, name: str) -> None:
-        """Before Envoy its control plane, so that it need not ask twice."""
+        """Start the control plane before Envoy, which would otherwise retry later."""
         if name == "envoy" and self.name == "eds":
             await super().start("eds")
         await super().start(name)
@@ -137,7 +148,7 @@ class EdsStack(FileStack):
 
 
 def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
-    if translate := OF_OTHERS.get(name):
+    if translate := TRANSLATED.get(name):
         resources = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
         return translate(
             list(yaml.safe_load_all(resources)),
@@ -160,6 +171,6 @@ def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
 
 
 async def replicas(stack: Stack, *arguments: str) -> int:
-    """The exit status of ``extproc replicas`` with these arguments."""
+    """Run ``extproc replicas``; return its exit status."""
     argv = ["replicas", *arguments, "--config", str(stack.config_file)]
     return await asyncio.to_thread(main, argv)

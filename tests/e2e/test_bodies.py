@@ -1,10 +1,11 @@
-"""Bodies that the router changes: the model's name, and the priority of an objective."""
+"""The router rewrites bodies: the model's name, and the priority of an objective."""
 
 import asyncio
 import io
 import itertools
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "serve": {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True},
 }
 ENVOYS = ("envoy", "partial", "endpoint_picker", "istio")
-"""Bodies in one piece, as much of them as Envoy holds, in full duplex, and after the headers."""
+"""Bodies buffered, partly buffered, in full duplex, and after the headers."""
 numbers = itertools.count()
 pytestmark = [
     pytest.mark.process,
@@ -51,9 +52,8 @@ pytestmark = [
 ]
 
 
-class Changing(Behind):
-    """Two replicas of one model that each have a name of their own for it, and an order of their
-    own; Envoy tells the header that names an objective, and nothing waits at the router."""
+class RewritingStack(Behind):
+    """Two replicas of one model under different names: one orders by priority, one by arrival."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, SETTINGS)
@@ -63,8 +63,8 @@ class Changing(Behind):
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
-        if told := ext_proc_of(bootstrap).get("request_attributes"):
-            told.append(f"request.headers['{OBJECTIVE}']")
+        if attributes := ext_proc_of(bootstrap).get("request_attributes"):
+            attributes.append(f"request.headers['{OBJECTIVE}']")
         if self.name == "partial":
             whole, part = "_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n"
             bootstrap = yaml.safe_load(yaml.safe_dump(bootstrap).replace(whole, part))
@@ -73,7 +73,7 @@ class Changing(Behind):
 
 
 def system(directory: Path) -> Stack:
-    return Changing(directory)
+    return RewritingStack(directory)
 
 
 def names_sent(answers: list[Answer]) -> set[str]:
@@ -83,7 +83,9 @@ def names_sent(answers: list[Answer]) -> set[str]:
 
 @pytest.mark.parametrize("asked", ["llama", "chat/latest"])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_replica_gets_name_it_knows(client: Client, asked: str, streamed: bool) -> None:
+async def test_body_names_model_as_replica_serves_it(
+    client: Client, asked: str, streamed: bool
+) -> None:
     answers = [await client.chat(model=asked, stream=streamed) for _ in range(4)]
     assert names_sent(answers) == {"llama-a", "llama-b"}
     for answer in answers:
@@ -93,19 +95,7 @@ async def test_replica_gets_name_it_knows(client: Client, asked: str, streamed: 
         assert record["outcome"]["served_by"] == record["replica"]
 
 
-async def test_name_that_a_replica_serves_stays(client: Client) -> None:
-    answers = [await client.chat(model="llama-b") for _ in range(3)]
-    assert names_sent(answers) == {"llama-b"}
-
-
-async def test_served_models_are_drawn_by_weight(client: Client) -> None:
-    answers = [await client.chat(model="canary", tokens=1) for _ in range(40)]
-    assert names_sent(answers) == {"llama-a", "llama-b"}
-    drawn = [answer.decision["served_as"] for answer in answers]
-    assert 2 <= drawn.count("llama-b") <= 20
-
-
-async def test_list_of_models_has_every_name(stack: Stack) -> None:
+async def test_models_endpoint_lists_every_name(stack: Stack) -> None:
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
         models = [model async for model in sdk.models.list()]
     assert [model.id for model in models] == [
@@ -115,8 +105,8 @@ async def test_list_of_models_has_every_name(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_rest_of_body_arrives_as_it_was_sent(client: Client, chunked: bool) -> None:
-    """Two MB of text and a name at the end: the replica counts as when it is asked itself."""
+async def test_rewritten_body_keeps_its_other_fields(client: Client, chunked: bool) -> None:
+    """A replica counts the same prompt tokens with and without a rewrite of 2 MB."""
     texts = ["The sea " * 25, 'a "b"\n\\ ' * 125_000]
     body = {"input": texts[0], "user": texts[1], "metadata": {"model": "y"}}
 
@@ -135,20 +125,17 @@ async def test_rest_of_body_arrives_as_it_was_sent(client: Client, chunked: bool
     assert len(set(counts)) == 1
 
 
-async def test_retry_avoids_replica_with_another_name(client: Client) -> None:
-    """A replica that knows another name would answer 404, which nobody tries again."""
-    await client.simulate("one", fail=503)
-    try:
+async def test_retry_avoids_replica_with_other_model_name(client: Client) -> None:
+    """The other replica would answer 404, which Envoy does not retry."""
+    async with client.simulating("one", fail=503):
         of_both = [await client.chat(model="llama") for _ in range(2)]
         of_one = await client.chat(model="llama-a")
-    finally:
-        await client.simulate("one", fail=0)
     assert {answer.status for answer in of_both} == {200, 503}
     assert of_one.status == 503
 
 
 async def ask(client: Client, objective: str, tokens: int, **fields: object) -> str:
-    """The id of a request that was answered."""
+    """Send a request; return its id after the response."""
     name = f"{objective}-{next(numbers)}"
     message = {"role": "user", "content": name}
     headers = {"x-request-id": name, "x-simulate-output-tokens": str(tokens)}
@@ -158,34 +145,23 @@ async def ask(client: Client, objective: str, tokens: int, **fields: object) -> 
     return name
 
 
-async def told(client: Client, field: str) -> dict[str, bool]:
-    """Of each replica what the router knows."""
-    return {one["name"]: one[field] for one in (await client.fleet())["replicas"]}
-
-
-async def test_priority_scheduling_of_pool_reaches_router(client: Client) -> None:
-    await until_read(
-        lambda: told(client, "by_priority"), lambda now: now == {"one": True, "two": True}
-    )
-
-
-async def test_urgent_requests_go_first_where_priorities_count(client: Client) -> None:
-    await until_read(lambda: told(client, "takes_priority"), lambda now: all(now.values()))
-    # Both are busy all the while, and of those behind each is an order of its own.
+async def test_objective_orders_requests_by_priority_in_vllm(client: Client) -> None:
+    for one in REPLICAS:
+        await until_read(partial(client.replica, one.name), lambda now: now["takes_priority"])
     ended: list[str] = []
 
-    async def noted(objective: str, **fields: object) -> None:
+    async def send(objective: str, **fields: object) -> None:
         ended.append(await ask(client, objective, 40, **fields))
 
-    async def come(count: int, objective: str, **fields: object) -> None:
-        tasks.extend(asyncio.create_task(noted(objective, **fields)) for _ in range(count))
+    async def queue(count: int, objective: str, **fields: object) -> None:
+        tasks.extend(asyncio.create_task(send(objective, **fields)) for _ in range(count))
         await until(lambda: at_replicas(client, len(tasks)))
 
     tasks: list[asyncio.Task[None]] = []
     await client.slow(100.0)
-    await come(len(REPLICAS), "busy")
-    await come(12, "batch", priority=-1000)
-    await come(4, "urgent", priority=1000)
+    await queue(len(REPLICAS), "busy")
+    await queue(12, "batch", priority=-1000)
+    await queue(4, "urgent", priority=1000)
     await client.slow(1.0)
     await asyncio.gather(*tasks)
     batch, urgent = ["batch"] * 6, ["urgent"] * 2
@@ -195,7 +171,7 @@ async def test_urgent_requests_go_first_where_priorities_count(client: Client) -
         (record,) = await client.decisions(name)
         served[record["replica_name"]].append(name.partition("-")[0])
     assert served == {name: ["busy", *then] for name, then in order.items()}, (
-        "whatever clients said"
+        "priorities of clients have no effect"
     )
 
 

@@ -1,9 +1,9 @@
-"""What the Gateway API Inference Extension's conformance suite asks of traffic, case by case.
+"""Traffic cases of the conformance suite of the Gateway API Inference Extension.
 
-The suite tests gateways in a cluster, with an endpoint picker of its own, which picks what the
-header ``test-epp-endpoint-selection`` lists. Here Envoy stands for the gateway, in full duplex, and
-makes a subset hint of that header; the picker is the router. Left out are the cases about the
-status of resources, which a gateway's controller writes: ``InferencePoolAccepted``,
+The suite tests gateways in a cluster with an endpoint picker of its own, which picks the endpoint
+in the header ``test-epp-endpoint-selection``. Here Envoy is the gateway, in full duplex, and turns
+that header into a subset hint; the router is the picker. Cases about the status of resources
+concern a gateway's controller and are left out: ``InferencePoolAccepted``,
 ``InferencePoolResolvedRefsCondition``, ``InferencePoolInvalidEPPService``,
 ``InferencePoolHTTPRoutePortValidation``, ``HTTPRouteInvalidInferencePoolRef`` and the like.
 """
@@ -33,8 +33,8 @@ EXT_PROC = "envoy.filters.http.ext_proc"
 TYPES = "type.googleapis.com/envoy.extensions.filters.http"
 
 
-class Gateway(Stack):
-    """Two pools, the second of which gets three of ten requests on one path."""
+class GatewayStack(Stack):
+    """Two pools; the second gets 30% of the requests below ``/weighted/``."""
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
@@ -83,7 +83,7 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
 
 
 def system(directory: Path) -> Stack:
-    return Gateway(directory, FLEET)
+    return GatewayStack(directory, FLEET)
 
 
 async def selected(
@@ -109,19 +109,21 @@ def served_by(answers: list[Answer], stack: Stack) -> set[str]:
 async def test_gateway_following_epp_routing(
     client: Client, stack: Stack, names: tuple[str, ...]
 ) -> None:
-    """``GatewayFollowingEPPRouting``, and, as all replicas are ports of one address,
-    ``GatewayFollowingEPPRoutingWithDataParallelism``."""
+    """``GatewayFollowingEPPRouting`` and ``GatewayFollowingEPPRoutingWithDataParallelism``.
+
+    All replicas are ports of one address, as in the second case.
+    """
     assert served_by(await selected(client, stack, *names), stack) <= set(names)
 
 
-async def test_no_endpoint_of_the_subset_is_one_of_the_pool(client: Client, stack: Stack) -> None:
-    """The protocol's own words: the picker answers 503."""
+async def test_subset_without_endpoint_of_pool_gets_503(client: Client, stack: Stack) -> None:
+    """The protocol demands it; the suite has no case."""
     answers = await selected(client, stack, *SECONDARY, requests=3)
     assert {answer.status for answer in answers} == {503}
 
 
 async def test_gateway_destination_endpoint_served(client: Client, stack: Stack) -> None:
-    """``GatewayDestinationEndpointServed``: the picker hears who served."""
+    """``GatewayDestinationEndpointServed``: the picker learns the serving endpoint."""
     for name in PRIMARY:
         (answer,) = await selected(client, stack, name, requests=1)
         assert served_by([answer], stack) == {name}
@@ -129,8 +131,10 @@ async def test_gateway_destination_endpoint_served(client: Client, stack: Stack)
 
 
 async def test_gateway_weighted_across_two_inference_pools(client: Client, stack: Stack) -> None:
-    """``GatewayWeightedAcrossTwoInferencePools``: listed are the endpoints of both pools, and each
-    picker takes of its own. How many go where Envoy draws."""
+    """``GatewayWeightedAcrossTwoInferencePools``: each picker chooses endpoints of its pool.
+
+    The header lists the endpoints of both pools. Envoy draws the pool.
+    """
     answers = await selected(client, stack, *PRIMARY, *SECONDARY, path=WEIGHTED, requests=60)
     by_pool = {"default": set(PRIMARY), "second": set(SECONDARY)}
     for pool, names in by_pool.items():
@@ -140,13 +144,14 @@ async def test_gateway_weighted_across_two_inference_pools(client: Client, stack
 
 
 async def test_epp_unavailable_fail_open(client: Client, stack: Stack) -> None:
-    """``EppUnAvailableFailOpen``: without a picker any endpoint of the pool serves, eventually; in
-    full duplex Envoy fails what it sends to one that it does not know yet to be gone."""
+    """``EppUnAvailableFailOpen``: without a picker any endpoint of the pool serves, eventually.
+
+    In full duplex, requests fail until Envoy's health check finds that the picker is gone.
+    """
     assert served_by(await selected(client, stack, "one", requests=1), stack) == {"one"}
     await stack.kill("router")
 
     async def noticed() -> bool:
-        """By its health check; what merely failed is taken back for a while before."""
         return await client.envoy_counts("^cluster.router.health_check.healthy$") == 0
 
     try:

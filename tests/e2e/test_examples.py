@@ -1,9 +1,8 @@
-"""Every way to point Envoy at a replica: the files in envoy/ as they stand, but for the ports."""
+"""Every file in envoy/ routes requests, with no change but the ports."""
 
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import OF_OTHERS, Behind, EdsStack
+from tests.e2e.stack import TRANSLATED, Behind, EdsStack
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
@@ -31,12 +30,12 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "original_dst": {"second_choice": False},
     "api_only": {},
 }
-"""What each asks of the router's settings."""
+"""Each file, and the router's ``serve`` settings that it needs."""
 NO_FALLBACK = {"original_dst"}
 
 
 class Examples(EdsStack, Behind):
-    """The stack behind each Envoy file in turn, or what Envoy Gateway or Istio makes of ours."""
+    """A stack behind each file in turn; Envoy Gateway's and Istio's files are translated."""
 
     def __init__(self, directory: Path) -> None:
         serve = {"chunks_per_s": 1e6, "drain_s": 5.0}
@@ -44,8 +43,7 @@ class Examples(EdsStack, Behind):
         self.name = "envoy"
 
     async def start(self, name: str) -> None:
-        """Envoy once what it asks is ready, as in Kubernetes; it would ask again in a minute
-        only."""
+        """Start Envoy when the router is ready: otherwise Envoy checks again a minute later."""
         if name == "envoy":
             await until(answers(f"{self.router_admin}/healthz"))
         await super().start(name)
@@ -67,14 +65,15 @@ def system(directory: Path) -> Examples:
     return Examples(directory)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*EXAMPLES, "eds", *OF_OTHERS])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=[*EXAMPLES, "eds", *TRANSLATED]
+)
 async def stack(request: pytest.FixtureRequest, running: Examples) -> Examples:
     await running.behind(request.param)
     return running
 
 
 async def test_chosen_replica_serves(client: Client, stack: Examples) -> None:
-    """The fast one, once nothing of a test before speaks against it."""
 
     async def preferred() -> bool:
         answers = await asyncio.gather(*(client.chat(tokens=5) for _ in range(4)))
@@ -88,31 +87,27 @@ async def test_chosen_replica_serves(client: Client, stack: Examples) -> None:
         assert answer.decision["outcome"]["output_tokens"] == 5
 
 
-async def test_no_client_chooses_an_engine_of_the_replica(client: Client) -> None:
-    """vLLM answers 400 where the header names an engine that it does not have."""
+async def test_client_cannot_choose_engine_of_replica(client: Client) -> None:
+    """vLLM answers 400 if the header names an engine that it lacks."""
     answer = await client.chat(tokens=1, headers={"X-Data-Parallel-Rank": "7"})
     assert answer.status == 200, answer.body
 
 
-async def test_envoy_follows_choice_to_either(client: Client, stack: Examples) -> None:
-    """Among replicas as good as equal for what generates nothing much, both come up in time."""
+async def test_envoy_follows_choice_to_each_replica(client: Client, stack: Examples) -> None:
+    """A slow ``one`` is about as good as ``two``, so the router chooses both in time."""
     served: set[str] = set()
-    try:
-        await client.simulate("one", slow=20.0)
-        async with asyncio.timeout(PATIENCE_S):
-            while len(served) < 2:
-                answers = await asyncio.gather(*(client.chat(tokens=5) for _ in range(8)))
-                assert {answer.status for answer in answers} == {200}
-                for answer in answers:
-                    outcome = answer.decision["outcome"]
-                    assert outcome["served_by"] == answer.decision["replica"]
-                    served.add(outcome["served_by"])
-    finally:
-        await client.simulate("one", slow=1.0)
+    async with client.simulating("one", slow=20.0), asyncio.timeout(PATIENCE_S):
+        while len(served) < 2:
+            answers = await asyncio.gather(*(client.chat(tokens=5) for _ in range(8)))
+            assert {answer.status for answer in answers} == {200}
+            for answer in answers:
+                outcome = answer.decision["outcome"]
+                assert outcome["served_by"] == answer.decision["replica"]
+                served.add(outcome["served_by"])
     assert served == {stack.address("one"), stack.address("two")}
 
 
-async def test_openai_client_and_streams_work(stack: Examples) -> None:
+async def test_openai_client_gets_whole_and_streamed_answers(stack: Examples) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
         whole = await sdk.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
@@ -125,12 +120,12 @@ async def test_openai_client_and_streams_work(stack: Examples) -> None:
         assert text == whole.choices[0].message.content
 
 
-async def test_other_paths_are_answered(client: Client, stack: Examples) -> None:
-    asked = {"model": MODEL, "prompt": "of the sea"}
+async def test_paths_without_inference_are_answered(client: Client, stack: Examples) -> None:
+    tokenize = {"model": MODEL, "prompt": "of the sea"}
     for method, path, body, part in (
         ("GET", "/v1/models", None, MODEL),
         ("GET", "/health", None, ""),
-        ("POST", "/tokenize", asked, "tokens"),
+        ("POST", "/tokenize", tokenize, "tokens"),
     ):
         answer = await client.request(method, path, body)
         if stack.name in NO_FALLBACK:
@@ -151,7 +146,7 @@ HIDDEN = [*(("GET", path) for path in GET_HIDDEN), *(("POST", path) for path in 
 
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
-async def test_nothing_but_api_reaches_replica(client: Client) -> None:
+async def test_api_only_hides_other_paths(client: Client) -> None:
     for method, path in HIDDEN:
         answer = await client.request(method, path, {"model": MODEL, "messages": MESSAGES})
         assert (answer.status, answer.headers.get("x-served-by")) == (404, None), path
@@ -159,33 +154,15 @@ async def test_nothing_but_api_reaches_replica(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
-async def test_every_path_of_api_reaches_replica(client: Client) -> None:
-    """An answer of the simulated replica has a body; Envoy's own 404 has none."""
+async def test_api_only_passes_every_path_of_api(client: Client) -> None:
+    """A response of the replica has a body; a 404 of Envoy has none."""
     for path in (*PATHS, "/v1/messages/count_tokens", "/v1/responses/resp_1/cancel", "/v1/models"):
         answer = await client.request("POST", path, {})
         assert answer.body, path
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_curl_works(stack: Examples, streamed: bool) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "stream": streamed}
-    curl = await asyncio.create_subprocess_exec(
-        "curl", "-sSN", "--fail-with-body", stack.url + CHAT, "-d", json.dumps(body),
-        "-H", "content-type: application/json",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    output, _ = await curl.communicate()
-    assert curl.returncode == 0, output
-    if streamed:
-        *chunks, done = output.removeprefix(b"data: ").strip().split(b"\n\ndata: ")
-        assert done == b"[DONE]"
-        assert sum(bool(json.loads(one)["choices"][0]["delta"]["content"]) for one in chunks) == 3
-    else:
-        assert json.loads(output)["usage"]["completion_tokens"] == 3
-
-
 async def test_body_of_32_mb_arrives_whole(client: Client, stack: Examples) -> None:
-    """The replica parses it and counts its prompt: a byte lost would be an error."""
+    """The replica parses the body and counts the prompt, so a lost byte would be an error."""
     words = "sea " * (8 * 2**20)
     body = {"model": MODEL, "prompt": words, "max_tokens": 1, "truncate_prompt_tokens": 100}
     answer = await client.request(
@@ -198,19 +175,9 @@ async def test_body_of_32_mb_arrives_whole(client: Client, stack: Examples) -> N
     assert b"JSON" not in answer.body, answer.body[:300]
 
 
-async def test_chunks_of_an_upload_arrive_whole(client: Client) -> None:
-    body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2}).encode()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), 7):
-            yield body[start : start + 7]
-            await asyncio.sleep(0)
-
-    answer = await client.request("POST", CHAT, pieces(), {"content-type": "application/json"})
-    assert answer.status == 200, answer.body
-
-
-async def test_forged_headers_do_nothing_without_router(client: Client, stack: Examples) -> None:
+async def test_forged_destination_has_no_effect_without_router(
+    client: Client, stack: Examples
+) -> None:
     forged = {
         "x-gateway-destination-endpoint": stack.address("router-admin"),
         "x-gateway-destination-endpoint-subset": stack.address("router-admin"),

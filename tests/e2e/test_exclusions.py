@@ -1,4 +1,4 @@
-"""Replicas that get no requests for a while, and come back."""
+"""Replicas that are excluded for a while: frozen gauges, a full engine, failures, sleep."""
 
 import asyncio
 from functools import partial
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 H100 = "llama-8b-h100"
 FIT, PROMPT, TOKENS = 4, 1000, 120
-FULL = 0.8  # share of the KV cache from which on no further request fits
+FULL = 0.8  # share of the KV cache beyond which no further request fits
 SMALL = ("--kv-tokens", str(FIT * 1200), "--max-num-queued-reqs", "12")
 PLAIN = ("--kv-tokens", str(FIT * 1200))
 NAMES = "limited", "plain"
@@ -24,13 +24,13 @@ IN_TURN = {"x-extproc-policy": "round_robin"}
 
 
 def system(directory: Path) -> Stack:
-    """An engine that refuses more than 12 requests, and one that queues them."""
+    """An engine that refuses more than 12 requests, and an engine that queues them."""
     fleet = (SimulatedReplica("limited", H100, SMALL), SimulatedReplica("plain", H100, PLAIN))
     return Stack(directory, fleet, {"serve": {"chunks_per_s": 1e6}})
 
 
 async def ask(client: Client, name: str, words: int = PROMPT, policy: str = "") -> int:
-    """Status of the answer to a prompt that no prefix cache holds."""
+    """Send a prompt that no prefix cache holds; return the status."""
     content = name + " sea" * words
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
     headers = {"x-simulate-output-tokens": str(TOKENS)}
@@ -38,8 +38,8 @@ async def ask(client: Client, name: str, words: int = PROMPT, policy: str = "") 
     return (await client.send("POST", CHAT, body | {"max_tokens": TOKENS}, headers)).status
 
 
-async def left_out(client: Client, reason: str = "") -> list[str]:
-    """Names of the replicas that get no requests, for that reason if given."""
+async def excluded(client: Client, reason: str = "") -> list[str]:
+    """Return the names of the excluded replicas, for this reason if given."""
     fleet = (await client.fleet())["replicas"]
     metric = "extproc_replica_left_out"
     reasons = [reason] if reason else ["unhealthy", "stalled", "failing", "full", "asleep"]
@@ -60,7 +60,7 @@ async def served(client: Client, name: str) -> bool:
 async def test_replicas_with_frozen_gauges_serve_within_10_s(
     client: Client, stack: Stack, frozen: tuple[str, ...]
 ) -> None:
-    """Gauges of vLLM up to 0.10.1 keep their values when all requests are aborted at once."""
+    """Gauges of vLLM up to 0.10.1 freeze when all requests are aborted at once."""
     for name in frozen:
         await client.simulate(name, freezing_gauges=True)
     await client.slow(20.0)
@@ -88,11 +88,11 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
             await until(partial(served, client, name))
     await client.simulate("limited", freezing_gauges=False)
     await client.simulate("plain", freezing_gauges=False)
-    await until(lambda: nobody_left_out(client))
+    await until(lambda: none_excluded(client))
 
 
-async def nobody_left_out(client: Client) -> bool:
-    return not await left_out(client)
+async def none_excluded(client: Client) -> bool:
+    return not await excluded(client)
 
 
 async def test_full_engine_is_never_ejected(client: Client) -> None:
@@ -101,20 +101,20 @@ async def test_full_engine_is_never_ejected(client: Client) -> None:
     for burst in range(3):
         asked = [ask(client, f"{burst} {n}", words=5, policy="round_robin") for n in range(60)]
         assert set(await asyncio.gather(*asked)) == {200}
-        assert not await left_out(client, "failing")
+        assert not await excluded(client, "failing")
     assert await client.replica_counts("limited", refusals) > before
     await until(lambda: served(client, "limited"))
 
 
 async def test_request_that_fails_everywhere_ejects_no_replica(client: Client) -> None:
-    await until(lambda: nobody_left_out(client))
+    await until(lambda: none_excluded(client))
     for name in NAMES:
         await client.simulate(name, fail=500)
     answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
     assert {answer.status for answer in answers} == {500}
     for name in NAMES:
         await client.simulate(name, fail=0)
-    assert await nobody_left_out(client)
+    assert await none_excluded(client)
     chosen = [(await client.chat(headers=IN_TURN)).decision["replica_name"] for _ in range(4)]
     assert set(chosen) == set(NAMES)
 
@@ -124,7 +124,7 @@ async def test_sleeping_engine_gets_no_request_until_it_wakes(client: Client, st
     await client.post(f"{url}/sleep", {})
 
     async def asleep() -> bool:
-        return await left_out(client, "asleep") == ["limited"]
+        return await excluded(client, "asleep") == ["limited"]
 
     await until(asleep)
     answers = [await client.chat(headers=IN_TURN) for _ in range(8)]

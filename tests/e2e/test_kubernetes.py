@@ -1,4 +1,4 @@
-"""Replicas are the pods of a Service, which Kubernetes takes away while requests run."""
+"""Replicas are the pods of a Service: Kubernetes deletes a pod while requests run."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,15 +21,15 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 FLEET = tuple(SimulatedReplica(f"vllm-{number}", "llama-8b-h100") for number in range(3))
 
 
-class Cluster(Stack):
-    """The poller finds replicas through an API server alone."""
+class KubernetesStack(Stack):
+    """A stack whose poller finds replicas only through an API server."""
 
     def __init__(self, directory: Path, api: ApiServer) -> None:
         super().__init__(directory, FLEET)
         self.api = api
 
-    def say(self, name: str, **conditions: bool) -> None:
-        """What the slice controller says of a pod: each has a port of its own, and so a slice."""
+    def put_pod(self, name: str, **conditions: bool) -> None:
+        """Put a pod's EndpointSlice: each pod has a port of its own, and so a slice."""
         pod = endpoint("127.0.0.1", name, **conditions)
         self.api.put(endpoint_slice(pod, name=name, ports=[("http", self.ports[name])]))
 
@@ -39,20 +39,20 @@ class Cluster(Stack):
         return {**super()._configuration(), "replicas": replicas}
 
     def _poller_constants(self) -> dict[str, object]:
-        """Where kubelet would mount the account only root may write."""
+        """Move the service account's folder: only root may write where kubelet mounts it."""
         account = {"extproc.poll.kubernetes.ACCOUNT": self.api.account}
         return super()._poller_constants() | account
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KubernetesStack]:
     api = ApiServer(tmp_path_factory.mktemp("api"))
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), api)
+    cluster = KubernetesStack(tmp_path_factory.mktemp("cluster"), api)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         patched.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
         for one in FLEET:
-            cluster.say(one.name)
+            cluster.put_pod(one.name)
         await api.start()
         async with cluster:
             yield cluster
@@ -60,19 +60,21 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(cluster: Cluster) -> AsyncIterator[Client]:
+async def client(cluster: KubernetesStack) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(cluster, session)
 
 
-async def test_deleted_pod_ends_streams_and_gets_no_more(client: Client, cluster: Cluster) -> None:
+async def test_deleted_pod_finishes_its_streams_and_gets_no_requests(
+    client: Client, cluster: KubernetesStack
+) -> None:
     tokens = 1000
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
     busy = await client.busy()
-    await client.simulate(busy, slow=20.0)  # what is there does not end by itself
+    await client.simulate(busy, slow=20.0)  # its requests do not end by themselves
     async with traffic(client) as answers:
         await more(answers, 5)
-        cluster.say(busy, ready=False, serving=True, terminating=True)
+        cluster.put_pod(busy, ready=False, serving=True, terminating=True)
         await until_read(lambda: client.replica(busy), lambda now: now["draining"])
         assert not streaming.done()
         later = await more(answers, 20)

@@ -1,4 +1,4 @@
-"""Replicas that tell of their KV blocks: what is expected to be cached is what they report."""
+"""Replicas publish KV cache events: the expected cached tokens equal the reported ones."""
 
 import json
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 KV_TOKENS = 4096
 
 
-def telling(name: str) -> SimulatedReplica:
+def publishing(name: str) -> SimulatedReplica:
     ports = free_port(), free_port()
     limits = ("--kv-tokens", str(KV_TOKENS), "--max-model-len", "2048", "--speed", "20")
     arguments = (*limits, "--enable-prompt-tokens-details")
@@ -31,7 +31,7 @@ def telling(name: str) -> SimulatedReplica:
 
 
 def system(directory: Path) -> Stack:
-    replicas = [telling("one"), telling("two")]
+    replicas = [publishing("one"), publishing("two")]
     settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
     return Stack(directory, replicas=replicas, settings=settings)
 
@@ -52,14 +52,15 @@ async def known(client: Client, known: bool = True) -> None:
     await until(all_are)
 
 
-async def news(client: Client) -> list[int]:
+async def kv_updates(client: Client) -> list[int]:
     return [one["kv_news"] for one in (await client.fleet())["replicas"]]
 
 
-async def heard(client: Client, before: list[int]) -> None:
-    await until_read(lambda: news(client), lambda now: now != before)
+async def settled(client: Client, before: list[int]) -> None:
+    """Wait until updates have come and no more follow within three polls."""
+    await until_read(lambda: kv_updates(client), lambda now: now != before)
     now: list[int] = []
-    while now != (before := await news(client)):
+    while now != (before := await kv_updates(client)):
         now = before
         for _ in range(3):
             await polled(client)
@@ -76,15 +77,15 @@ async def polled(client: Client) -> None:
 
 
 async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
-    """Complete what is new to the replicas, and wait until it is not to the router."""
-    before = await news(client)
-    came = await complete(client, ids)
-    await heard(client, before)
-    return came
+    """Complete a new prompt, and wait until the router knows its blocks."""
+    before = await kv_updates(client)
+    completed = await complete(client, ids)
+    await settled(client, before)
+    return completed
 
 
 async def complete(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
-    """Tokens expected to be cached and reported so, and the prompt with its answer."""
+    """Return the expected and the reported cached tokens, and the prompt with its completion."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 24, "ignore_eos": True}
     got = await client.request("POST", "/v1/completions", body)
     assert got.status == 200, got.body
@@ -94,16 +95,16 @@ async def complete(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]
     return got.decision["expected_cached_tokens"], reported, [*ids, *said]
 
 
-async def test_what_was_sent_once_is_expected_to_be_found_whole(client: Client) -> None:
+async def test_repeated_prompt_is_expected_in_cache(client: Client) -> None:
     prompt = list(range(50_000, 50_333))
     first = await begin(client, prompt)
     assert first[:2] == (0, 0)
     assert (await complete(client, prompt))[:2] == (320, 320)
-    longer = [*first[2], 7]  # with the answer, whose last token is not computed
+    longer = [*first[2], 7]  # with the completion, whose last token is not computed
     assert (await complete(client, longer))[:2] == (352, 352)
 
 
-async def test_conversations_in_a_cache_that_is_too_small(client: Client) -> None:
+async def test_expectation_is_exact_in_cache_too_small(client: Client) -> None:
     random = Random(3)
     talks = [[random.randrange(100_000) for _ in range(200 + 10 * k)] for k in range(40)]
     hits, pairs = 0, []
@@ -114,10 +115,12 @@ async def test_conversations_in_a_cache_that_is_too_small(client: Client) -> Non
         hits += reported > 0
         talks[which] = [*said, *(random.randrange(100_000) for _ in range(30))]
         assert [expected for expected, _ in pairs] == [reported for _, reported in pairs]
-    assert 5 < hits < 40, "some were found, some were evicted"
+    assert 5 < hits < 40, "some prompts are found, some are evicted"
 
 
-async def test_after_restart_of_poller_replica_and_redis(client: Client, stack: Stack) -> None:
+async def test_expectation_survives_restarts_of_poller_redis_and_router(
+    client: Client, stack: Stack
+) -> None:
     prompt = list(range(60_000, 60_100))
     await begin(client, prompt)
     for name in ("poller", "redis", "router"):

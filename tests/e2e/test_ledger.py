@@ -1,4 +1,4 @@
-"""The ledger holds a request until its answer has ended, whatever Envoy tells of the response."""
+"""The ledger holds a request until its response ends, in every body mode of Envoy."""
 
 import asyncio
 import io
@@ -15,8 +15,8 @@ from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Behind, Stack, ext_proc_of
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
-"""No answer's chunks are read: nothing but the stream says that it goes on."""
-LOOKED_AT_PER_S = 100
+"""The router reads no chunks: only the open stream shows that a response goes on."""
+SHOWN_PER_S = 100  # responses of which Envoy sends the headers to the router
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 
-class Case(Behind):
-    """Its Envoy sends request bodies in the given mode, and but for BUFFERED the headers first."""
+class BodyModeStack(Behind):
+    """A stack whose Envoy sends request bodies in a mode: the headers first, except BUFFERED."""
 
     name = "BUFFERED"
 
@@ -50,13 +50,13 @@ class Case(Behind):
 
 
 def system(directory: Path) -> Stack:
-    return Case(directory)
+    return BodyModeStack(directory)
 
 
 async def is_held(client: Client, **more: Any) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "stream": True} | more
-    async with client._session.post(
-        client._stack.url + CHAT,
+    async with client.session.post(
+        client.stack.url + CHAT,
         data=io.BytesIO(json.dumps(body).encode()),
         headers={"content-type": "application/json", "x-simulate-output-tokens": "4000"},
     ) as response:
@@ -67,16 +67,16 @@ async def is_held(client: Client, **more: Any) -> None:
     await client.ledger_empty()
 
 
-async def test_answer_that_is_read(client: Client) -> None:
+async def test_ledger_holds_streamed_response(client: Client) -> None:
     await is_held(client)
 
 
-async def test_answer_to_body_too_large_to_be_read(client: Client) -> None:
+async def test_ledger_holds_response_to_unread_large_body(client: Client) -> None:
     await is_held(client, padding="x" * (LARGE_BODY + 1))
 
 
-async def test_answer_among_many_that_is_not_read(client: Client) -> None:
+async def test_ledger_holds_response_that_router_is_not_shown(client: Client) -> None:
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(LOOKED_AT_PER_S + 50):
+        for _ in range(SHOWN_PER_S + 50):
             tasks.create_task(client.chat(tokens=1))
     await is_held(client)

@@ -1,4 +1,4 @@
-"""Pools behind one Envoy: of several models, contexts, adapters, caches, or of one replica."""
+"""Pools behind one Envoy, which differ in models, context lengths, adapters and caches."""
 
 import asyncio
 import json
@@ -7,8 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import openai
 import pytest
 
 from extproc.config import Config
@@ -27,7 +25,7 @@ A10, H100 = "llama-8b-a10", "llama-8b-h100"
 SETTINGS: dict[str, dict[str, object]] = {
     "hold": {
         "allow_inference_headers": True,
-        "empty_s": 10,  # longer than the 5 s after which a request tries one that is not healthy
+        "empty_s": 10,  # longer than the 5 s between two requests to an unhealthy replica
         "objectives": {
             "soon": {"priority": 1, "sheddable": True},
             "batch": {"priority": -1, "tenants": ["night"]},
@@ -38,10 +36,9 @@ SETTINGS: dict[str, dict[str, object]] = {
 ADAPTERS, UNLOADED = ("law", "code"), "tax"
 UNIT = 64  # tokens of a prompt that are cached together
 WORDS = "sea " * 10_000
-PROMPT_TOKENS = 30_000
 OTHER = "qwen-7b"
 LOAD_S = 0.5  # seconds that an adapter takes to load
-_TELLS = "--enable-prompt-tokens-details"
+_REPORTS_CACHED = "--enable-prompt-tokens-details"
 _UNCACHED = "--no-enable-prefix-caching"
 _LORA = ("--lora-modules", "law", "code", "tax", "--max-loras", "1")
 _LOADING = (*_LORA, "--lora-load-seconds", str(LOAD_S))
@@ -60,23 +57,24 @@ POOLS = {
         SimulatedReplica("lora-2", H100, _LOADING),
     ),
     "prefixes": (
-        SimulatedReplica("cached-1", H100, (_TELLS,)),
-        SimulatedReplica("cached-2", H100, (_TELLS,)),
-        SimulatedReplica("cached-3", H100, (_TELLS,)),
-        SimulatedReplica("off", H100, (_TELLS, _UNCACHED, "--model", "x")),
-        SimulatedReplica("silent", H100, ("--model", "y")),
+        SimulatedReplica("cached-1", H100, (_REPORTS_CACHED,)),
+        SimulatedReplica("cached-2", H100, (_REPORTS_CACHED,)),
+        SimulatedReplica("cached-3", H100, (_REPORTS_CACHED,)),
+        SimulatedReplica("off", H100, (_REPORTS_CACHED, _UNCACHED, "--model", "x")),
     ),
     "alone": (SimulatedReplica("alone", A10),),
     "narrow": (SimulatedReplica("narrow-1", H100), SimulatedReplica("narrow-2", H100)),
 }
 LOST = "lost"
-"""A route names this pool, which is not configured; its cluster is the one of ``second``."""
+"""A pool that a route names and the configuration lacks; its cluster is ``second``."""
 
 
-class Pools(Stack):
-    """The pools above behind one Envoy: a pool's host is its name with ``.example``; the default
-    pool serves other hosts, and ``second`` the paths below ``/batch/``. To ``narrow`` Envoy lets
-    one request at a time, and it tells the router the headers that ``extproc check`` asks for."""
+class PoolsStack(Stack):
+    """The pools above behind one Envoy.
+
+    The host ``NAME.example`` leads to a pool, other hosts to the default pool, and paths below
+    ``/batch/`` to ``second``. Envoy sends ``narrow`` one request at a time.
+    """
 
     def __init__(self, directory: Path) -> None:
         fleet = tuple(chain.from_iterable(POOLS.values()))
@@ -132,18 +130,20 @@ def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
 
 
 def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
-    """As docs/configuration.md has it: the filter sees the path before it is rewritten."""
+    """Return the route of docs/configuration.md: ext_proc sees the path before its rewrite."""
     route = host["routes"][-1]["route"] | {"prefix_rewrite": "/"}
     metadata = host["typed_per_filter_config"]
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
 def system(directory: Path) -> Stack:
-    return Pools(directory)
+    return PoolsStack(directory)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
-async def test_model_goes_where_it_is_served(client: Client, model: str, replica: str) -> None:
+async def test_request_goes_to_replica_with_its_model(
+    client: Client, model: str, replica: str
+) -> None:
     await until_read(lambda: client.replica(replica), lambda now: model in now["models"])
     for _ in range(4):
         answer = await client.chat(model=model)
@@ -153,7 +153,7 @@ async def test_model_goes_where_it_is_served(client: Client, model: str, replica
         assert left_out["why"] == f"does not serve {model!r}"
 
 
-async def test_route_names_pool(client: Client) -> None:
+async def test_route_selects_pool(client: Client) -> None:
     for _ in range(4):
         answer = await client.chat(headers={"host": "second.example"})
         assert answer.status == 200
@@ -163,7 +163,7 @@ async def test_route_names_pool(client: Client) -> None:
         assert {one["name"] for one in decision["candidates"]} == {"second-1", "second-2"}
 
 
-async def test_prefix_that_route_takes_off_names_pool(client: Client) -> None:
+async def test_route_with_prefix_rewrite_selects_pool(client: Client) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
     answer = await client.request("POST", f"/batch{CHAT}", body)
     assert answer.status == 200
@@ -172,7 +172,7 @@ async def test_prefix_that_route_takes_off_names_pool(client: Client) -> None:
     assert decision["outcome"]["served_by"] == decision["replica"]
 
 
-async def test_no_client_chooses_the_pool(client: Client) -> None:
+async def test_client_cannot_choose_pool(client: Client) -> None:
     answer = await client.chat(headers={"x-extproc-pool": "second"})
     assert answer.decision["pool"] == "default"
     answer = await client.chat(headers={"host": "second.example", "x-extproc-pool": "default"})
@@ -212,7 +212,7 @@ async def test_command_lists_one_pool(stack: Stack, capsys: pytest.CaptureFixtur
         ("/v1/rerank", {"query": "sea", "documents": ["sea", WORDS]}),
     ],
 )
-async def test_each_prompt_fits_its_replica(
+async def test_request_goes_where_its_longest_prompt_fits(
     client: Client, path: str, body: dict[str, Any]
 ) -> None:
     answer = await client.of("contexts").request("POST", path, {"model": MODEL} | body)
@@ -220,26 +220,8 @@ async def test_each_prompt_fits_its_replica(
     assert (answer.decision["replica_name"], answer.decision["second"]) == ("long", None)
 
 
-async def test_short_prompts_go_to_faster_replica(client: Client) -> None:
-    body = {"model": MODEL, "prompt": ["sea " * 1_000] * 10, "max_tokens": 4}
-    answer = await client.of("contexts").request("POST", "/v1/completions", body)
-    assert (answer.status, answer.decision["replica_name"]) == (200, "short")
-
-
-@pytest.mark.parametrize("header", OBJECTIVE)
-async def test_header_names_objective(client: Client, header: str) -> None:
-    answer = await client.of("second").chat(headers={header: "soon"})
-    assert (answer.status, answer.decision["objective"]) == (200, "soon")
-
-
-@pytest.mark.parametrize("header", FAIRNESS_ID)
-async def test_header_names_tenant(client: Client, header: str) -> None:
-    answer = await client.of("second").chat(headers={header: "night"})
-    assert (answer.status, answer.decision["objective"]) == (200, "batch")
-
-
 @pytest.mark.parametrize("header", TARGETS)
-async def test_header_sets_target_that_is_met_or_refused(client: Client, header: str) -> None:
+async def test_target_header_routes_or_refuses(client: Client, header: str) -> None:
     client = client.of("second")
     objective = {"x-llm-d-inference-objective": "soon"}
     answer = await client.chat(headers={header: "60000", **objective})
@@ -251,8 +233,10 @@ async def test_header_sets_target_that_is_met_or_refused(client: Client, header:
 
 
 async def ask_adapter(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:
-    """The decision for a streamed request, known to be short: a replica that is measured a little
-    faster makes up for no load."""
+    """Return the decision on a streamed request with a small bound.
+
+    Its cost is so small that a faster replica never outweighs the load of an adapter.
+    """
     return (await client.chat(tokens, model=model, stream=True, max_tokens=tokens)).decision
 
 
@@ -273,10 +257,10 @@ async def homes(client: Client) -> dict[str, str]:
     return found
 
 
-async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(client: Client) -> None:
+async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(client: Client) -> None:
     client = client.of("adapters")
     for _ in range(5):
-        for name in (*ADAPTERS, UNLOADED):  # one more than two replicas keep loaded
+        for name in (*ADAPTERS, UNLOADED):  # one adapter more than two replicas keep loaded
             await ask_adapter(client, name)
     where = await homes(client)
     for _ in range(3):
@@ -285,25 +269,9 @@ async def test_adapter_keeps_to_its_replica_and_load_elsewhere_is_known(client: 
             assert decision["replica_name"] == where[name]
             assert decision["outcome"]["status"] == 200
             (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
-            assert elsewhere > 0.5 * LOAD_S, "it was 0.1 s before any was seen"
+            assert elsewhere > 0.5 * LOAD_S, "0.1 s until a load was measured"
     plain = await ask_adapter(client, MODEL)
     assert set(terms(plain).values()) == {0.0}
-
-
-async def test_request_whose_adapter_would_wait_goes_elsewhere(client: Client) -> None:
-    client = client.of("adapters")
-    await homes(client)
-    long = client.chat(model="code", stream=True, max_tokens=20_000, ignore_eos=True)
-    stream = asyncio.create_task(long)
-    taken = await client.busy()  # where it was worth a load: one may be measured a little faster
-    (free,) = {"lora-1", "lora-2"} - {taken}
-    for decision in [await ask_adapter(client, "law") for _ in range(2)]:
-        assert decision["replica_name"] == free
-        assert terms(decision)[taken] > 2 * LOAD_S, "until the long answer has ended"
-    assert terms(decision)[free] == 0.0, "the first one had it loaded at the latest"
-    stream.cancel()
-    await asyncio.wait([stream])
-    await client.ledger_empty()
 
 
 Messages = list[dict[str, str]]
@@ -319,8 +287,10 @@ def begun(topic: str, words: int = 3000) -> Messages:
 async def turn(
     client: Client, messages: Messages, tokens: int = 40, model: str = MODEL
 ) -> tuple[Answer, Messages]:
-    """Next answer of a conversation, and the conversation after it. Its bound says that the answer
-    is short, so that a replica measured a little faster makes up for no prompt."""
+    """Return the next answer of a conversation, and the conversation with it.
+
+    The bound is small, so that a faster replica never outweighs a cached prompt.
+    """
     answer = await client.of("prefixes").chat(
         tokens, messages=messages, model=model, max_tokens=tokens
     )
@@ -334,7 +304,7 @@ def hits(answer: Answer) -> tuple[float, int]:
     return answer.decision["expected_cached_tokens"], answer.decision["outcome"]["cached_tokens"]
 
 
-async def test_each_conversation_stays_where_its_prompt_is(client: Client) -> None:
+async def test_conversation_stays_where_its_prompt_is_cached(client: Client) -> None:
     for topic in ("sea", "sky", "hills"):
         messages, served = begun(topic), set()
         for number in range(4):
@@ -349,90 +319,20 @@ async def test_each_conversation_stays_where_its_prompt_is(client: Client) -> No
         assert len(served) == 1
 
 
-async def test_answer_is_cached_where_it_was_given(client: Client) -> None:
-    answer, messages = await turn(client, begun("moon"), tokens=600)
-    answer, _ = await turn(client, messages, tokens=2)
-    expected, reported = hits(answer)
-    asked = answer.decision["outcome"]["prompt_tokens"]
-    assert min(expected, reported) > asked - 3 * UNIT
-
-
-async def test_replica_without_prefix_cache_is_expected_to_find_nothing(client: Client) -> None:
+async def test_replica_without_prefix_cache_has_no_expected_hits(client: Client) -> None:
     for number in range(2):
         answer, _ = await turn(client, begun("rain"), tokens=2, model="x")
         assert hits(answer) == (0, 0), number
-
-
-async def test_replica_that_reports_no_cached_tokens_is_predicted(client: Client) -> None:
-    for number in range(3):
-        answer, _ = await turn(client, begun("snow"), tokens=2, model="y")
-        expected, reported = hits(answer)
-        assert reported is None
-        assert (expected > 0) == (number > 0)
-
-
-async def test_conversation_leaves_when_waiting_costs_more(client: Client) -> None:
-    """Long answers fill the replica that has the prompt; others prefill it anew, at once."""
-    wind = client.of("prefixes")
-    answer, messages = await turn(client, begun("wind", words=300), tokens=2)
-    home = answer.decision["replica"]
-    answer, messages = await turn(client, messages, tokens=2)
-    assert answer.decision["replica"] == home
-    asked = [
-        asyncio.create_task(wind.chat(messages=messages, max_tokens=2000, ignore_eos=True))
-        for _ in range(60)
-    ]
-    await client.has_in_flight(len(asked))
-    await client.slow(0.05)
-    answers = await asyncio.gather(*asked)
-    await client.slow(1.0)
-    assert {one.status for one in answers} == {200}
-    assert len({one.decision["replica"] for one in answers}) > 1
-
-
-async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
-    """Sends a long prompt; returns when the stream has opened."""
-    text = name + "word" * PROMPT_TOKENS
-    body = {"model": MODEL, "input": text, "max_output_tokens": 2, "stream": True}
-    response = await client._session.post(
-        client._stack.url + "/v1/responses",
-        data=json.dumps(body),
-        headers={"host": "alone.example", "content-type": "application/json", "x-request-id": name},
-    )
-    assert response.status == 200
-    seen = b""
-    while b"event: response.in_progress" not in seen:
-        seen += await response.content.readany()
-    assert b"response.output_item" not in seen
-    return response
-
-
-async def test_opened_responses_stream_leaves_prompt_in_backlog(client: Client) -> None:
-    responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(8)])
-    responses.append(await opened(client, "the next"))
-    (decision,) = await client.decisions("the next")
-    for response in responses:
-        response.close()
-    assert decision["candidates"][0]["backlog_tokens"] > 5 * PROMPT_TOKENS  # one takes 8 s
-    await client.ledger_empty()
-
-
-async def test_first_token_of_responses_stream_comes_with_its_text(client: Client) -> None:
-    body = {"model": MODEL, "input": "word" * 20_000, "max_output_tokens": 1, "stream": True}
-    answer = await client.of("alone").request("POST", "/v1/responses", body)
-    outcome = answer.decision["outcome"]
-    # A prefill of 20,000 tokens takes five seconds on this card; the token ends the answer.
-    assert outcome["ttft_s"] > 0.5 * outcome["completion_s"]
 
 
 async def test_full_circuit_breaker_excludes_no_replica(client: Client) -> None:
     narrow = client.of("narrow")
     long = asyncio.create_task(narrow.chat(tokens=20_000))
 
-    async def at_a_replica() -> bool:
+    async def arrived() -> bool:
         return sum([await client.load(one.name) for one in POOLS["narrow"]]) == 1
 
-    await until(at_a_replica)  # the router knows of it before Envoy sends it
+    await until(arrived)
     refused = [await narrow.chat(tokens=1) for _ in range(5)]
     assert [answer.status for answer in refused] == [503] * 5
     assert all(answer.decision["excluded"] == [] for answer in refused)
@@ -441,12 +341,12 @@ async def test_full_circuit_breaker_excludes_no_replica(client: Client) -> None:
     await client.slow(1.0)
 
 
-async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stack: Stack) -> None:
+async def test_model_whose_replicas_are_down_gets_503(client: Client, stack: Stack) -> None:
     assert (await client.chat()).decision["replica_name"] == "llama"
     await stack.kill("llama")
     await until_read(lambda: client.replica("llama"), lambda now: not now["healthy"])
     for answer in await asyncio.gather(*(client.chat() for _ in range(4))):
-        assert answer.status == 503, "another model's replica answers 404, and nobody tries again"
+        assert answer.status == 503, "404 would be the answer of another model's replica"
         assert answer.headers["Retry-After"] == "1"
         assert json.loads(answer.body)["error"]["type"] == "service_unavailable_error"
         assert (await client.chat(model=OTHER)).decision["replica_name"] == "qwen"
@@ -456,25 +356,11 @@ async def test_model_whose_replicas_are_down_is_not_unknown(client: Client, stac
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "llama"
 
 
-async def test_model_that_nobody_serves_does_not_exist(client: Client, stack: Stack) -> None:
-    await until_read(lambda: client.chat(model="nobody's"), lambda now: now.status == 404)
-    answer = await client.chat(model="nobody's")
-    assert "Retry-After" not in answer.headers
-    error = json.loads(answer.body)["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", "model")
-    assert error["code"] == "model_not_found"
-    assert error["message"].endswith(f"There are: `{MODEL}`, `{OTHER}`.")
-    assert answer.decisions == []
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
-        with pytest.raises(openai.NotFoundError, match="`nobody's` does not exist"):
-            await sdk.embeddings.create(model="nobody's", input="sea")
-
-
 async def down(client: Client) -> bool:
     return not (await client.replica("alone"))["healthy"]
 
 
-async def test_request_waits_until_the_only_replica_is_back(client: Client, stack: Stack) -> None:
+async def test_request_waits_for_only_replica_to_return(client: Client, stack: Stack) -> None:
     alone = client.of("alone")
     await until_read(alone.chat, lambda now: now.status == 200)
     await stack.stop("alone")
@@ -492,12 +378,3 @@ async def test_request_waits_until_the_only_replica_is_back(client: Client, stac
     answer = await waits
     assert answer.status == 200
     assert answer.decision["outcome"]["waited_s"] > 0.0
-
-
-async def test_request_gets_503_after_empty_s(client: Client, stack: Stack) -> None:
-    await stack.stop("alone")
-    await until(lambda: down(client))
-    answer = await client.of("alone").chat()
-    assert answer.status == 503
-    assert int(answer.headers["retry-after"]) > 0
-    await stack.start("alone")

@@ -1,3 +1,5 @@
+"""A recorded run is replayed by ``extproc what-if``, and its record holds no text."""
+
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -26,7 +28,9 @@ def by_lengths(record: Recorded) -> list[tuple[int, float]]:
     return sorted((one.prompt_tokens, one.output_tokens) for one in record.requests)
 
 
-async def test_record_is_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_record_is_replayed_and_holds_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
     async with Stack(tmp_path / "stack", FLEET, {**SETTINGS, "record": record_to}) as stack:
@@ -40,6 +44,6 @@ async def test_record_is_played_again(tmp_path: Path, capsys: pytest.CaptureFixt
     counted = {(one.tokens("prompt"), one.tokens("completion")) for one in answers if one.usage}
     assert counted <= set(by_lengths(record))
     assert CANARY not in text_of(folder)
-    # How near the replay is, is up to how busy this machine is.
+    # A busy machine makes the replay inexact, which is exit status 1.
     assert cli.main(["what-if", str(folder), "--less", "two"]) in (0, 1)
     assert "on 2 replicas (one, two), policy completion" in capsys.readouterr().out

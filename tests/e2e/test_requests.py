@@ -1,3 +1,5 @@
+"""Requests of every endpoint, streamed and whole, and requests that are refused."""
+
 import json
 from typing import Any
 
@@ -5,7 +7,7 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from extproc.lab.harness.stack import FLEET, MODEL
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 
@@ -27,7 +29,7 @@ EIGHT = {"x-simulate-output-tokens": "8"}
 LARGEST_KEY = 8192  # bytes in Redis
 
 
-async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Client) -> None:
+async def test_every_redis_key_expires_and_is_small(stack: Stack, client: Client) -> None:
     for _ in range(8):
         assert (await client.chat()).status == 200
     async with Redis.from_url(stack.redis_url) as redis:
@@ -35,7 +37,7 @@ async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Clien
         lives = {key: await redis.pttl(key) for key in keys}
         sizes = {key: await redis.memory_usage(key, samples=0) for key in keys}
     assert {key for key in keys if b":replica:" in key}
-    # One that just ended has none either, which pttl tells apart.
+    # pttl is -1 for a key without a life, -2 for a key that has just expired.
     assert not [key for key, life in lives.items() if life == -1]
     assert not [key for key, size in sizes.items() if size is not None and size > LARGEST_KEY]
 
@@ -51,19 +53,8 @@ async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
     assert record["outcome"]["prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    ("path", "endpoint"),
-    [("/score", "/v1/score"), ("/rerank", "/v1/rerank"), ("/v2/rerank", "/v1/rerank")],
-)
-async def test_other_paths_of_endpoint_route(client: Client, path: str, endpoint: str) -> None:
-    answer = await client.request("POST", path, {"model": MODEL} | BODIES[endpoint])
-    assert answer.status == 200
-    assert answer.decision["endpoint"] == endpoint
-    assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
-
-
 @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-async def test_audio_is_routed_on_its_length(client: Client, path: str) -> None:
+async def test_audio_is_routed_by_length(client: Client, path: str) -> None:
     form = aiohttp.FormData({"model": MODEL})
     form.add_field("file", bytes(45 * 16_000), filename="speech.mp3", content_type="audio/mpeg")
     answer = await client.request("POST", path, form, EIGHT)
@@ -74,7 +65,7 @@ async def test_audio_is_routed_on_its_length(client: Client, path: str) -> None:
     assert record["outcome"]["served_by"] == record["replica"]
 
 
-async def test_a_request_that_names_no_model_is_served(client: Client) -> None:
+async def test_request_without_model_is_served(client: Client) -> None:
     answer = await client.request("POST", CHAT, {"messages": MESSAGES}, EIGHT)
     assert answer.status == 200
     assert answer.decision["model"] == MODEL
@@ -91,23 +82,7 @@ async def test_every_endpoint_streams(client: Client, path: str) -> None:
     assert outcome["output_tokens"] == pytest.approx(8, abs=1)
 
 
-async def test_a_request_may_name_a_policy(client: Client) -> None:
-    used = []
-    for _ in range(len(FLEET)):
-        answer = await client.chat(headers={"x-extproc-policy": "round_robin"})
-        assert answer.decision["policy"] == "round_robin"
-        used.append(answer.decision["outcome"]["served_by"])
-    assert len(set(used)) == len(FLEET)
-
-
-async def test_a_fast_replica_is_preferred_to_a_slow_one(client: Client) -> None:
-    for _ in range(5):
-        answer = await client.chat(tokens=20)
-        assert answer.decision["replica_name"].startswith("fast")
-        assert "finishes it in" in answer.decision["why"]
-
-
-async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack) -> None:
+async def test_forged_destination_is_not_followed(client: Client, stack: Stack) -> None:
     forged = {"x-gateway-destination-endpoint": stack.address("slow-1")}
     for _ in range(3):
         answer = await client.chat(headers=forged)
@@ -115,11 +90,8 @@ async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack
         assert answer.decision["replica_name"].startswith("fast")
 
 
-@pytest.mark.parametrize(
-    "body", [b"{", b"[]", b'{"model": 5}', b"\xff\xfe", b"[" * 10_000 + b"]" * 10_000]
-)
-async def test_unservable_request_gets_openai_error(client: Client, body: bytes) -> None:
-    answer = await client.request("POST", CHAT, body)
+async def test_invalid_body_gets_openai_error(client: Client) -> None:
+    answer = await client.request("POST", CHAT, b"{")
     assert answer.status == 400
     assert answer.headers["Content-Type"] == "application/json"
     assert json.loads(answer.body)["error"]["type"] == "invalid_request_error"
@@ -128,18 +100,9 @@ async def test_unservable_request_gets_openai_error(client: Client, body: bytes)
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"messages": []},
-        {"messages": "no list"},
-        {"messages": [5]},
-        {"max_tokens": -1},
-        {"max_tokens": 1e30},
-        {"max_tokens": "many"},
-        {"n": -3},
-        {"n": "two"},
-    ],
+    [{"messages": []}, {"messages": [5]}, {"max_tokens": 1e30}, {"max_tokens": "many"}, {"n": -3}],
 )
-async def test_refusal_of_replica_is_kept(client: Client, fields: dict[str, Any]) -> None:
+async def test_refusal_of_replica_reaches_client(client: Client, fields: dict[str, Any]) -> None:
     answer = await client.chat(**fields)
     assert answer.status in (400, 404)
     assert "error" in json.loads(answer.body)

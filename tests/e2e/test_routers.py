@@ -1,5 +1,7 @@
-"""Two routers of one pool: sessions stay with one replica whichever router is asked, and so does
-what is about a response, which vLLM keeps in the memory of one process."""
+"""Two routers of one pool agree on the replicas of sessions and on the owners of stored responses.
+
+vLLM stores a response in the memory of one process, its owner.
+"""
 
 import asyncio
 import json
@@ -23,8 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
 RESPONSES = "/v1/responses"
-TIMES = 6  # by chance it is the right one of four replicas so often in one of 4,096 cases
-TURNS = 24  # by chance Envoy asks only one of two routers so often in one of eight million cases
+TIMES = 6  # requests that hit the same one of four replicas by chance in one of 4,096 cases
+TURNS = 24  # requests for which Envoy asks the same router by chance in one of 8 million cases
 _AFFINITY: dict[str, dict[str, object]] = {
     "route": {
         "policy": "round_robin",
@@ -37,8 +39,7 @@ _AFFINITY: dict[str, dict[str, object]] = {
 
 
 class Routers(Stack):
-    """Two routers and four equal replicas in turn; Envoy tells the routers the headers that name
-    sessions."""
+    """Two routers and four equal replicas in turn; Envoy sends the headers that name sessions."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, _AFFINITY, routers=2)
@@ -54,18 +55,15 @@ def system(directory: Path) -> Stack:
     return Routers(directory)
 
 
-async def routers_restart(stack: Stack) -> None:
-    for router in stack.routers:
-        await stack.kill(router)
-        await stack.start(router)
-    await stack.wait_routing()
+async def routed_by_each(client: Client) -> list[float]:
+    return [await client.routed(router) for router in client.stack.routers]
 
 
 @asynccontextmanager
 async def both_routers_asked(client: Client) -> AsyncIterator[None]:
-    before = await client.routed_by_each()
+    before = await routed_by_each(client)
     yield
-    after = await client.routed_by_each()
+    after = await routed_by_each(client)
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 
@@ -74,34 +72,35 @@ def server_of(answer: Answer) -> str:
 
 
 async def short(client: Client, headers: dict[str, str]) -> Answer:
-    """A chat known to be short: it costs as good as the same on replicas measured otherwise."""
+    """Send a chat with a small bound, which costs about the same on every replica."""
     return await client.chat(headers=headers, max_tokens=8)
 
 
 async def stays(client: Client, headers: dict[str, str]) -> str:
+    """Wait until both routers send the session to one replica; return its address."""
     served: list[str] = []
 
-    async def so() -> bool:
-        before = await client.routed_by_each()
+    async def settled() -> bool:
+        before = await routed_by_each(client)
         served[:] = [server_of(await short(client, headers)) for _ in range(TIMES)]
-        after = await client.routed_by_each()
-        asked = all(now > then for now, then in zip(after, before, strict=True))
-        return asked and len(set(served)) == 1
+        after = await routed_by_each(client)
+        both_asked = all(now > then for now, then in zip(after, before, strict=True))
+        return both_asked and len(set(served)) == 1
 
-    await until(so)
+    await until(settled)
     return served[0]
 
 
 @pytest.mark.parametrize("named", [{"x-session-id": "a"}, {"cookie": "x=y; sid=b"}])
-async def test_session_stays_where_it_is(client: Client, named: dict[str, str]) -> None:
+async def test_session_stays_on_its_replica(client: Client, named: dict[str, str]) -> None:
     home = await stays(client, named)
     async with both_routers_asked(client):
         again = [await short(client, named) for _ in range(TURNS)]
     assert {server_of(answer) for answer in again} == {home}
 
 
-async def test_sessions_and_requests_without_one_are_spread(client: Client) -> None:
-    """Of sixteen one of the two routers gets eight, and with them each replica has its turn."""
+async def test_new_sessions_and_sessionless_requests_are_spread(client: Client) -> None:
+    """One of the routers gets at least eight of sixteen requests: two for each replica."""
     without = [client.chat() for _ in range(16)]
     answers = await asyncio.gather(*without)
     assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
@@ -110,33 +109,15 @@ async def test_sessions_and_requests_without_one_are_spread(client: Client) -> N
     assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
 
 
-async def test_restarted_router_knows_where_sessions_are(client: Client, stack: Stack) -> None:
+async def test_restarted_routers_know_sessions_and_owners(client: Client, stack: Stack) -> None:
     named = {"x-session-id": "restart"}
-    home = await stays(client, named)
-    await routers_restart(stack)
+    home, response = await stays(client, named), await respond(client)
+    for router in stack.routers:
+        await stack.kill(router)
+        await stack.start(router)
+    await stack.wait_routing()
     assert await stays(client, named) == home
-
-
-async def test_busy_session_leaves_when_waiting_costs_more(client: Client) -> None:
-    """Each of these prompts takes a replica 0.1 s: after a handful another one is better."""
-    named = {"x-session-id": "busy"}
-    await stays(client, named)
-    await client.slow(20.0)  # none ends while others come
-    prompts = [[{"role": "user", "content": f"{number}: " * 6_000}] for number in range(30)]
-    asked = [
-        asyncio.create_task(client.chat(headers=named, tokens=2, messages=prompt))
-        for prompt in prompts
-    ]
-
-    async def all_came() -> bool:
-        return sum([await client.load(one.name) for one in REPLICAS]) == len(prompts)
-
-    await until(all_came)
-    await client.slow(1.0)
-    answers = await asyncio.gather(*asked)
-    assert len({server_of(answer) for answer in answers}) > 1
-    await client.ledger_empty()
-    await stays(client, named)
+    await known(client, response)
 
 
 async def test_session_leaves_draining_and_dead_replicas(client: Client, stack: Stack) -> None:
@@ -169,22 +150,21 @@ def id_of(answer: Answer) -> str:
 
 
 async def known(client: Client, answer: Answer) -> None:
-    """Returns when every router knows who holds it, for the one that did not see it is told; and
-    whichever Envoy asks, what is about it goes there."""
-    stack, path = client._stack, f"{RESPONSES}/{id_of(answer)}"
+    """Wait until every router knows the owner of a response; assert that requests go there."""
+    stack, path = client.stack, f"{RESPONSES}/{id_of(answer)}"
 
-    async def held_by(router: str) -> str:
+    async def owner(router: str) -> str:
         async with (
             grpc.aio.insecure_channel(stack.address(router)) as channel,
             EnvoySide(channel).stream() as stream,
         ):
             reply = await stream.request_headers(path, "GET", end_of_stream=True)
-            return next(iter(destination(reply)), "")  # none: the router does not know it yet
+            return next(iter(destination(reply)), "")
 
-    async def held() -> bool:
-        return {await held_by(router) for router in stack.routers} == {server_of(answer)}
+    async def agreed() -> bool:
+        return {await owner(router) for router in stack.routers} == {server_of(answer)}
 
-    await until(held)
+    await until(agreed)
     for _ in range(TIMES):
         asked = await client.request("GET", path)
         assert (asked.status, server_of(asked)) == (200, server_of(answer))
@@ -192,30 +172,27 @@ async def known(client: Client, answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_conversation_goes_on_where_it_is_held(client: Client, streamed: bool) -> None:
+async def test_conversation_goes_on_at_its_owner(client: Client, streamed: bool) -> None:
     async with both_routers_asked(client):
         last = await respond(client, stream=streamed)
-        holder = server_of(last)
+        owner = server_of(last)
         for _ in range(TURNS):
             await known(client, last)
             last = await respond(client, stream=streamed, previous_response_id=id_of(last))
-            assert (last.status, server_of(last)) == (200, holder)
+            assert (last.status, server_of(last)) == (200, owner)
 
 
-async def test_retry_stays_where_the_conversation_is_held(client: Client, stack: Stack) -> None:
-    """Any other replica would answer 404, which nobody tries again."""
+async def test_conversation_is_not_retried_elsewhere(client: Client, stack: Stack) -> None:
+    """Another replica would answer 404, which Envoy does not retry."""
     last = await respond(client)
     await known(client, last)
-    holder = stack.name_of(server_of(last))
-    await client.simulate(holder, fail=503)
-    try:
+    owner = stack.name_of(server_of(last))
+    async with client.simulating(owner, fail=503):
         answer = await respond(client, previous_response_id=id_of(last))
-    finally:
-        await client.simulate(holder, fail=0)
     assert answer.status == 503
 
 
-async def test_background_response_is_polled_and_cancelled_at_its_owner(client: Client) -> None:
+async def test_background_response_is_cancelled_at_its_owner(client: Client) -> None:
     queued = await respond(client, tokens=5_000, background=True)
     assert json.loads(queued.body)["status"] == "queued"
     await known(client, queued)
@@ -225,45 +202,13 @@ async def test_background_response_is_polled_and_cancelled_at_its_owner(client: 
     await client.ledger_empty()
 
 
-async def test_unknown_response_is_not_found(client: Client) -> None:
-    assert (await client.request("GET", f"{RESPONSES}/resp_unknown")).status == 404
-    answer = await respond(client, previous_response_id="resp_unknown")
-    assert answer.status == 404
-
-
-async def test_new_conversations_are_spread(client: Client) -> None:
-    answers = await asyncio.gather(*(respond(client) for _ in range(len(REPLICAS) * 4)))
-    assert {server_of(answer) for answer in answers} == {
-        client._stack.address(one.name) for one in REPLICAS
-    }
-
-
 async def test_response_after_retry_belongs_to_serving_replica(
     client: Client, stack: Stack
 ) -> None:
-    """The one chosen first fails; Envoy takes the second choice."""
     name = REPLICAS[0].name
-    await client.simulate(name, fail=503)
-    served = [await respond(client) for _ in range(len(REPLICAS) * 2)]
-    await client.simulate(name, fail=0)
+    async with client.simulating(name, fail=503):
+        served = [await respond(client) for _ in range(len(REPLICAS) * 2)]
     retried = [one for one in served if one.status == 200]
     assert stack.address(name) not in {server_of(one) for one in retried}
     for one in retried:
         await known(client, one)
-
-
-async def test_restarted_router_knows_owners(client: Client, stack: Stack) -> None:
-    last = await respond(client)
-    await routers_restart(stack)
-    await known(client, last)
-
-
-async def test_response_of_dead_replica_is_not_found(client: Client, stack: Stack) -> None:
-    last = await respond(client)
-    holder = stack.name_of(server_of(last))
-    await stack.kill(holder)
-    await until_read(lambda: client.replica(holder), lambda now: not now["healthy"])
-    answer = await respond(client, previous_response_id=id_of(last))
-    assert answer.status == 404
-    await stack.start(holder)
-    await stack.wait_routing()

@@ -1,4 +1,4 @@
-"""A real Envoy and a router that trust only each other, at the router's limits."""
+"""mTLS between Envoy and router, and the router's limits of headers and streams."""
 
 import asyncio
 import shutil
@@ -23,8 +23,8 @@ REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "tw
 MOST_STREAMS = 3
 
 
-class Secured(Stack):
-    """A router behind mTLS, as the documentation says; Envoy takes headers of 96 kB."""
+class SecuredStack(Stack):
+    """A stack with mTLS as in docs/envoy.md, whose Envoy accepts headers of 96 kB."""
 
     def __init__(self, directory: Path) -> None:
         self.files = directory / "tls"
@@ -64,28 +64,30 @@ ROUTED = 'extproc_requests_total{result="routed"}'
 OVERLOAD = 'extproc_requests_total{result="overload"}'
 
 
-def system(directory: Path) -> Secured:
-    return Secured(directory)
+def system(directory: Path) -> SecuredStack:
+    return SecuredStack(directory)
 
 
-async def test_headers_of_90_kb_reach_router_and_replica(client: Client, stack: Secured) -> None:
+async def test_headers_of_90_kb_reach_router_and_replica(
+    client: Client, stack: SecuredStack
+) -> None:
     before = await client.metric(ROUTED)
     large = {f"x-large-{number}": "v" * 7_500 for number in range(12)}
     assert (await client.chat(tokens=3, headers=large)).status == 200
     assert await client.metric(ROUTED) == before + 1
 
 
-async def test_beyond_the_limit_of_streams_no_request_fails(client: Client, stack: Secured) -> None:
+async def test_no_request_fails_beyond_max_streams(client: Client, stack: SecuredStack) -> None:
     before = await client.metric(ROUTED)
     asked = asyncio.gather(*(client.chat(tokens=2000) for _ in range(20)))
     await until(partial(client.metric, OVERLOAD))
     await client.slow(0.05)
     assert {answer.status for answer in await asked} == {200}
     assert await client.metric(ROUTED) > before
-    await stack.wait_routing()  # it is as healthy as before
+    await stack.wait_routing()
 
 
-async def test_renewed_certificate_needs_no_restart(client: Client, stack: Secured) -> None:
+async def test_renewed_certificate_needs_no_restart(client: Client, stack: SecuredStack) -> None:
     stack.renew("renewed")
     await stack.stop("envoy")
     await stack.start("envoy")

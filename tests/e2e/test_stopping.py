@@ -1,4 +1,4 @@
-"""Of two routers one is stopped, as at every upgrade."""
+"""One of two routers is stopped, as at an upgrade."""
 
 import signal
 from pathlib import Path
@@ -24,11 +24,11 @@ def system(directory: Path) -> Stack:
     return Stack(directory, settings=SETTINGS, routers=2)
 
 
-async def without_router(client: Client) -> int:
+async def unrouted(client: Client) -> int:
     return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
-async def left_out_after(client: Client, stopped: Process) -> float:
+async def seconds_until_envoy_leaves(client: Client, stopped: Process) -> float:
     began = monotonic()
     stopped.signal(signal.SIGTERM)
     await until_read(
@@ -37,16 +37,16 @@ async def left_out_after(client: Client, stopped: Process) -> float:
     return monotonic() - began
 
 
-async def test_stopping_router_routes_until_envoy_left_it(client: Client, stack: Stack) -> None:
-    """Once more where the machine was so busy that Envoy noticed later than it does."""
+async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stack: Stack) -> None:
+    """A busy machine may delay Envoy's health check, so the test has several attempts."""
     async with traffic(client, per_second=60) as answers:
         for _ in range(TIMES):
             await more(answers, 20)
-            before, router = await without_router(client), stack.process("router-2")
-            noticed_s = await left_out_after(client, router)
+            before, router = await unrouted(client), stack.process("router-2")
+            noticed_s = await seconds_until_envoy_leaves(client, router)
             assert await router.wait() == 0
             await more(answers, 60)
-            without = await without_router(client) - before
+            without = await unrouted(client) - before
             if noticed_s < LAME_DUCK_S:
                 break
             await stack.start("router-2")

@@ -32,8 +32,8 @@ TRACES, TRACING, COLLECTOR, METADATA, RECEIVING, ACCESS_LOG, TELL = BLOCKS
 REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
 
 
-class Traced(Stack):
-    """With a collector, and Envoy as the page says."""
+class TracedStack(Stack):
+    """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
         super().__init__(directory, REPLICAS)
@@ -93,10 +93,10 @@ class Traced(Stack):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TracedStack]:
     async with (
         Spans() as spans,
-        Traced(tmp_path_factory.mktemp("traces"), spans) as running,
+        TracedStack(tmp_path_factory.mktemp("traces"), spans) as running,
     ):
         yield running
 
@@ -106,7 +106,7 @@ def caller(number: int, sampled: bool = True) -> tuple[str, dict[str, str]]:
     return trace, {"traceparent": f"00-{trace}-00f067aa0ba902b7-0{int(sampled)}"}
 
 
-async def test_decision_is_part_of_trace_of_envoy(stack: Traced, client: Client) -> None:
+async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Client) -> None:
     assert TRACES == {"traces": {"endpoint": "http://collector:4318"}}
     trace, headers = caller(1)
     answer = await client.chat(20, headers=headers, stream=True)
@@ -125,8 +125,10 @@ async def test_decision_is_part_of_trace_of_envoy(stack: Traced, client: Client)
         assert decided[f"extproc.{key}"] == record[key], key
     terms = {one["name"]: one["terms_s"] for one in record["candidates"]}
     for which in ("replica", "second"):
-        told = decided[f"extproc.{which}.prefill_s"]
-        assert told == pytest.approx(terms.pop(decided[f"extproc.{which}"])["prefill"], abs=1e-4)
+        prefill_s = decided[f"extproc.{which}.prefill_s"]
+        assert prefill_s == pytest.approx(
+            terms.pop(decided[f"extproc.{which}"])["prefill"], abs=1e-4
+        )
     served = attributes(request)
     assert served["http.response.status_code"] == 200
     assert served["gen_ai.usage.output_tokens"] == 20
@@ -134,16 +136,18 @@ async def test_decision_is_part_of_trace_of_envoy(stack: Traced, client: Client)
     assert request.end_time_unix_nano > request.start_time_unix_nano >= route.end_time_unix_nano
 
 
-async def test_what_envoy_leaves_out_the_router_leaves_out(stack: Traced, client: Client) -> None:
-    left_out, headers = caller(2, sampled=False)
+async def test_router_sends_no_spans_of_unsampled_request(
+    stack: TracedStack, client: Client
+) -> None:
+    unsampled, headers = caller(2, sampled=False)
     assert (await client.chat(headers=headers)).status == 200
     after, headers = caller(3)
     assert (await client.chat(headers=headers)).status == 200
     await stack.spans.of(after, 5)
-    assert left_out not in {one.trace_id.hex() for _, one in stack.spans.all}
+    assert unsampled not in {one.trace_id.hex() for _, one in stack.spans.all}
 
 
-async def test_a_refusal_is_told(stack: Traced, client: Client) -> None:
+async def test_refusal_is_error_span(stack: TracedStack, client: Client) -> None:
     trace, headers = caller(4)
     assert (await client.chat(headers=headers, model="nobody")).status == 404
     spans = await stack.spans.of(trace, 3)
@@ -152,7 +156,7 @@ async def test_a_refusal_is_told(stack: Traced, client: Client) -> None:
     assert refused.status.code == refused.status.STATUS_CODE_ERROR
 
 
-async def test_the_access_log_says_what_was_decided(stack: Traced, client: Client) -> None:
+async def test_access_log_has_decision(stack: TracedStack, client: Client) -> None:
     record = (await client.chat()).decision
     lines: list[dict[str, Any]] = []
 
@@ -173,10 +177,10 @@ async def test_the_access_log_says_what_was_decided(stack: Traced, client: Clien
     assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
 
 
-async def test_who_may_ask_has_it_in_the_response(client: Client) -> None:
-    told = ("x-extproc-replica", "x-extproc-predicted-completion")
+async def test_allowed_client_gets_decision_in_response_headers(client: Client) -> None:
+    names = ("x-extproc-replica", "x-extproc-predicted-completion")
     for value, allowed in (("a-value-of-your-own", True), ("true", False), ("", False)):
         answer = await client.chat(headers={"x-tell-decision": value} if value else None)
-        assert [name in answer.headers for name in told] == [allowed] * 2
+        assert [name in answer.headers for name in names] == [allowed] * 2
         if allowed:
-            assert answer.headers[told[0]] == answer.decision["replica_name"]
+            assert answer.headers[names[0]] == answer.decision["replica_name"]

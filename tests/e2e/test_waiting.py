@@ -1,8 +1,7 @@
-"""Requests wait at the router while every replica is full, whatever fails meanwhile."""
+"""Requests wait at the router while every replica is full, whichever part fails meanwhile."""
 
 import asyncio
 import itertools
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,23 +18,23 @@ from tests.waiting import until, until_read
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 WORDS, TOKENS, FIT = 1000, 120, 4
-SMALL = ("--kv-tokens", str(FIT * 1152))  # of the requests here a replica has room for four
+SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests of this test
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
 WAITING = 'extproc_requests_waiting{objective="",tenant=""}'
 FILLING, SO_SLOW = 10.0, 50.0
-"""So slow that none ends before the replicas are full, and from then on."""
+"""Slow-down with which no request ends before the replicas are full, and after."""
 numbers = itertools.count()
 
 
-class Waiting(Behind):
+class WaitingStack(Behind):
     def __init__(self, directory: Path) -> None:
         serve = {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True}
         super().__init__(directory, REPLICAS, {"serve": serve})
 
     async def behind(self, name: str) -> None:
-        """``IMPATIENT`` waits less: a wait that is longer tells nothing of Envoy."""
+        """Restart Envoy; ``IMPATIENT`` has a short timeout, which the test waits for."""
         self.patience_s = 4 if name == IMPATIENT else Stack.patience_s
         await super().behind(name)
 
@@ -47,7 +46,7 @@ class Waiting(Behind):
 
 
 def system(directory: Path) -> Stack:
-    return Waiting(directory)
+    return WaitingStack(directory)
 
 
 def behind(*names: str) -> pytest.MarkDecorator:
@@ -55,9 +54,8 @@ def behind(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
-async def known_well(client: Client) -> None:
-    """Nobody waits for a replica whose speed is not known; and no replica is taken for as full as
-    it was in the test before."""
+async def measured_and_empty(client: Client) -> None:
+    """Wait until replicas are measured, or requests would not wait; and until they are empty."""
 
     async def measured() -> bool:
         replicas = (await client.fleet())["replicas"]
@@ -77,7 +75,7 @@ async def known_well(client: Client) -> None:
 
 
 async def ask(client: Client, name: str, words: int = WORDS) -> int:
-    """The status of the answer to a prompt that is like no other."""
+    """Send a prompt that no prefix cache holds; return the status."""
     content = name + " sea" * words
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
     headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
@@ -95,48 +93,50 @@ async def preempted(client: Client) -> float:
 
 
 class Crowd:
-    """Requests that came, and their answers."""
+    """Requests that were sent, and their answers."""
 
     def __init__(self, client: Client) -> None:
         self.names: list[str] = []
-        self.asked: list[asyncio.Task[int]] = []
+        self.answers: list[asyncio.Task[int]] = []
         self._client = client
 
     async def joined_by(self, count: int) -> None:
         self.names += [f"{next(numbers)}" for _ in range(count)]
-        self.asked += [asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]]
+        self.answers += [
+            asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]
+        ]
         await until_read(
             lambda: self._client.metric("extproc_open_streams"), lambda now: now >= self.unanswered
         )
 
     @property
     def unanswered(self) -> int:
-        return sum(not one.done() for one in self.asked)
+        return sum(not one.done() for one in self.answers)
 
 
 @asynccontextmanager
-async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
-    """The replicas are full, and so many more wait; all are answered when the block has ended.
+async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
+    """Fill the replicas and let ``more`` requests wait; assert at the end that all get 200.
 
-    ``slow``: how many times as long as usual the replicas take meanwhile.
+    ``slow``: factor by which the replicas are slower within the block.
     """
-    came = Crowd(client)
+    crowd = Crowd(client)
 
     async def full() -> bool:
-        if not came.unanswered:
-            await came.joined_by(len(REPLICAS) * FIT)
+        if not crowd.unanswered:
+            await crowd.joined_by(len(REPLICAS) * FIT)
         replicas = (await client.fleet())["replicas"]
         return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
 
     await client.slow(min(slow, FILLING))
     await until(full)
     await client.slow(slow)
-    await came.joined_by(more)
+    await crowd.joined_by(more)
     assert await waiting(client) > 0
-    yield came
+    yield crowd
     if slow > 1.0:
         await client.slow(1.0)
-    assert set(await asyncio.gather(*came.asked)) == {200}
+    assert set(await asyncio.gather(*crowd.answers)) == {200}
 
 
 async def streams_open(client: Client, count: int) -> None:
@@ -144,22 +144,22 @@ async def streams_open(client: Client, count: int) -> None:
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_requests_wait_for_room_and_compute_once(client: Client, stack: Stack) -> None:
+async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -> None:
     before, again = await client.metric("extproc_waited_seconds_count"), await preempted(client)
-    async with crowd(client, 30, SO_SLOW) as came:
+    async with full_replicas(client, 30, SO_SLOW) as crowd:
         await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
     await nothing_left(client)
-    records = [one for name in came.names for one in await client.decisions(name)]
+    records = [one for name in crowd.names for one in await client.decisions(name)]
     waited = [one for one in records if one["outcome"]["waited_s"] > 0.0]
-    assert len(records) == len(came.names)
+    assert len(records) == len(crowd.names)
     assert len(waited) >= 20
     assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
     assert await preempted(client) == again
 
 
 @behind(BODY_FIRST)
-async def test_few_of_many_are_computed_twice(client: Client, stack: Stack) -> None:
-    """Between two polls the router only predicts what became of them, and how long they get."""
+async def test_few_of_many_short_requests_are_preempted(client: Client, stack: Stack) -> None:
+    """Between two polls the router predicts the KV usage, so some preemptions are possible."""
     before = await preempted(client)
     asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
     assert set(await asyncio.gather(*asked)) == {200}
@@ -168,37 +168,36 @@ async def test_few_of_many_are_computed_twice(client: Client, stack: Stack) -> N
 
 
 async def nothing_left(client: Client) -> None:
-    async def so() -> bool:
+    async def idle() -> bool:
         names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
         return not any([await client.metric(name) for name in names])
 
-    await until(so)
+    await until(idle)
     await client.ledger_empty()
 
 
 @behind(BODY_FIRST)
-async def test_dead_router_loses_no_request(client: Client, stack: Stack) -> None:
-    async with crowd(client, 12):
+async def test_dead_router_fails_no_queued_request(client: Client, stack: Stack) -> None:
+    async with full_replicas(client, 12):
         await stack.kill("router")
     await back(client, stack)
 
 
 @behind(BODY_FIRST)
-async def test_hung_router_keeps_no_request(client: Client, stack: Stack) -> None:
-    async with crowd(client, 12) as came:
-        stack.process("router").signal(signal.SIGSTOP)
-        await until(lambda: came.unanswered == 0)
-        stack.process("router").signal(signal.SIGCONT)
+async def test_hung_router_fails_no_queued_request(client: Client, stack: Stack) -> None:
+    async with full_replicas(client, 12) as crowd:
+        with stack.paused("router"):
+            await until(lambda: crowd.unanswered == 0)
     await back(client, stack)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -> None:
-    async with crowd(client, 4, SO_SLOW) as came:
+    async with full_replicas(client, 4, SO_SLOW) as crowd:
         await client.has_in_flight(len(REPLICAS) * FIT)
         wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
-        await came.joined_by(1)  # the last of many need not be the last that came
-        came.asked.pop().cancel()
+        await crowd.joined_by(1)  # several requests sent together may arrive in any order
+        crowd.answers.pop().cancel()
         await streams_open(client, wait + in_flight)
         assert await waiting(client) == wait
         assert (await client.fleet())["in_flight"] == in_flight
@@ -207,9 +206,9 @@ async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -
 
 @behind(BODY_FIRST)
 @pytest.mark.parametrize("part", ["poller", "redis", "one"])
-async def test_dead_part_fails_no_waiting_request(client: Client, stack: Stack, part: str) -> None:
-    """Not even what a replica was answering that dies: nothing of it had left Envoy."""
-    async with crowd(client, 12):
+async def test_dead_part_fails_no_queued_request(client: Client, stack: Stack, part: str) -> None:
+    """Requests on a dead replica succeed, too: nothing of their responses had left Envoy."""
+    async with full_replicas(client, 12):
         await stack.kill(part)
     await nothing_left(client)
     await stack.start(part)
@@ -217,15 +216,17 @@ async def test_dead_part_fails_no_waiting_request(client: Client, stack: Stack, 
 
 
 @behind(IMPATIENT)
-async def test_impatient_envoy_goes_on_without_router(client: Client, stack: Stack) -> None:
-    async def went_on() -> float:
-        """Requests that were routed, or for which Envoy waited no longer."""
+async def test_envoy_without_max_message_timeout_does_not_wait(
+    client: Client, stack: Stack
+) -> None:
+    async def sent_on() -> float:
+        """Return the number of requests that were routed, or that Envoy sent on unrouted."""
         passed = await client.envoy_counts("ext_proc.failure_mode_allowed")
-        return passed + await client.routed(stack.router_admin)
+        return passed + await client.routed()
 
-    before = await went_on()
-    async with crowd(client, 6, SO_SLOW) as came:
-        await until_read(went_on, lambda now: now >= before + len(came.asked))
+    before = await sent_on()
+    async with full_replicas(client, 6, SO_SLOW) as crowd:
+        await until_read(sent_on, lambda now: now >= before + len(crowd.answers))
         await until(lambda: waits(client, 0))
     await nothing_left(client)
 
@@ -235,7 +236,7 @@ async def waits(client: Client, count: int) -> bool:
 
 
 async def back(client: Client, stack: Stack) -> None:
-    """Returns when the router, started if need be, has nothing left and routes again."""
+    """Start the router unless it runs; wait until it has no requests and routes again."""
     if not stack.process("router").running:
         await stack.start("router")
     await stack.wait_routing()

@@ -23,20 +23,20 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
 DESTINATION = "x-gateway-destination-endpoint"
-TELLS_MARK = "request.headers['x-extproc-unseen']"
+SKIPPED = "request.headers['x-extproc-unseen']"
 FROM_METADATA = f"[{{metadata: {{key: envoy.lb, path: [{{key: {DESTINATION}}}]}}}}]"
 UNJUDGED = {
     *("forged_destination_is_removed", "one_replica_is_named", "named_headers_arrive"),
     *("forged_priority_is_removed", "decision_metadata_is_received", "transport_matches"),
 }
 """Rules that concern nothing in the shipped files with default settings."""
-OF_WHOLE_FILES = {"router_cluster_exists"}
+ONLY_IN_WHOLE_FILES = {"router_cluster_exists"}
 
-Breakage = Callable[["Bootstrap"], object]
+Breakage = Callable[["EditableBootstrap"], object]
 
 
-class Bootstrap:
-    """The parts of envoy/envoy.yaml that tests break."""
+class EditableBootstrap:
+    """A copy of envoy/envoy.yaml whose parts the tests break."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = copy.deepcopy(GOOD)
@@ -45,14 +45,14 @@ class Bootstrap:
         self.manager = self.listener["filter_chains"][0]["filters"][0]["typed_config"]
         self.filters = self.manager["http_filters"]
         early = self.manager["early_header_mutation_extensions"]
-        self.forgotten = early[0]["typed_config"]["mutations"]
-        del self.filters[:2]  # which choose one of the routes that are left out below
+        self.removed_headers = early[0]["typed_config"]["mutations"]
+        del self.filters[:2]  # they choose between the routes that are deleted below
         self.ext_proc = self.filters[0]["typed_config"]
         self.mode = self.ext_proc["processing_mode"]
         self.namespaces = self.ext_proc["metadata_options"]["receiving_namespaces"]["untyped"]
         self.host = self.manager["route_config"]["virtual_hosts"][0]
         self.routes = self.host["routes"]
-        del self.routes[:-1]  # the others lead to the same
+        del self.routes[:-1]  # the others lead to the same cluster
         self.route = self.routes[0]["route"]
         self.clusters = resources["clusters"]
         self.router, self.replicas = self.clusters
@@ -65,7 +65,7 @@ class Bootstrap:
         return self
 
     def add_cluster(self, name: str) -> Self:
-        """Adds a cluster that does not obey the router."""
+        """Add a cluster that does not obey the router."""
         self.clusters.append({"name": name})
         return self
 
@@ -75,16 +75,16 @@ class Bootstrap:
             type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", original_dst_lb_config=config
         )
 
-    def untold(self) -> Self:
+    def skip_responses(self) -> Self:
         mode = {**self.mode, "response_header_mode": "SKIP"}
         self.routes.insert(0, {**self.routes[0], **override(processing_mode=mode)})
         return self
 
-    def unmarked(self) -> Self:
-        self.forgotten.remove({"remove": "x-extproc-unseen"})
+    def keep_forged_mark(self) -> Self:
+        self.removed_headers.remove({"remove": "x-extproc-unseen"})
         return self
 
-    def tells(self, header: str) -> Self:
+    def send_header(self, header: str) -> Self:
         self.ext_proc["request_attributes"].append(f"request.headers['{header}']")
         return self
 
@@ -92,21 +92,22 @@ class Bootstrap:
         self.manager["common_http_protocol_options"]["headers_with_underscores_action"] = action
         return self
 
-    def speaks(self, config: Mapping[str, object]) -> Self:
+    def set_transport(self, config: Mapping[str, object]) -> Self:
         self.router["transport_socket"] = {"name": "transport", "typed_config": config}
         return self
 
-    def forgetting(self, header: str) -> dict[str, Any]:
-        forget: dict[str, Any] = copy.deepcopy(self.filters[2])
-        forget["typed_config"]["mutations"]["request_mutations"] = [{"remove": header}]
-        return forget
+    def removing_filter(self, header: str) -> dict[str, Any]:
+        """Return a filter that removes a header."""
+        filter: dict[str, Any] = copy.deepcopy(self.filters[2])
+        filter["typed_config"]["mutations"]["request_mutations"] = [{"remove": header}]
+        return filter
 
     def headers_first(self) -> Self:
-        """Let the headers come first, and the cluster go by the header that the answer sets."""
+        """Send headers first, and let the cluster read the header that the answer sets."""
         self.mode["request_header_mode"] = "SEND"
         self.override["override_host_sources"] = [{"header": DESTINATION}]
-        ext_proc, _, forget, router = self.filters
-        self.filters[:] = [forget, ext_proc, router]
+        ext_proc, _, removing, router = self.filters
+        self.filters[:] = [removing, ext_proc, router]
         return self
 
 
@@ -115,7 +116,7 @@ PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtPr
 
 
 def per_filter(kind: str = FILTER_CONFIG, **config: object) -> dict[str, object]:
-    """Settings of the ext_proc filter for a route."""
+    """Return settings of the ext_proc filter for a route."""
     named = {"envoy.filters.http.ext_proc": {"@type": kind, **config}}
     return {"typed_per_filter_config": named}
 
@@ -137,14 +138,14 @@ NO_BUFFER, BUFFERED = (
 )
 
 Settings = dict[str, dict[str, Any]]
-ONE_ALONE: Settings = {"serve": {"second_choice": False}}  # fits any way to follow the choice
+SINGLE_CHOICE: Settings = {"serve": {"second_choice": False}}  # fits every cluster
 NAMED: Settings = {
     "route": {"policy_header": "x-extproc-policy", "session_cookie": "sid"},
     "request": {"tenant_header": "X-Tenant"},
 }
 UNDERSCORE: Settings = {"request": {"tenant_header": "x_tenant"}}
 PRIORITIES: Settings = {"hold": {"objectives": {"urgent": {"priority": 1, "tenants": ["a"]}}}}
-TELLING: Settings = {"serve": {"decision_metadata": True}}
+DECISIONS: Settings = {"serve": {"decision_metadata": True}}
 TLS: Settings = {"serve": {"tls_cert": "tls.crt", "tls_key": "tls.key"}}
 _TRANSPORTS = "type.googleapis.com/envoy.extensions.transport_sockets"
 UPSTREAM_TLS = {"@type": f"{_TRANSPORTS}.tls.v3.UpstreamTlsContext", "sni": "router"}
@@ -154,19 +155,19 @@ WRAPPED_TLS = {
 }
 
 
-def complaints(tree: object, settings: Settings = ONE_ALONE) -> list[Finding]:
+def complaints(tree: object, settings: Settings = SINGLE_CHOICE) -> list[Finding]:
     findings = check_envoy(tree, Config.model_validate(settings))
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
 def changed(change: Breakage) -> object:
-    bootstrap = Bootstrap()
+    bootstrap = EditableBootstrap()
     change(bootstrap)
     return bootstrap.tree
 
 
 def row(
-    level: Level, rule: str, words: str, breakage: Breakage, settings: Settings = ONE_ALONE
+    level: Level, rule: str, words: str, breakage: Breakage, settings: Settings = SINGLE_CHOICE
 ) -> Any:
     return pytest.param(rule, level, words, breakage, settings, id=rule)
 
@@ -175,16 +176,16 @@ error, warning = partial(row, Level.ERROR), partial(row, Level.WARNING)
 
 
 @pytest.mark.parametrize("name", ["envoy.yaml", "ext_proc.yaml", "api_only.yaml"])
-def test_our_own_files_pass_every_rule(name: str) -> None:
+def test_shipped_files_pass_every_rule(name: str) -> None:
     findings = check_envoy(read_yaml(ENVOY / name))
-    unjudged = UNJUDGED | (OF_WHOLE_FILES if name == "ext_proc.yaml" else set())
+    unjudged = UNJUDGED | (ONLY_IN_WHOLE_FILES if name == "ext_proc.yaml" else set())
     rules = {rule.id for rule in RULES} | {"is_complete"}
     assert {finding.rule for finding in findings} == rules - unjudged
     assert {finding.level for finding in findings} == {Level.OK}
 
 
 @pytest.mark.parametrize("path", sorted(ENVOY.glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_file_of_ours_is_refused(
+def test_command_accepts_every_shipped_file(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "Router: EXTPROC_SERVE__SECOND_CHOICE=false" in path.read_text(encoding="utf-8"):
@@ -202,13 +203,13 @@ def test_no_file_of_ours_is_refused(
         (changed(lambda b: b.filters.pop(0)), "has_ext_proc", Level.ERROR, "never asks the router"),
         (bootstrap(GOOD, Path("/live")), "has_ext_proc", Level.WARNING,
          "the file that lds_config names"),
-        ({"http_filters": Bootstrap().filters}, "is_complete", Level.WARNING,
+        ({"http_filters": EditableBootstrap().filters}, "is_complete", Level.WARNING,
          "has no listener and no route and no cluster"),
         (read_yaml(ENVOY / "istio.yaml"), "is_complete", Level.WARNING, "no route"),
         (read_yaml(ENVOY / "original_dst.yaml"), "serves_without_router", Level.WARNING, "503"),
     ],
 )  # fmt: skip
-def test_what_a_file_is_or_lacks_as_a_whole_is_the_one_thing_found(
+def test_kind_or_missing_part_of_file_is_only_finding(
     tree: object, rule: str, level: Level, words: str
 ) -> None:
     (finding,) = complaints(tree)
@@ -216,18 +217,18 @@ def test_what_a_file_is_or_lacks_as_a_whole_is_the_one_thing_found(
     assert words in finding.text
 
 
-def test_an_endpoint_picker_is_right() -> None:
+def test_endpoint_picker_has_no_findings() -> None:
     assert not complaints(read_yaml(ENVOY / "endpoint_picker.yaml"))
 
 
-def test_a_cluster_that_takes_no_list_is_to_be_named_one_replica() -> None:
+def test_original_dst_needs_single_choice() -> None:
     finding, *_ = complaints(read_yaml(ENVOY / "original_dst.yaml"), {})
     assert (finding.rule, finding.level) == ("one_replica_is_named", Level.ERROR)
     assert "Set serve.second_choice: false" in finding.text
 
 
-def test_an_endpoint_picker_names_one_replica_by_itself() -> None:
-    def duplex(b: Bootstrap) -> None:
+def test_endpoint_picker_has_single_choice_by_default() -> None:
+    def duplex(b: EditableBootstrap) -> None:
         b.original_dst()
         b.mode["request_body_mode"] = "FULL_DUPLEX_STREAMED"
 
@@ -255,7 +256,7 @@ BREAKAGES = [
     error("response_headers_are_sent", "SKIP",
      lambda b: b.mode.update(response_header_mode="SKIP")),
     error("response_headers_are_sent", "Add request.headers['x-extproc-unseen']",
-     lambda b: (b.untold(),
+     lambda b: (b.skip_responses(),
          b.ext_proc["request_attributes"].remove("request.headers['x-extproc-unseen']"))),
     warning("response_attributes_are_sent", "lacks upstream.address, response.code",
      lambda b: b.ext_proc.pop("response_attributes")),
@@ -270,7 +271,7 @@ BREAKAGES = [
      lambda b: b.headers_first().filters.pop(0)),
     error("forged_destination_is_removed", "before",
      lambda b: b.headers_first().filters.insert(1, b.filters.pop(0))),
-    warning("forged_mark_is_removed", "early_header_mutation", Bootstrap.unmarked),
+    warning("forged_mark_is_removed", "early_header_mutation", EditableBootstrap.keep_forged_mark),
     error("replica_cluster_obeys", f"sources: {FROM_METADATA}",
      lambda b: b.replicas.pop("load_balancing_policy")),
     error("replica_cluster_obeys", f"sources: [{{header: {DESTINATION}}}]",
@@ -346,14 +347,14 @@ BREAKAGES = [
     error("headers_come_with_body", "lacks request.headers['cookie'], request.headers['x-tenant']:",
      lambda b: None, NAMED),  # the shipped file has the header of route.policy_header
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
-     lambda b: b.tells("x_tenant"), UNDERSCORE),
+     lambda b: b.send_header("x_tenant"), UNDERSCORE),
     error("named_headers_arrive", "is REJECT_REQUEST, and the router's settings name x_tenant: ",
-     lambda b: b.tells("x_tenant").underscores("REJECT_REQUEST"), UNDERSCORE),
+     lambda b: b.send_header("x_tenant").underscores("REJECT_REQUEST"), UNDERSCORE),
     warning("forged_priority_is_removed", "early_header_mutation",
-     lambda b: b.forgotten.remove({"remove": "x-vllm-priority"}), PRIORITIES),
+     lambda b: b.removed_headers.remove({"remove": "x-vllm-priority"}), PRIORITIES),
     warning("forged_rank_is_removed", "x-data-parallel-rank",
-     lambda b: b.forgotten.remove({"remove": "x-data-parallel-rank"})),
-    warning("decision_metadata_is_received", "Add extproc to", lambda b: None, TELLING),
+     lambda b: b.removed_headers.remove({"remove": "x-data-parallel-rank"})),
+    warning("decision_metadata_is_received", "Add extproc to", lambda b: None, DECISIONS),
     warning("requests_can_queue", "is 60 s: while replicas are full",
      lambda b: b.ext_proc.update(max_message_timeout="60s")),
     warning("requests_can_queue", "is 0 s: while replicas are full",
@@ -362,12 +363,12 @@ BREAKAGES = [
      {"hold": {"longest_s": 301}}),
     warning("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
     warning("transport_matches", "'router' speaks TLS, but this configuration",
-     lambda b: b.speaks(UPSTREAM_TLS)),
+     lambda b: b.set_transport(UPSTREAM_TLS)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "level", "words", "breakage", "settings"), BREAKAGES)
-def test_one_thing_broken_is_the_one_thing_found(
+def test_broken_rule_is_only_finding(
     rule: str, level: Level, words: str, breakage: Breakage, settings: Settings
 ) -> None:
     (finding,) = complaints(changed(breakage), settings)
@@ -376,7 +377,7 @@ def test_one_thing_broken_is_the_one_thing_found(
     assert finding.where
 
 
-def test_every_rule_has_been_seen_to_fail() -> None:
+def test_every_rule_has_a_breakage() -> None:
     assert {rule.id for rule in RULES} == {row.id for row in BREAKAGES} | {"one_replica_is_named"}
 
 
@@ -390,7 +391,7 @@ ALLOWED: list[Breakage] = [
      retry_budget={"budget_percent": {"value": 50}}),
     lambda b: b.ext_proc.pop("message_timeout"),
     lambda b: b.headers_first(),
-    lambda b: b.untold(),
+    lambda b: b.skip_responses(),
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
@@ -413,43 +414,45 @@ ALLOWED: list[Breakage] = [
      b.routes.append(WEB | override(processing_mode={})),
      b.routes.append(WEB | per_filter(PER_ROUTE, disabled=True))),
     lambda b: (b.headers_first().filters.pop(0),
-     b.forgotten.append({"remove": "X-Gateway-Destination-Endpoint"})),
-    lambda b: (b.unmarked(), b.ext_proc["request_attributes"].remove(TELLS_MARK)),
-    lambda b: (b.unmarked(), b.filters.insert(0, b.forgetting("x-extproc-unseen"))),
+     b.removed_headers.append({"remove": "X-Gateway-Destination-Endpoint"})),
+    lambda b: (b.keep_forged_mark(), b.ext_proc["request_attributes"].remove(SKIPPED)),
+    lambda b: (b.keep_forged_mark(), b.filters.insert(0, b.removing_filter("x-extproc-unseen"))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", ALLOWED)
-def test_other_ways_to_have_it_right_are_right(change: Breakage) -> None:
+def test_equivalent_configuration_has_no_findings(change: Breakage) -> None:
     assert complaints(changed(change)) == []
 
 
 JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
-    ("headers_come_with_body", True, NAMED, lambda b: b.tells("cookie").tells("x-tenant")),
-    ("headers_come_with_body", False, NAMED, Bootstrap.headers_first),
-    ("named_headers_arrive", True, UNDERSCORE, lambda b: b.tells("x_tenant").underscores("ALLOW")),
+    ("headers_come_with_body", True, NAMED,
+     lambda b: b.send_header("cookie").send_header("x-tenant")),
+    ("headers_come_with_body", False, NAMED, EditableBootstrap.headers_first),
     ("named_headers_arrive", True, UNDERSCORE,
-     lambda b: (b.tells("x_tenant"), b.manager.pop("common_http_protocol_options"))),
+     lambda b: b.send_header("x_tenant").underscores("ALLOW")),
+    ("named_headers_arrive", True, UNDERSCORE,
+     lambda b: (b.send_header("x_tenant"), b.manager.pop("common_http_protocol_options"))),
     ("forged_priority_is_removed", True, PRIORITIES, lambda b: None),
     ("forged_priority_is_removed", False, PRIORITIES,
-     lambda b: (b.headers_first(), b.forgotten.remove({"remove": "x-vllm-priority"}))),
+     lambda b: (b.headers_first(), b.removed_headers.remove({"remove": "x-vllm-priority"}))),
     ("forged_rank_is_removed", True, {}, lambda b: None),
     ("forged_rank_is_removed", False, {},
-     lambda b: (b.headers_first(), b.forgotten.remove({"remove": "x-data-parallel-rank"}))),
-    ("forged_priority_is_removed", False, ONE_ALONE,
-     lambda b: b.forgotten.remove({"remove": "x-vllm-priority"})),
-    ("decision_metadata_is_received", True, TELLING, lambda b: b.namespaces.append("extproc")),
+     lambda b: (b.headers_first(), b.removed_headers.remove({"remove": "x-data-parallel-rank"}))),
+    ("forged_priority_is_removed", False, SINGLE_CHOICE,
+     lambda b: b.removed_headers.remove({"remove": "x-vllm-priority"})),
+    ("decision_metadata_is_received", True, DECISIONS, lambda b: b.namespaces.append("extproc")),
     ("requests_can_queue", True, {"hold": {"longest_s": 60}},
      lambda b: b.ext_proc.update(max_message_timeout="60s")),
     ("requests_can_queue", False, {"hold": {"longest_s": 0}},
      lambda b: b.ext_proc.pop("max_message_timeout")),
-    ("transport_matches", True, TLS, lambda b: b.speaks(UPSTREAM_TLS)),
-    ("transport_matches", True, TLS, lambda b: b.speaks(WRAPPED_TLS)),
+    ("transport_matches", True, TLS, lambda b: b.set_transport(UPSTREAM_TLS)),
+    ("transport_matches", True, TLS, lambda b: b.set_transport(WRAPPED_TLS)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "judged", "settings", "change"), JUDGED)
-def test_an_envoy_that_fits_the_settings_is_right(
+def test_rule_applies_only_with_its_settings(
     rule: str, judged: bool, settings: Settings, change: Breakage
 ) -> None:
     findings = check_envoy(changed(change), Config.model_validate(settings))
@@ -484,24 +487,22 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
 
 
 @pytest.mark.parametrize(("place", "words", "breakage"), MISSPELT)
-def test_what_does_not_meet_envoys_schema_is_named(
-    place: str, words: str, breakage: Breakage
-) -> None:
+def test_breach_of_schema_names_place(place: str, words: str, breakage: Breakage) -> None:
     (finding,) = complaints(changed(breakage))
     assert (finding.rule, finding.level) == ("schema", Level.ERROR)
     assert place in finding.where
     assert words in finding.text
 
 
-def test_a_type_of_another_build_is_a_warning() -> None:
+def test_unknown_type_is_warning() -> None:
     filter = {"name": "x", "typed_config": {"@type": "type.googleapis.com/acme.v1.Filter", "a": 1}}
     (finding,) = complaints(changed(lambda b: b.filters.insert(0, filter)))
     assert (finding.rule, finding.level) == ("schema", Level.WARNING)
     assert "acme.v1.Filter" in finding.text
 
 
-def test_a_typed_struct_is_looked_into() -> None:
-    good = Bootstrap()
+def test_typed_struct_is_checked() -> None:
+    good = EditableBootstrap()
     fields = dict(good.ext_proc)
     del fields["failure_mode_allow"]
     struct = {"type_url": fields.pop("@type"), "value": fields}
@@ -511,8 +512,8 @@ def test_a_typed_struct_is_looked_into() -> None:
     assert (finding.rule, finding.level) == ("fails_open", Level.ERROR)
 
 
-def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:
-    good = Bootstrap()
+def test_patches_of_istio_envoy_filter_are_checked() -> None:
+    good = EditableBootstrap()
     del good.ext_proc["failure_mode_allow"]
     where = {"context": "GATEWAY", "listener": {"filterChain": {"filter": {"name": "hcm"}}}}
     patches = [
@@ -530,16 +531,16 @@ def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:
     assert found["fails_open"].where == "spec.configPatches[0].patch.value.typed_config"
 
 
-def test_rules_see_every_field() -> None:
-    router = Bootstrap().router | {"outlier_detection": {"consecutive_5xx": 7}}
+def test_field_with_digit_is_read() -> None:
+    router = EditableBootstrap().router | {"outlier_detection": {"consecutive_5xx": 7}}
     (cluster,) = EnvoyFile({"clusters": [router]}).all(CLUSTER)
     assert cluster["outlier_detection"]["consecutive_5xx"] == 7
 
 
-def test_json_in_camel_case_is_read_too() -> None:
-    (finding,) = complaints(_camel(Bootstrap().tree | {"staticResourcez": {}}))
+def test_camel_case_json_is_read() -> None:
+    (finding,) = complaints(_camel(EditableBootstrap().tree | {"staticResourcez": {}}))
     assert "did you mean 'static_resources'?" in finding.text
-    assert complaints(_camel(Bootstrap().tree)) == []
+    assert complaints(_camel(EditableBootstrap().tree)) == []
 
 
 def _camel(value: Any) -> Any:
@@ -553,32 +554,32 @@ def _camel(value: Any) -> Any:
     }  # fmt: skip
 
 
-def test_the_command_prints_the_worst_first_and_fails_where_it_is_an_error(
+def test_command_prints_worst_first_and_fails_on_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(path: Path, status: int) -> list[str]:
+    def check(path: Path, status: int) -> list[str]:
         assert main(["check", "--hold.longest_s", "301", "--envoy", str(path)]) == status
         valid, name, *lines = capsys.readouterr().out.splitlines()
         assert valid == "The configuration is valid."
         assert name == str(path)
         return lines
 
-    good = told(ENVOY / "envoy.yaml", 0)
+    good = check(ENVOY / "envoy.yaml", 0)
     assert "Write max_message_timeout: 301s" in "".join(good)
     levels = [line.split()[0] for line in good]
     assert levels == sorted(levels, reverse=True)
     assert {*levels} == {"warning", "ok"}
 
-    bad = Bootstrap()
+    bad = EditableBootstrap()
     bad.filters.pop(1)
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
-    levels = [line.split()[0] for line in told(path, 1)]
+    levels = [line.split()[0] for line in check(path, 1)]
     assert list(dict.fromkeys(levels)) == ["error", "warning", "ok"]
 
 
 @pytest.mark.parametrize("text", ["a: [", "\0", "a: 2024-13-45", "[" * 3000, "&a [*a]", "\xff"])
-def test_a_file_that_is_no_yaml_is_one_line(
+def test_invalid_yaml_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     path = tmp_path / "bad.yaml"
@@ -588,7 +589,7 @@ def test_a_file_that_is_no_yaml_is_one_line(
     assert line.startswith(f"extproc check: {path}: not YAML: ")
 
 
-def test_the_password_of_redis_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_redis_password_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     url = "redis://user:hunter2@127.0.0.1:1/1"
     assert main(["check", "--live", "--redis.url", url]) == 1
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""EDS: the protocol, by the state of a stream and over a real gRPC channel, and the replicas."""
+"""EDS: the state of a stream, the server over a real gRPC channel, and the members of a pool."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,11 +25,11 @@ from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
 REFUSED = "envoy refused the replicas and keeps its old ones"
-NOT_SERVED = "envoy asks for unknown pools: set pools"
+UNKNOWN = "envoy asks for unknown pools: set pools"
 
 
 def request(*names: str, answering: DiscoveryResponse | None = None, refusal: str = "") -> bytes:
-    """Subscribes; or takes the response it answers, or refuses it with a reason."""
+    """Return a request that subscribes, or that accepts or refuses the response it answers."""
     return bytes(
         DiscoveryRequest(
             type_url=ENDPOINTS,
@@ -58,7 +58,7 @@ class EdsStream:
     def ask(
         self, *names: str, answering: DiscoveryResponse | None = None, refusal: str = ""
     ) -> DiscoveryResponse | None:
-        """Returns the response to a request, if any."""
+        """Return the response to a request, if any."""
         raw = request(*names, answering=answering, refusal=refusal)
         self._subscription.take(DiscoveryRequest.parse(raw))
         return self.due()
@@ -67,7 +67,7 @@ class EdsStream:
         return self._subscription.due()
 
 
-def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
+def test_change_is_sent_once_to_subscribers() -> None:
     catalog = Catalog({"a": b"a1", "b": b"b1"})
     stream = EdsStream(catalog)
     first = stream.ask("a")
@@ -85,12 +85,12 @@ def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
     assert stream.due() is None
 
 
-def test_more_names_get_more() -> None:
+def test_additional_names_extend_response() -> None:
     stream = EdsStream(Catalog({"a": b"a1", "b": b"b1"}))
     assert values(stream.ask("a", "b", answering=stream.ask("b"))) == [b"a1", b"b1"]
 
 
-def test_an_answer_to_an_older_response_says_nothing() -> None:
+def test_acknowledgement_of_older_response_is_ignored() -> None:
     catalog = Catalog({"a": b"a1", "b": b"b1"})
     stream = EdsStream(catalog)
     first = stream.ask("a")
@@ -100,7 +100,7 @@ def test_an_answer_to_an_older_response_says_nothing() -> None:
     assert stream.ask("a", answering=second) is None
 
 
-def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged) -> None:
+def test_refusal_is_logged_once_and_not_sent_again(logged: Logged) -> None:
     catalog = Catalog({"a": b"a1"})
     stream = EdsStream(catalog)
     first = stream.ask("a")
@@ -112,29 +112,29 @@ def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged
     assert values(stream.due()) == [b"a2"]
 
 
-def test_a_pool_without_a_known_replica_is_sent_once_it_has_one(logged: Logged) -> None:
+def test_pool_without_known_replica_is_sent_later(logged: Logged) -> None:
     catalog = Catalog({"a": None, "b": b"b1"})
     stream = EdsStream(catalog)
     assert stream.ask("a") is None
     catalog.put("a", b"a1")
     assert values(stream.due()) == [b"a1"]
-    assert not logged.lines(NOT_SERVED)
+    assert not logged.lines(UNKNOWN)
 
 
-def test_a_pool_that_is_not_served_is_logged_with_those_that_are(logged: Logged) -> None:
+def test_unknown_pool_is_logged_with_known_pools(logged: Logged) -> None:
     stream = EdsStream(Catalog({"default": b"a1"}))
     assert stream.ask("mine") is None
-    (line,) = logged.lines(NOT_SERVED)
+    (line,) = logged.lines(UNKNOWN)
     assert (line["asked"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
 
 
-def test_every_server_gives_the_same_list_the_same_version() -> None:
+def test_servers_give_equal_lists_equal_versions() -> None:
     answers = [EdsStream(Catalog({"a": b"a1"})).ask("a") for _ in range(2)]
     assert len({one.version_info for one in answers if one is not None}) == 1
 
 
-class Server(NamedTuple):
-    """A server on a port of its own."""
+class RunningEds(NamedTuple):
+    """A server, its catalog and a channel to it."""
 
     catalog: Catalog
     server: EdsServer
@@ -145,7 +145,7 @@ class Server(NamedTuple):
 
 
 async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> DiscoveryResponse:
-    """The next one, which must come."""
+    """Return the next response of the stream."""
     async with asyncio.timeout(PATIENCE_S):
         raw = await call.read()
     assert raw is not EOF, "the stream ended"
@@ -153,16 +153,16 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
 
 
 @pytest.fixture
-async def eds() -> AsyncIterator[Server]:
+async def eds() -> AsyncIterator[RunningEds]:
     catalog = Catalog({"a": b"a1"})
     server = EdsServer(catalog, MutualTlsSettings())
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Server(catalog, server, channel)
+        yield RunningEds(catalog, server, channel)
     await server.stop()
 
 
-async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing(eds: Server) -> None:
+async def test_ended_stream_leaves_no_watcher(eds: RunningEds) -> None:
     for number in range(3):
         call = eds.stream()
         await call.write(request("a"))
@@ -174,7 +174,7 @@ async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing(eds: 
     assert not eds.catalog.watchers
 
 
-async def test_garbage_ends_its_stream_alone(eds: Server, logged: Logged) -> None:
+async def test_garbage_ends_only_its_stream(eds: RunningEds, logged: Logged) -> None:
     broken, good = eds.stream(), eds.stream()
     await broken.write(b"\x0a\xff\xff\xff")
     assert await broken.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -184,16 +184,16 @@ async def test_garbage_ends_its_stream_alone(eds: Server, logged: Logged) -> Non
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-async def test_health_is_told(eds: Server, service: str) -> None:
-    kinds = health_pb2.HealthCheckResponse
+async def test_health_service_reports_serving(eds: RunningEds, service: str) -> None:
+    statuses = health_pb2.HealthCheckResponse
     health = health_pb2_grpc.HealthStub(eds.channel)
-    for serves, status in ((True, kinds.SERVING), (False, kinds.NOT_SERVING)):
+    for serves, status in ((True, statuses.SERVING), (False, statuses.NOT_SERVING)):
         await eds.server.report(serving=serves)
         answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == status
 
 
-async def test_streams_that_are_sent_away_end_and_new_ones_are_served(eds: Server) -> None:
+async def test_closed_streams_may_be_opened_again(eds: RunningEds) -> None:
     for _ in range(2):
         call = eds.stream()
         await call.write(request("a"))
@@ -202,7 +202,7 @@ async def test_streams_that_are_sent_away_end_and_new_ones_are_served(eds: Serve
         assert await call.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_an_address_that_is_taken_is_named() -> None:
+async def test_error_names_address_in_use() -> None:
     first = EdsServer(Catalog({}), MutualTlsSettings())
     port = await first.start("127.0.0.1:0")
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
@@ -224,14 +224,14 @@ def members(clock: ManualClock) -> PoolMembers:
     return PoolMembers(clock)
 
 
-def test_nothing_is_told_before_a_replica_is_heard_of(members: PoolMembers) -> None:
+def test_pool_is_unknown_before_first_replica(members: PoolMembers) -> None:
     assert not members.apply(Snapshot(()))
     assert members.current is None
     assert members.apply(Snapshot((A,)))
     assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
-def test_health_and_draining_follow_the_polls(members: PoolMembers) -> None:
+def test_health_and_draining_follow_polls(members: PoolMembers) -> None:
     members.apply(Snapshot((A, B)))
     assert not members.apply(Put(structs.replace(A, running=7)))
     assert members.apply(Put(structs.replace(A, healthy=False)))
@@ -241,51 +241,51 @@ def test_health_and_draining_follow_the_polls(members: PoolMembers) -> None:
     assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
 
 
-def test_a_replica_that_is_removed_leaves_even_the_last(members: PoolMembers) -> None:
+def test_removed_replica_leaves_even_as_last_member(members: PoolMembers) -> None:
     members.apply(Snapshot((A,)))
     assert members.apply(Removed(A.id))
     assert not members.apply(Removed(A.id))
     assert members.current == {}
 
 
-def test_who_is_missing_in_a_new_snapshot_stays(members: PoolMembers) -> None:
+def test_replica_missing_from_snapshot_stays(members: PoolMembers) -> None:
     members.apply(Snapshot((A, B)))
     assert not members.apply(Snapshot((A,)))
     assert not members.apply(Snapshot(()))
     assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.HEALTHY}
 
 
-def hear(
+def poll(
     members: PoolMembers, clock: ManualClock, seconds: int, *polled: ReplicaState
 ) -> list[str]:
-    """Polls once a second; returns the replicas that left."""
-    left = []
+    """Poll once a second; return the replicas that were dropped as stale."""
+    dropped = []
     for _ in range(seconds):
         clock.advance(1)
         for state in polled:
             members.apply(Put(state))
-        left += members.drop_stale(TTL_S)
-    return left
+        dropped += members.drop_stale(TTL_S)
+    return dropped
 
 
-def test_who_is_silent_while_others_are_heard_leaves(
+def test_stale_replica_leaves_while_others_have_updates(
     members: PoolMembers, clock: ManualClock
 ) -> None:
-    hear(members, clock, 20, A, B)
-    assert hear(members, clock, 10, A) == []
-    assert hear(members, clock, 1, A) == [B.id]
+    poll(members, clock, 20, A, B)
+    assert poll(members, clock, 10, A) == []
+    assert poll(members, clock, 1, A) == [B.id]
     assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
-def test_when_nothing_is_heard_nobody_leaves(members: PoolMembers, clock: ManualClock) -> None:
-    hear(members, clock, 20, A, B)
-    assert hear(members, clock, 1000) == []
-    # Back, and empty: the others have the time of their life to be heard again.
-    assert hear(members, clock, 10, A) == []
-    assert hear(members, clock, 1, A) == [B.id]
+def test_no_replica_leaves_while_all_are_stale(members: PoolMembers, clock: ManualClock) -> None:
+    poll(members, clock, 20, A, B)
+    assert poll(members, clock, 1000) == []
+    # A restarted Redis is empty: a missing replica stays until its state is stale.
+    assert poll(members, clock, 10, A) == []
+    assert poll(members, clock, 1, A) == [B.id]
 
 
-def test_endpoints_are_what_envoy_reads() -> None:
+def test_load_assignment_has_address_and_health() -> None:
     members = {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
     read = ClusterLoadAssignment.parse(load_assignment("batch", members))
     assert read.cluster_name == "batch"
@@ -299,6 +299,6 @@ def test_endpoints_are_what_envoy_reads() -> None:
     ]
 
 
-def test_a_pool_without_replicas_is_one_without_endpoints() -> None:
+def test_load_assignment_of_empty_pool_has_no_endpoints() -> None:
     read = ClusterLoadAssignment.parse(load_assignment("batch", {}))
     assert [one.lb_endpoints for one in read.endpoints] == [[]]

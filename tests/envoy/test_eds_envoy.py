@@ -1,4 +1,4 @@
-"""A real Envoy that takes its replicas by EDS, from a server here and from ``extproc eds``."""
+"""A real Envoy gets its replicas by EDS, and listeners and clusters from watched files."""
 
 import re
 import shutil
@@ -44,29 +44,29 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PLAIN = MutualTlsSettings()
 
 
-class Envoy:
-    """A running one."""
+class RunningEnvoy:
+    """A running Envoy, and the members of its clusters."""
 
     def __init__(self, port: int, admin: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._admin = f"http://127.0.0.1:{admin}"
 
     async def clusters(self) -> dict[str, Any]:
-        """States of members, by cluster."""
+        """Return the states of members, by cluster."""
         url = f"{self._admin}/clusters?format=json"
-        async with aiohttp.ClientSession() as session, session.get(url) as told:
-            found = (await told.json(content_type=None))["cluster_statuses"]
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            found = (await response.json(content_type=None))["cluster_statuses"]
         return {one["name"]: one.get("host_statuses", []) for one in found}
 
     async def has(self, members: Mapping[str, str]) -> None:
-        """Returns when these are the members of the replicas' cluster, with that health."""
+        """Wait until the cluster of replicas has these members, with this health."""
 
-        async def so() -> bool:
+        async def matches() -> bool:
             hosts = (await self.clusters())["replicas"]
             found = {_address(host): host["health_status"]["eds_health_status"] for host in hosts}
             return found == members
 
-        await until(so)
+        await until(matches)
 
 
 def _address(host: Mapping[str, Any]) -> str:
@@ -75,16 +75,16 @@ def _address(host: Mapping[str, Any]) -> str:
 
 
 @asynccontextmanager
-async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIterator[Envoy]:
-    """An Envoy with this bootstrap, whose listener is at the port."""
-    envoy = Envoy(port, admin := free_port())
+async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIterator[RunningEnvoy]:
+    """Run Envoy with a bootstrap whose listener has this port."""
+    envoy = RunningEnvoy(port, admin := free_port())
     where = {"address": socket_address(f"127.0.0.1:{admin}")}
     async with test_envoy.running(directory, tree | {"admin": where}, admin):
         yield envoy
 
 
 def asking(port: int, *servers: int) -> dict[str, Any]:
-    """envoy/eds.yaml with these ports of its listener and of servers of EDS."""
+    """Return envoy/eds.yaml with these ports of its listener and of EDS servers."""
     tree: dict[str, Any] = yaml.safe_load((ENVOY / "eds.yaml").read_text(encoding="utf-8"))
     clusters = {one["name"]: one for one in tree["static_resources"]["clusters"]}
     clusters["eds"]["load_assignment"]["endpoints"] = endpoints(
@@ -99,7 +99,7 @@ def asking(port: int, *servers: int) -> dict[str, Any]:
 async def serving(
     members: Mapping[str, HealthStatus], files: MutualTlsSettings = PLAIN
 ) -> AsyncIterator[tuple[Catalog, dict[str, Any], int]]:
-    """Serves a pool; gives a bootstrap that takes it from there, and its listener's port."""
+    """Serve a pool; yield a bootstrap that subscribes to it, and the port of its listener."""
     catalog, port = Catalog({POOL: load_assignment(POOL, members)}), free_port()
     server = EdsServer(catalog, files)
     tree = asking(port, await server.start("127.0.0.1:0"))
@@ -113,7 +113,7 @@ def healthy(address: str) -> dict[str, HealthStatus]:
     return {address: HealthStatus.HEALTHY}
 
 
-def test_it_is_the_whole_file_but_for_addresses_and_where_replicas_come_from() -> None:
+def test_eds_file_differs_from_envoy_file_only_in_replicas() -> None:
     whole, eds = (on_loopback(ENVOY / name) for name in ("envoy.yaml", "eds.yaml"))
     *clusters, _, replicas = eds["static_resources"]["clusters"]
     assert replicas.pop("type") == "EDS"
@@ -132,7 +132,7 @@ def on_loopback(path: Path) -> Any:
     return yaml.safe_load(re.sub(r"address: (0\.0\.0\.0|router),", "address: 127.0.0.1,", text))
 
 
-async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
+async def test_envoy_gets_replicas_over_mutual_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     cert, key, ca = (tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt"))
     for source, target in zip(
@@ -149,7 +149,7 @@ async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
             assert "failed_active_health_check" not in plane["health_status"]
 
 
-async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
+async def test_refused_update_is_logged_and_old_members_stay(
     tmp_path: Path, logged: Logged
 ) -> None:
     async with (
@@ -165,7 +165,7 @@ async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
         assert (await post(envoy.url))["name"] == "a"
 
 
-async def test_envoy_follows_files_as_the_page_says(tmp_path: Path) -> None:
+async def test_envoy_follows_watched_files_as_documented(tmp_path: Path) -> None:
     port, live = free_port(), tmp_path / "live"
     async with replica("a") as a, replica("b") as b:
         first, second = (
@@ -183,7 +183,7 @@ async def test_envoy_follows_files_as_the_page_says(tmp_path: Path) -> None:
             assert (await post(f"http://127.0.0.1:{moved}"))["name"] == "b"
 
 
-async def test_a_cluster_that_changes_in_its_file_keeps_its_replicas(tmp_path: Path) -> None:
+async def test_renamed_cluster_in_watched_file_keeps_its_replicas(tmp_path: Path) -> None:
     live = tmp_path / "live"
     async with replica("a") as a, serving(healthy(a)) as (_, tree, port):
         split(tree, live)
@@ -201,7 +201,7 @@ async def test_a_cluster_that_changes_in_its_file_keeps_its_replicas(tmp_path: P
 
 @asynccontextmanager
 async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
-    """The program; gives its port."""
+    """Run ``extproc eds``; yield its port."""
     port = free_port()
     flags = {"eds.listen": f"127.0.0.1:{port}", **settings}
     argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
@@ -216,7 +216,7 @@ async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIter
         assert await process.wait() == 0
 
 
-async def test_each_pool_is_a_resource(
+async def test_each_pool_is_a_resource_of_eds(
     tmp_path: Path, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     settings = {"redis.url": redis_server.url, "pools": "{batch: {}}"}
@@ -230,19 +230,19 @@ async def test_each_pool_is_a_resource(
             await StateWriter(redis_client, pool, ttl_s=60).put([ReplicaState(id=address)])
         found: dict[str, int] = {}
         while len(found) < 2:
-            told = await response(call)
+            update = await response(call)
             found = {
                 assignment.cluster_name: len(assignment.endpoints[0].lb_endpoints)
-                for one in told.resources
+                for one in update.resources
                 for assignment in [ClusterLoadAssignment.parse(one.value)]
             }
-            await call.write(request(POOL, "batch", answering=told))
+            await call.write(request(POOL, "batch", answering=update))
     assert found == {POOL: 1, "batch": 1}
 
 
 @asynccontextmanager
 async def proxied_instance(directory: Path, redis: RedisServer) -> AsyncIterator[tuple[Proxy, int]]:
-    """The program, with a proxy of its own before Redis."""
+    """Run ``extproc eds`` behind a proxy to Redis of its own."""
     async with (
         proxied(redis.port) as proxy,
         instance(directory, {"redis.url": f"redis://127.0.0.1:{proxy.port}/0"}) as port,
@@ -255,19 +255,19 @@ def cut_off(proxy: Proxy) -> None:
     proxy.cut()
 
 
-async def says(port: int, status: int) -> None:
-    """Returns when health checks of the program at that port are told so."""
+async def reports(port: int, status: int) -> None:
+    """Wait until the health service at this port reports the status."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
 
-        async def so() -> bool:
+        async def matches() -> bool:
             answer = await health.Check(health_pb2.HealthCheckRequest())
             return bool(answer.status == status)
 
-        await until(so)
+        await until(matches)
 
 
-async def test_envoy_leaves_a_server_that_is_cut_off_from_redis(
+async def test_envoy_leaves_eds_server_that_lost_redis(
     tmp_path: Path, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     writer = StateWriter(redis_client, POOL, ttl_s=600)
@@ -287,15 +287,15 @@ async def test_envoy_leaves_a_server_that_is_cut_off_from_redis(
         await add()
         async with running(tmp_path, tree, 0) as envoy:
             await envoy.has(known)
-            for proxy, port in servers:  # whichever it asks, it has to leave
+            for proxy, port in servers:  # Envoy asks one of the two
                 cut_off(proxy)
-                await says(port, NOT_SERVING)
+                await reports(port, NOT_SERVING)
                 await add()
                 await envoy.has(known)
                 proxy.closed = False
-                await says(port, SERVING)
+                await reports(port, SERVING)
         for proxy, port in servers:
             cut_off(proxy)
-            await says(port, NOT_SERVING)
+            await reports(port, NOT_SERVING)
         async with running(tmp_path, tree, 0) as envoy:
-            await envoy.has(known)  # the last list that they heard is better than none
+            await envoy.has(known)  # the last list of the servers

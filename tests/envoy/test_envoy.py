@@ -1,4 +1,4 @@
-"""Our Envoy files in a real Envoy."""
+"""envoy/envoy.yaml and envoy/ext_proc.yaml in a real Envoy, with a fake router."""
 
 import asyncio
 import io
@@ -40,11 +40,11 @@ pytestmark = pytest.mark.process
 ENVOY = Path(__file__).parents[2] / "envoy"
 DESTINATION = "x-gateway-destination-endpoint"
 COMPLETIONS = "/v1/completions"
-ENOUGH = 40  # by chance Envoy takes the same of two so often in one of 500,000,000,000 cases
+ENOUGH = 40  # requests to the same of two replicas by chance in one of 500,000,000,000 cases
 
 
 async def validate(config: Path) -> str:
-    """Output of ``envoy --mode validate``, which must accept the file."""
+    """Run ``envoy --mode validate``, which must accept the file; return its output."""
     process = await asyncio.create_subprocess_exec(
         envoy_binary(), "--mode", "validate", "-c", config,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -55,7 +55,7 @@ async def validate(config: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["envoy.yaml", "eds.yaml", "ext_proc.yaml"])
-async def test_our_file_is_valid_and_names_nothing_deprecated(tmp_path: Path, name: str) -> None:
+async def test_shipped_file_is_valid_without_deprecated_fields(tmp_path: Path, name: str) -> None:
     file = ENVOY / name
     if name == "ext_proc.yaml":  # a fragment
         file = tmp_path / "envoy.yaml"
@@ -64,7 +64,7 @@ async def test_our_file_is_valid_and_names_nothing_deprecated(tmp_path: Path, na
 
 
 def merged(port: int = 0) -> dict[str, Any]:
-    """The fragment in an Envoy that listens on that port, as its comments say."""
+    """Return listeners and clusters with the fragment in them, as its comments say."""
     part = yaml.safe_load((ENVOY / "ext_proc.yaml").read_text(encoding="utf-8"))
     types = "type.googleapis.com/envoy.extensions.filters"
     router = {"@type": f"{types}.http.router.v3.Router"}
@@ -87,24 +87,24 @@ def merged(port: int = 0) -> dict[str, Any]:
 
 
 def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[str]) -> Bootstrap:
-    """A whole configuration with the fragment in it, on these ports of loopback."""
+    """Return a whole configuration with the fragment in it, on these ports of loopback."""
     resources = merged(port)
     members = {"extproc_router": [router], "vllm_replicas": replicas}
     for cluster in resources["clusters"]:
         cluster["load_assignment"]["endpoints"] = endpoints(members[cluster["name"]])
-    where = {"address": socket_address(f"127.0.0.1:{admin}")}
-    return {"admin": where, "static_resources": resources}
+    address = {"address": socket_address(f"127.0.0.1:{admin}")}
+    return {"admin": address, "static_resources": resources}
 
 
 @asynccontextmanager
 async def replica(name: str) -> AsyncIterator[str]:
-    """A replica that tells its name and what it was sent; gives its ``ip:port``."""
+    """Run a replica that answers with its name and the request; yield its ``ip:port``."""
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.read()
         header = request.headers.get(DESTINATION)
-        told = {"name": name, "header": header, "bytes": len(body), "path": request.raw_path}
-        return web.json_response(told | {"headers": dict(request.headers)})
+        seen = {"name": name, "header": header, "bytes": len(body), "path": request.raw_path}
+        return web.json_response(seen | {"headers": dict(request.headers)})
 
     app = web.Application(client_max_size=2**28)
     app.router.add_route("*", "/{path:.*}", answer)
@@ -119,7 +119,7 @@ async def replica(name: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def dying_replica() -> AsyncIterator[str]:
-    """A replica that takes a request and dies before it answers."""
+    """Run a replica that closes each connection after the request; yield its ``ip:port``."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -129,14 +129,14 @@ async def dying_replica() -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-class Chooser:
-    """An ext_proc server that sends every request where it is told."""
+class FakeRouter:
+    """An ext_proc server that sends every request to ``destination``."""
 
     def __init__(self) -> None:
         self.destination = ""
         self.served_by = ""
-        self.asked: list[str] = []  # the messages that came before the request left
-        self.told: dict[str, str] = {}  # what was told of the last request's headers
+        self.messages: list[str] = []  # kinds of the messages before requests left
+        self.attributes: dict[str, str] = {}  # of the last request body
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], _: object
@@ -148,15 +148,16 @@ class Chooser:
                 assert fields["response.code"].number_value == 200
                 yield ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
             elif request.request_headers is not None:
-                self.asked.append("headers")
+                self.messages.append("headers")
                 yield ProcessingResponse(
                     request_headers=HeadersResponse(CommonResponse()),
                     dynamic_metadata=self._choice(),
                 )
             else:
-                self.asked.append("body")
-                for told in request.attributes.values():
-                    self.told = {key: one.string_value or "" for key, one in told.fields.items()}
+                self.messages.append("body")
+                for struct in request.attributes.values():
+                    attributes = struct.fields.items()
+                    self.attributes = {key: value.string_value or "" for key, value in attributes}
                 yield ProcessingResponse(
                     request_body=BodyResponse(CommonResponse()), dynamic_metadata=self._choice()
                 )
@@ -167,10 +168,10 @@ class Chooser:
 
 
 @asynccontextmanager
-async def serve(chooser: Chooser) -> AsyncIterator[int]:
+async def serve(router: FakeRouter) -> AsyncIterator[int]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 2**28)])
     method = grpc.stream_stream_rpc_method_handler(
-        chooser.process,
+        router.process,
         request_deserializer=ProcessingRequest.parse,
         response_serializer=bytes,
     )
@@ -199,7 +200,7 @@ async def envoy(
     change: Change = lambda _: None,
     fragment: bool = False,
 ) -> AsyncIterator[str]:
-    """Our envoy.yaml with a change, or our fragment in an Envoy, running; gives its URL."""
+    """Run envoy.yaml with a change, or the fragment in an Envoy; yield its URL."""
     port, admin, router = free_port(), free_port(), f"127.0.0.1:{router_port}"
     listen, look = f"127.0.0.1:{port}", f"127.0.0.1:{admin}"
     bootstrap = (
@@ -217,7 +218,7 @@ async def running(
     directory: Path, bootstrap: Bootstrap, admin: int, options: Sequence[str] = ()
 ) -> AsyncIterator[None]:
     config = directory / "envoy.yaml"
-    text = patient(yaml.safe_dump(bootstrap))  # what is slow is not tested
+    text = patient(yaml.safe_dump(bootstrap))  # a busy machine is slow
     config.write_text(text, encoding="utf-8")
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
@@ -232,7 +233,7 @@ async def running(
 async def post(
     url: str, headers: dict[str, str] | None = None, body: bytes = b"{}", path: str = COMPLETIONS
 ) -> dict[str, Any]:
-    """Asks for a path just as it is written."""
+    """Send a request for a path exactly as written; return the replica's answer."""
     target, data = URL(url + path, encoded=True), io.BytesIO(body)
     async with (
         aiohttp.ClientSession() as session,
@@ -243,10 +244,10 @@ async def post(
         return answer | {"request_id": response.headers.get("x-request-id")}
 
 
-class System(NamedTuple):
-    """A router, and an Envoy between it and two replicas."""
+class RoutedPair(NamedTuple):
+    """A fake router, and an Envoy with two replicas."""
 
-    chooser: Chooser
+    router: FakeRouter
     url: str
     a: str
     b: str
@@ -258,38 +259,37 @@ async def system(
     change: Change = lambda _: None,
     others: Sequence[str] = (),
     fragment: bool = False,
-) -> AsyncIterator[System]:
-    """Our envoy.yaml with a change, or our fragment; the router chooses replica a."""
-    chooser = Chooser()
+) -> AsyncIterator[RoutedPair]:
+    """Run envoy.yaml with a change, or the fragment; the router chooses replica a."""
+    router = FakeRouter()
     async with (
         replica("a") as a,
         replica("b") as b,
-        serve(chooser) as port,
+        serve(router) as port,
         envoy(directory, port, [*others, a, b], change, fragment) as url,
     ):
-        chooser.destination = a
-        yield System(chooser, url, a, b)
+        router.destination = a
+        yield RoutedPair(router, url, a, b)
 
 
 @pytest.fixture
-async def whole_file(tmp_path: Path) -> AsyncIterator[System]:
-    """Our envoy.yaml, running."""
+async def whole_file(tmp_path: Path) -> AsyncIterator[RoutedPair]:
     async with system(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 def refusing() -> Iterator[int]:
-    """A port that refuses connections: taken, but never listened on."""
+    """Yield a port that refuses connections: bound, but never listened on."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
 
 
 @pytest.mark.parametrize(
-    ("asked", "arrives"),
+    ("sent", "arrives"),
     [
-        # What clients of such servers send stays as it is.
+        # Paths that clients of vLLM use stay unchanged.
         *[(path, path) for path in (
             "/v1/chat/completions", "/v1/models/org%2Fmodel", "/v1/models/a%20b%C3%A9:7b@main",
             "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses", "/",
@@ -299,57 +299,57 @@ def refusing() -> Iterator[int]:
         ("/v1/./models/%2e%2e/completions", COMPLETIONS),
     ],
 )  # fmt: skip
-async def test_router_and_replica_see_one_path(
-    whole_file: System, asked: str, arrives: str
+async def test_router_and_replica_see_same_path(
+    whole_file: RoutedPair, sent: str, arrives: str
 ) -> None:
-    chooser, url, *_ = whole_file
-    assert (await post(url, path=asked))["path"] == arrives
-    assert chooser.told["request.path"] == arrives
+    router, url, *_ = whole_file
+    assert (await post(url, path=sent))["path"] == arrives
+    assert router.attributes["request.path"] == arrives
 
 
-async def test_a_request_leaves_after_one_message(whole_file: System) -> None:
-    chooser, url, *_ = whole_file
+async def test_request_leaves_after_one_message(whole_file: RoutedPair) -> None:
+    router, url, *_ = whole_file
     named = {"x-request-id": "mine", "content-encoding": "identity", "x-other": "o"}
     answer = await post(url, named)
-    assert chooser.asked == ["body"]
-    assert chooser.told == {
+    assert router.messages == ["body"]
+    assert router.attributes == {
         "request.path": COMPLETIONS,
         "request.id": "mine",
         "request.headers['content-encoding']": "identity",
     }
-    assert answer["header"] == chooser.destination  # for logs and other filters
+    assert answer["header"] == router.destination  # for logs and other filters
 
 
-async def test_of_many_responses_a_hundred_a_second_are_told(tmp_path: Path) -> None:
+async def test_envoy_shows_router_100_responses_per_second(tmp_path: Path) -> None:
     def two(tree: dict[str, Any]) -> None:
         limit, *_ = manager_of(tree)["http_filters"]
         bucket = limit["typed_config"]["token_bucket"]
         assert bucket["tokens_per_fill"] / float(bucket["fill_interval"].removesuffix("s")) == 100
         bucket |= {"max_tokens": 2, "tokens_per_fill": 1, "fill_interval": "3600s"}
 
-    async with system(tmp_path, two) as (chooser, url, a, _):
+    async with system(tmp_path, two) as (router, url, a, _):
         for number in range(4):
-            chooser.served_by = ""
+            router.served_by = ""
             answer = await post(url)
             assert answer["header"] == a
-            told = number < 2
-            assert chooser.served_by == (a if told else "")
-            assert ("request.headers['x-extproc-unseen']" in chooser.told) is not told
+            shown = number < 2
+            assert router.served_by == (a if shown else "")
+            assert ("request.headers['x-extproc-unseen']" in router.attributes) is not shown
             assert "x-extproc-unseen" not in {name.lower() for name in answer["headers"]}
         await post(url, path="/v1/responses")
-        assert chooser.served_by == a
+        assert router.served_by == a
 
 
 @pytest.mark.parametrize("fragment", [False, True])
-async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, fragment: bool) -> None:
-    async with system(tmp_path, fragment=fragment) as (chooser, url, a, _):
+async def test_client_cannot_hide_response_from_router(tmp_path: Path, fragment: bool) -> None:
+    async with system(tmp_path, fragment=fragment) as (router, url, a, _):
         await post(url, {"X-Extproc-Unseen": "1"})
-        assert chooser.served_by == a
-        assert "request.headers['x-extproc-unseen']" not in chooser.told
+        assert router.served_by == a
+        assert "request.headers['x-extproc-unseen']" not in router.attributes
 
 
 @pytest.mark.parametrize(
-    ("path", "size", "asked"),
+    ("path", "size", "messages"),
     [
         ("/v1/models", 0, ["headers"]),
         ("/pool/v1/responses/resp_1/cancel?a=b", 0, ["headers"]),
@@ -359,20 +359,18 @@ async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, frag
         (COMPLETIONS, 0, []),
     ],
 )
-async def test_what_has_no_body_or_a_large_one_is_decided_on_its_headers(
-    whole_file: System, path: str, size: int, asked: list[str]
+async def test_request_with_no_or_large_body_sends_headers(
+    whole_file: RoutedPair, path: str, size: int, messages: list[str]
 ) -> None:
-    chooser, url, *_ = whole_file
+    router, url, *_ = whole_file
     answer = await post(url, body=bytes(size), path=path)
-    assert chooser.asked == asked
+    assert router.messages == messages
     assert answer["bytes"] == size
-    assert answer["header"] == (chooser.destination if asked else None)
+    assert answer["header"] == (router.destination if messages else None)
 
 
 @pytest.mark.parametrize("in_compose", [False, True])
-async def test_only_in_a_container_others_reach_the_admin_port(
-    tmp_path: Path, in_compose: bool
-) -> None:
+async def test_admin_port_is_open_only_in_compose(tmp_path: Path, in_compose: bool) -> None:
     compose = yaml.safe_load((ENVOY.parent / "compose.yaml").read_text(encoding="utf-8"))
     option, _, *overrides = compose["services"]["envoy"]["command"]
     assert option == "-c"
@@ -381,11 +379,11 @@ async def test_only_in_a_container_others_reach_the_admin_port(
     tree["static_resources"] = {}
     options = overrides if in_compose else []
     async with running(tmp_path, tree, admin, options):
-        # Another address of this machine: only who listens on all of them answers there.
+        # A listener on 127.0.0.1 does not answer on this address.
         assert await listening(admin, "127.0.0.2")() is in_compose
 
 
-async def test_headers_with_underscores_do_not_pass_for_those_without(whole_file: System) -> None:
+async def test_headers_with_underscores_are_dropped(whole_file: RoutedPair) -> None:
     url = whole_file.url
     forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
     arrived = (await post(url, forged))["headers"]
@@ -393,7 +391,7 @@ async def test_headers_with_underscores_do_not_pass_for_those_without(whole_file
     assert not [name for name in arrived if "_" in name]
 
 
-async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+async def test_overload_manager_refuses_requests(tmp_path: Path) -> None:
     def nearly_full(tree: dict[str, Any]) -> None:
         heap = tree["overload_manager"]["resource_monitors"][0]["typed_config"]
         heap["max_heap_size_bytes"] = 2**20
@@ -407,36 +405,34 @@ async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) ->
         await until(refused)
 
 
-async def test_when_the_first_choice_is_dead_the_second_serves(
-    tmp_path: Path, refusing: int
-) -> None:
+async def test_second_choice_serves_when_first_is_dead(tmp_path: Path, refusing: int) -> None:
     dead = f"127.0.0.1:{refusing}"
     async with (
         dying_replica() as dying,
-        system(tmp_path, others=[dead, dying]) as (chooser, url, a, b),
+        system(tmp_path, others=[dead, dying]) as (router, url, a, b),
     ):
         for first in (dead, dying):
             for name, second in [("a", a), ("b", b)]:
-                chooser.destination = f"{first},{second}"
+                router.destination = f"{first},{second}"
                 assert (await post(url))["name"] == name
-                assert chooser.served_by == second
+                assert router.served_by == second
 
 
-async def test_a_choice_that_is_no_member_is_passed_over(whole_file: System) -> None:
-    chooser, url, _, b = whole_file
-    chooser.destination = f"127.0.0.1:1,{b}"
+async def test_choice_that_is_not_a_member_is_skipped(whole_file: RoutedPair) -> None:
+    router, url, _, b = whole_file
+    router.destination = f"127.0.0.1:1,{b}"
     assert (await post(url))["name"] == "b"
 
 
 @pytest.mark.parametrize("case", ["no router", "no router behind the fragment", "no choice"])
-async def test_a_client_cannot_choose_where_the_router_does_not(
+async def test_client_cannot_choose_when_router_does_not(
     tmp_path: Path, refusing: int, case: str
 ) -> None:
     dead = f"127.0.0.1:{refusing}"
     async with (
         replica("a") as a,
         replica("b") as b,
-        serve(Chooser()) as port,
+        serve(FakeRouter()) as port,
         envoy(
             tmp_path,
             port if case == "no choice" else refusing,
@@ -449,7 +445,7 @@ async def test_a_client_cannot_choose_where_the_router_does_not(
     assert {answer["header"] for answer in forged} == {None}
 
 
-async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:
+async def test_request_id_of_client_is_kept(tmp_path: Path, refusing: int) -> None:
     async with replica("a") as a, envoy(tmp_path, refusing, [a]) as url:
         assert (await post(url, {"x-request-id": "mine"}))["request_id"] == "mine"
         assert (await post(url))["request_id"]

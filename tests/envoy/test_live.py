@@ -1,4 +1,4 @@
-"""``extproc check --live`` against a real Redis, pollers, replicas and Envoy."""
+"""``extproc check --live`` with a real Redis, pollers, replicas and Envoy."""
 
 import asyncio
 import json
@@ -40,20 +40,20 @@ def written(file: Path, settings: Config) -> Path:
 
 
 def alone(*replicas: object, **more: object) -> Config:
-    """Settings of a router without Redis."""
+    """Return settings of a router without Redis."""
     return Config.model_validate({"state": "memory", "replicas": replicas, **more})
 
 
 @pytest.fixture(autouse=True)
-def heartbeats_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps pollers alive on a busy machine."""
+def long_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep pollers alive on a busy machine."""
     monkeypatch.setattr(assignment, "LIFE_S", 60.0)
 
 
 @pytest.fixture
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     async def check(settings: Config | Path, *arguments: str, status: int = 0) -> list[str]:
-        """The findings it prints."""
+        """Run ``extproc check``; return the printed findings."""
         if isinstance(settings, Config):
             settings = written(tmp_path / "extproc.yaml", settings)
         argv = ["check", "--config", str(settings), *(arguments or ("--live",))]
@@ -67,13 +67,13 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
 
 
 def bad(lines: list[str]) -> list[str]:
-    """Errors and warnings, which stand in this order."""
+    """Return errors and warnings; assert that findings are sorted."""
     levels = [line.split()[0] for line in lines]
     assert levels == sorted(levels, key=("error", "warning", "ok").index)
     return [line for line in lines if not line.startswith("ok ")]
 
 
-async def test_nothing_is_wrong(redis_server: RedisServer, check: Check) -> None:
+async def test_healthy_system_has_only_ok_findings(redis_server: RedisServer, check: Check) -> None:
     async with serving() as one:
         settings = config(redis_server, one)
         async with watching(settings) as seen:
@@ -87,21 +87,21 @@ async def test_nothing_is_wrong(redis_server: RedisServer, check: Check) -> None
     assert re.fullmatch(rf"ok +replica {one.id}: scraped in \d+ ms; serves tiny, adapter", replica)
 
 
-async def test_it_changes_nothing(redis_server: RedisServer, check: Check) -> None:
+async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: Check) -> None:
     async with serving() as one:
         await check(config(redis_server, one), status=1)
     async with connect(redis_server.url, "default") as redis:
         assert await redis.keys("*") == []
 
 
-async def test_no_poller_is_alive(redis_server: RedisServer, check: Check) -> None:
+async def test_missing_poller_is_error(redis_server: RedisServer, check: Check) -> None:
     async with serving() as one:
         lines = bad(await check(config(redis_server, one), status=1))
     assert "no poller of the pool 'default' is alive" in lines[0]
     assert f"replica {one.id}: no poller scrapes it" in lines[1]
 
 
-async def test_redis_is_away(stopped_redis: RedisServer, check: Check) -> None:
+async def test_unreachable_redis_is_error(stopped_redis: RedisServer, check: Check) -> None:
     async with serving() as one:
         error, *_ = bad(await check(config(stopped_redis, one), status=1))
     assert f"redis 127.0.0.1:{stopped_redis.port}: " in error
@@ -111,7 +111,7 @@ async def test_redis_is_away(stopped_redis: RedisServer, check: Check) -> None:
 @pytest.mark.parametrize(
     "rule", ["resetkeys ~{other}:*", "resetchannels", "-@write", "-@scripting", "-@pubsub"]
 )
-async def test_redis_refuses_what_is_needed(
+async def test_missing_right_in_redis_is_error(
     redis_server: RedisServer, check: Check, rule: str
 ) -> None:
     async with connect(redis_server.url, "default") as redis:
@@ -121,9 +121,7 @@ async def test_redis_refuses_what_is_needed(
     assert "refuses a command of routers and pollers: " in error
 
 
-async def test_the_rights_that_the_docs_list_suffice(
-    redis_server: RedisServer, check: Check
-) -> None:
+async def test_documented_rights_suffice(redis_server: RedisServer, check: Check) -> None:
     text = (Path(__file__).parents[2] / "docs/operations/secure.md").read_text()
     found = re.search(r"^ACL SETUSER extproc on >PASSWORD (.*)$", text, re.MULTILINE)
     assert found
@@ -131,7 +129,7 @@ async def test_the_rights_that_the_docs_list_suffice(
         await command(redis, "ACL", "SETUSER", "extproc", "on", ">secret", *found[1].split())
     url = redis_server.url.replace("//", "//extproc:secret@")
     settings = Config.model_validate({"redis": {"url": url}})
-    lines = await check(settings, status=1)  # there is neither poller nor replica
+    lines = await check(settings, status=1)  # no poller runs, and no replica is known
     assert any("0 pollers alive" in line for line in lines)
     assert not any("refuses" in line for line in lines)
 
@@ -147,7 +145,7 @@ async def test_the_rights_that_the_docs_list_suffice(
         ("/v1/models", text("{}"), "warning .*: /v1/models is not a list of models"),
     ],
 )
-async def test_what_a_replica_lacks_is_told(
+async def test_unhealthy_or_incomplete_replica_is_reported(
     redis_server: RedisServer, check: Check, path: str, answer: Any, problem: str
 ) -> None:
     async with serving() as one:
@@ -159,7 +157,9 @@ async def test_what_a_replica_lacks_is_told(
     assert re.match(problem, re.sub(" +", " ", line))
 
 
-async def test_what_pollers_see_otherwise_is_told(redis_server: RedisServer, check: Check) -> None:
+async def test_replica_unhealthy_for_pollers_is_error(
+    redis_server: RedisServer, check: Check
+) -> None:
     async with serving() as one:
         settings = config(redis_server, one)
         async with watching(settings) as seen:
@@ -171,7 +171,7 @@ async def test_what_pollers_see_otherwise_is_told(redis_server: RedisServer, che
     assert any("but not to the pollers: /health answered 503" in line for line in lines)
 
 
-async def test_models_that_nothing_serves_are_told(check: Check) -> None:
+async def test_model_that_no_replica_serves_is_error(check: Check) -> None:
     async with serving() as one:
         for names, status in ((["tiny"], 0), (["tiny", "large"], 1)):
             settings = alone(one.id, route={"models": {"chat": names}})
@@ -189,7 +189,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("served", "told"),
+    ("served", "unserved"),
     [
         ("gpu-1 gpu-2 next beta", {}),
         ("gpu-1 next beta", {"gpu-2: other": {"llama", "gpt-4o", "chat"}}),
@@ -199,39 +199,39 @@ LLAMA = {
          | {f"{gpu}: other": {"chat"} for gpu in ("gpu-1", "gpu-2")}),
     ],
 )  # fmt: skip
-async def test_names_lead_to_what_replicas_serve(
-    check: Check, served: str, told: dict[str, set[str]]
+async def test_each_model_name_leads_to_served_model(
+    check: Check, served: str, unserved: dict[str, set[str]]
 ) -> None:
     async with serving() as one:
         one.answers["/v1/models"] = models(*served.split())
         settings = alone(one.id, route={"models": LLAMA})
-        lines = bad(await check(settings, status=int(bool(told))))
+        lines = bad(await check(settings, status=int(bool(unserved))))
     found: dict[str, set[str]] = {}
     for line in lines:
-        said = re.search(r" model (\S+:) .* requests for (\S+) .*\b(404|other)\b", line)
-        assert said, line
-        found.setdefault(f"{said[1]} {said[3]}", set()).add(said[2])
-    assert found == told
+        match = re.search(r" model (\S+:) .* requests for (\S+) .*\b(404|other)\b", line)
+        assert match, line
+        found.setdefault(f"{match[1]} {match[3]}", set()).add(match[2])
+    assert found == unserved
 
 
-async def test_names_that_lead_nowhere_are_told(check: Check) -> None:
+async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) -> None:
     settings = alone("nowhere.invalid:8000", replicas_file="/nope.yaml")
     text = "\n".join(bad(await check(settings, status=1)))
-    reason = r"\((the name has no address|\[Errno .+)\)"  # as a name server answers, or none does
+    reason = r"\((the name has no address|\[Errno .+)\)"  # with and without a name server
     assert re.search(rf"replica nowhere.invalid:8000: has no address {reason}: ", text)
     assert "replicas_file /nope.yaml: unusable: " in text
     assert "no replica is known" in text
 
 
-async def test_why_kubernetes_does_not_tell_is_told(check: Check) -> None:
+async def test_kubernetes_error_is_reported(check: Check) -> None:
     source = {"kubernetes": {"service": "vllm", "namespace": "gpu", "port": 8000}}
     error, _ = bad(await check(alone(source), status=1))
     assert "Service gpu/vllm, port 8000: has no address (" in error
-    assert "a pod has it that has a service account" in error  # this is none
+    assert "a pod has it that has a service account" in error
 
 
 class WatchingStack(EdsStack):
-    """A system whose Envoy has listeners and clusters from files, too."""
+    """A stack whose Envoy has listeners and clusters from watched files."""
 
     def _bootstrap(self) -> Bootstrap:
         whole = yaml.safe_load(patient(yaml.safe_dump(super()._bootstrap())))
@@ -241,27 +241,27 @@ class WatchingStack(EdsStack):
 
 
 @pytest.mark.parametrize("kind", [Stack, WatchingStack])
-async def test_an_envoy_that_runs_is_judged_as_its_file_is(
+async def test_running_envoy_is_checked_like_its_file(
     check: Check, tmp_path: Path, kind: Callable[..., Stack]
 ) -> None:
     async with kind(tmp_path, PAIR) as stack:
-        asked = stack.config_file, "--envoy-admin", stack.envoy_admin
-        lines = await check(*asked)
+        arguments = stack.config_file, "--envoy-admin", stack.envoy_admin
+        lines = await check(*arguments)
         assert all("message_timeout is 10 s" in one for one in bad(lines))  # tests are patient
         ok = [line for line in lines if line.startswith("ok ")]
         assert any("Requests go where the router says" in line for line in ok)
         await stack.process("router").kill()
-        await until(lambda: _ill(stack.envoy_admin))
-        error, *_ = bad(await check(*asked, status=1))
+        await until(lambda: _unhealthy(stack.envoy_admin))
+        error, *_ = bad(await check(*arguments, status=1))
         assert "cluster 'router' has no healthy member" in error
 
 
-async def _ill(envoy_admin: str) -> bool:
+async def _unhealthy(envoy_admin: str) -> bool:
     async with aiohttp.request("GET", f"{envoy_admin}/clusters") as response:
         return "failed_active_hc" in await response.text()
 
 
-async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: Path) -> None:
+async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Path) -> None:
     async with Stack(tmp_path, PAIR) as stack, serving() as three:
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
@@ -273,7 +273,7 @@ async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: P
 
 
 @pytest.mark.parametrize("answer", ["nothing", "something else"])
-async def test_what_is_no_envoy_is_told(check: Check, answer: str) -> None:
+async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -> None:
     async with serving() as one:
         one.answers |= {"/config_dump": text("[]"), "/clusters": text("{}")}
         url = f"http://{one.id}" if answer != "nothing" else f"http://127.0.0.1:{free_port()}"
@@ -282,7 +282,7 @@ async def test_what_is_no_envoy_is_told(check: Check, answer: str) -> None:
     assert "is this its admin address?" in error
 
 
-async def test_what_envoy_refused_is_told(check: Check) -> None:
+async def test_refused_update_of_envoy_is_error(check: Check) -> None:
     types = "type.googleapis.com/envoy.admin.v3."
     state = {"details": "duplicate address 0.0.0.0:8080"}
     listeners = [{"name": "openai", "error_state": state}]

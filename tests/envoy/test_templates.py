@@ -1,8 +1,6 @@
-"""The files in ``envoy/``: what their templates make, what the demo runs, and what a mesh gets.
+"""The files in ``envoy/`` equal their templates; the demo and Envoy Gateway use them.
 
-    python -m tests.envoy.test_templates
-
-writes them anew.
+``python -m tests.envoy.test_templates`` writes the files again.
 """
 
 import copy
@@ -32,7 +30,7 @@ GATEWAY = list(yaml.safe_load_all((ENVOY / "envoy_gateway.yaml").read_text(encod
 
 
 def at(block: str, column: int) -> str:
-    """The block, put where a line has come to that column."""
+    """Indent a block that begins at this column of a line."""
     return indent(dedent(block).strip("\n"), " " * column)[column:]
 
 
@@ -44,16 +42,16 @@ def made(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_what_its_template_makes(name: str) -> None:
+def test_file_equals_its_template(name: str) -> None:
     text = (ENVOY / name).read_text(encoding="utf-8")
     assert text == made(name), f"change envoy/templates/{name}.j2, then run: make envoy-files"
 
 
-def test_users_and_demo_have_one_file() -> None:
+def test_demo_runs_shipped_file() -> None:
     assert TEMPLATE.read_text(encoding="utf-8") == (ENVOY / "envoy.yaml").read_text("utf-8")
 
 
-def test_only_addresses_differ_from_the_template() -> None:
+def test_demo_changes_only_addresses() -> None:
     listen, admin = "127.0.0.1:1", "127.0.0.1:2"
     routers, replicas = ["127.0.0.1:3", "127.0.0.1:4"], ["10.0.0.1:5", "h:6"]
     rendered = addressed(listen=listen, admin=admin, routers=routers, replicas=replicas)
@@ -81,14 +79,14 @@ def translated(resources: list[Any]) -> dict[str, Any]:
     )
 
 
-def test_resources_of_envoy_gateway_lack_only_what_no_field_is_for() -> None:
-    """``max_message_timeout``, without which requests do not wait at the router."""
+def test_envoy_gateway_file_lacks_only_max_message_timeout() -> None:
+    """Envoy Gateway has no field for it; without it, requests do not wait at the router."""
     findings = check_envoy(translated(GATEWAY))
     lacking = [(one.rule, one.level) for one in findings if one.level is not Level.OK]
     assert lacking == [("requests_can_queue", Level.WARNING)]
 
 
-def test_a_misspelt_field_of_envoy_gateway_is_refused() -> None:
+def test_misspelt_field_of_envoy_gateway_is_refused() -> None:
     resources = copy.deepcopy(GATEWAY)
     resources[3]["spec"]["extProc"][0]["failOpened"] = True
     with pytest.raises(ValueError, match=r"no field EnvoyExtensionPolicy\.extProc\.failOpened"):

@@ -1,4 +1,4 @@
-"""Listeners and clusters in watched files, by the commands and the bootstrap in docs/envoy.md."""
+"""Listeners and clusters in watched files, by the script and bootstrap of docs/envoy.md."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "envoy.md"
 
 
 def split(whole: dict[str, Any], folder: Path) -> None:
-    """Writes listeners and clusters of a bootstrap into files of the folder, as the page says."""
+    """Write listeners and clusters of a bootstrap into files of a folder, by the page's script."""
     folder.mkdir(exist_ok=True)
     source = folder.parent / "whole.yaml"
     source.write_text(yaml.safe_dump(whole), encoding="utf-8")
@@ -23,7 +23,7 @@ def split(whole: dict[str, Any], folder: Path) -> None:
 
 
 def bootstrap(whole: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The bootstrap of the page for a folder to which that one was split."""
+    """Return the page's bootstrap for a folder with the files of ``whole``."""
     text = _documented("yaml", "watched_directory").replace("/etc/envoy/live", str(folder))
     made: dict[str, Any] = yaml.safe_load(text)
     clusters = whole["static_resources"]["clusters"]
@@ -32,7 +32,7 @@ def bootstrap(whole: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _documented(language: str, word: str) -> str:
-    """The code block of the page that has the word."""
+    """Return the code block of the page that contains the word."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", _PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (found,) = [block for block in blocks if word in block]
     return str(found)
