@@ -223,7 +223,7 @@ class IntoRedis(Destination):
         due = {replica: blocks.next_update() for replica, blocks in changed.items()}
         updates = {replica: update for replica, update in due.items() if update}
         try:
-            for replica in await self._block_writer.tell(updates):
+            for replica in await self._block_writer.write(updates):
                 changed[replica].resend_all(backs_off=True)
         except (RedisError, OSError):
             for replica in updates:

@@ -1,8 +1,8 @@
-"""Division of a pool's replicas among its pollers, by rendezvous hashing over their heartbeats.
+"""Assignment of a pool's replicas to its pollers, by rendezvous hashing.
 
-Each poller tells the others which replicas it lists. A replica belongs to the poller with the
-highest hash of both names, among the living ones that list it. So each replica that any poller
-lists has one, and a poller that comes or goes moves no replicas but its own.
+Each poller's heartbeat lists the replicas that its sources name. A replica is assigned to the
+living poller that lists the replica and has the highest hash of both names. So a poller that comes
+or goes moves only its own replicas.
 """
 
 import asyncio
@@ -21,16 +21,14 @@ from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 
-LIFE_S = 1.2
-"""Seconds that a heartbeat counts. With ``BEAT_S`` and a scrape on top of it, the replicas of a
-poller that died are taken over within two seconds."""
-BEAT_S = 0.3  # seconds between two heartbeats
+LIFE_S = 1.2  # of a heartbeat: the replicas of a dead poller are taken over within 2 s
+BEAT_S = 0.3  # between two heartbeats
 
 
 class Heartbeat(Struct, array_like=True, frozen=True):
-    """A living poller."""
+    """Sign of life of a poller."""
 
-    replicas: tuple[str, ...]  # ip:port of all that it lists
+    replicas: tuple[str, ...]  # ip:port of the replicas that its sources name
 
 
 HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
@@ -38,12 +36,12 @@ HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The replicas that a poller is to scrape until its next heartbeat."""
+    """Replicas that a poller scrapes until its next heartbeat."""
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
-    paused: bool = False  # the poller did, and others may have scraped its replicas meanwhile
-    redis_was_emptied: bool = False  # Redis came back empty
+    paused: bool = False  # the process was, and others may have scraped its replicas meanwhile
+    redis_was_emptied: bool = False
 
 
 async def living(redis: Redis, pool: str) -> list[str]:
@@ -60,11 +58,12 @@ async def living(redis: Redis, pool: str) -> list[str]:
 
 
 class Assigner:
-    """The part of one poller, whose name is unlike any other's.
+    """Assigns replicas to one poller, whose name is unique.
 
-    - A newcomer leaves what others have for one heartbeat, in which they see it.
-    - Without Redis the poller goes on with its part. A Redis that comes back empty is told of the
-      other pollers within ``LIFE_S``; until then those known before count.
+    - A new poller takes no replica of the others until its second heartbeat: the others learn of
+      it from the first.
+    - While Redis is away, the poller keeps its replicas. After Redis comes back empty, pollers
+      known before count for ``LIFE_S``, in which each of them writes its heartbeat.
     """
 
     def __init__(
@@ -83,39 +82,41 @@ class Assigner:
         self._outage = outage
         self._clock = clock
         self._skips = skips or Skips()
-        self._others: dict[str, frozenset[str]] = {}  # what living pollers list
-        self._others_until = clock()  # none of them counts as gone before
-        self._part: frozenset[str] = frozenset()
+        self._others: dict[str, frozenset[str]] = {}  # lists of the living pollers
+        self._others_until = clock()  # no poller counts as gone before
+        self._replicas: frozenset[str] = frozenset()
         self._is_new = True
-        self._awake_at = clock()  # last seen to run
-        self._stood_still = False  # before that, and since the last heartbeat
-        self.beat_at: float | None = None
-        """When the last heartbeat ended, well or not, by the clock; None: none has yet."""
+        self._awake_at = clock()  # last time at which the process was seen to run
+        self._paused = False  # between the last heartbeat and that time
+        self.beat_at: float | None = None  # end of the last heartbeat, failed or not
 
     @property
     def paused(self) -> bool:
-        """True if others may have the part, since the process stood still after its last heartbeat,
-        which was up to ``BEAT_S`` old by then; Redis may have been late, too."""
-        return self._stood_still or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
+        """True if the process did not run for so long that its heartbeat may have expired, so that
+        other pollers may have its replicas.
+
+        The heartbeat was up to ``BEAT_S`` old when the pause began, and Redis may be late by that.
+        """
+        return self._paused or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
 
     async def watch(self) -> NoReturn:
-        """Notices that the process stands still, until cancelled."""
+        """Notices pauses of the process, until cancelled."""
         while True:
-            self._stood_still = self.paused
+            self._paused = self.paused
             self._awake_at = self._clock()
             await asyncio.sleep(BEAT_S)
 
     async def beat(self, replicas: Collection[str]) -> Assignment:
-        """Tells the others of this poller and its list, and returns its part."""
+        """Writes a heartbeat with these replicas, and returns the assignment."""
         redis_was_emptied = is_current = False
         began = self._clock()
         try:
-            was_known, names = await self._tell(replicas)
+            was_known, names = await self._write(replicas)
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
             self._is_new |= self.paused
-            self._part &= {*replicas}
+            self._replicas &= {*replicas}
         else:
             now = self._clock()
             is_current = now - began <= LIFE_S - 2 * BEAT_S  # else read before a pause
@@ -124,17 +125,17 @@ class Assigner:
             if redis_was_emptied:
                 self._others_until = now + LIFE_S
             self._others = self._others | others if now < self._others_until else others
-            self._part = frozenset(filter(self._owns, replicas))
+            self._replicas = frozenset(filter(self._owns, replicas))
             self._is_new = False
-            if not self._part:  # else what is written soon says so
+            if not self._replicas:  # else the next write of states ends the outage
                 self._outage.recovered()
         self.beat_at = self._clock()
-        others_may_have_it = self.paused and bool(self._others)
+        paused = self.paused and bool(self._others)
         # Without a current answer a poller that was alone may not be alone any more.
-        self._stood_still = self.paused and not self._others and not is_current
+        self._paused = self.paused and not self._others and not is_current
         self._awake_at = self.beat_at
         listed_by_others = frozenset().union(*self._others.values())
-        return Assignment(self._part, listed_by_others, others_may_have_it, redis_was_emptied)
+        return Assignment(self._replicas, listed_by_others, paused, redis_was_emptied)
 
     async def release(self) -> None:
         try:
@@ -152,9 +153,11 @@ class Assigner:
         mine = _weight(self._poller, replica)
         return all(mine > _weight(name, replica) for name in rivals)
 
-    async def _tell(self, replicas: Collection[str]) -> tuple[bool, list[str]]:
-        """Returns whether Redis knew of this poller, and the names of the others, some of them
-        dead; a full Redis refuses newcomers alone."""
+    async def _write(self, replicas: Collection[str]) -> tuple[bool, list[str]]:
+        """Returns True if Redis knew this poller, and the names of the others, living or dead.
+
+        A full Redis refuses only new pollers.
+        """
         life_ms = round(LIFE_S * 1000)
         heartbeat = HEARTBEAT.seal(Heartbeat(tuple(replicas)))
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
@@ -170,20 +173,20 @@ class Assigner:
         return bool(was_known), sorted({*map(str_if_bytes, names)} - {self._poller})
 
     async def _read(self, names: Collection[str]) -> dict[str, frozenset[str]]:
-        """Returns what those of these pollers list that are alive."""
+        """Returns the lists of the living ones of these pollers."""
         if not names:
             return {}
         keys = {name: self._keys.poller + name for name in names}
         async with in_time():
             values = await self._redis.mget([*keys.values()])
-        told = dict(zip(names, values, strict=True))
-        if dead := [name for name, value in told.items() if value is None]:
+        found = dict(zip(names, values, strict=True))
+        if dead := [name for name, value in found.items() if value is None]:
             async with in_time():
                 await self._redis.srem(self._keys.pollers, *dead)
         beats = {
-            name: self._skips.open(keys[name], told[name], HEARTBEAT)
-            for name in names
-            if told[name]
+            name: self._skips.open(keys[name], value, HEARTBEAT)
+            for name, value in found.items()
+            if value
         }
         return {name: frozenset(beat.replicas) for name, beat in beats.items() if beat}
 

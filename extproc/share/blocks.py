@@ -1,6 +1,6 @@
-"""News of replicas' KV blocks in Redis: pollers write them, every router hears of each.
+"""Updates of replicas' KV blocks in Redis: pollers write them, and every router reads them.
 
-Redis keeps, of each replica, all that it held at some time and the news since then.
+Redis stores a list for each replica: a whole update, and the updates since then.
 """
 
 import math
@@ -18,31 +18,28 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-LIFE_S = 3600  # of a replica's blocks in Redis, from the last news on
-_READ_AGAIN_S = 1.0  # between two readings of the same blocks, whatever is missing
+LIFE_S = 3600  # of a replica's blocks in Redis, from the last update on
+_READ_AGAIN_S = 1.0  # shortest time between two reads of a replica's blocks
 
-# KEYS: blocks. ARGV: life in s, channel, news (empty: they are all that is held), all that is held
-# (empty: it is not due). Returns whether later news
-# may be appended: they may not where there is nothing to append to, or Redis is full; they are
-# passed on all the same.
-_TELL = """
-local kept
+# KEYS: a replica's list. ARGV: life in s, channel, update (empty: it is the whole one), whole
+# update (empty: none is due). Publishes the update. Returns 1 if it is stored, and 0 if there is no
+# list to append to, or Redis is full.
+_WRITE = """
+local stored
 if ARGV[4] ~= '' then
   redis.call('DEL', KEYS[1])
-  kept = redis.pcall('RPUSH', KEYS[1], ARGV[4])
+  stored = redis.pcall('RPUSH', KEYS[1], ARGV[4])
 else
-  kept = redis.pcall('RPUSHX', KEYS[1], ARGV[3])
+  stored = redis.pcall('RPUSHX', KEYS[1], ARGV[3])
 end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('PUBLISH', ARGV[2], ARGV[3] ~= '' and ARGV[3] or ARGV[4])
-return (kept == 0 or (type(kept) == 'table' and kept.err)) and 0 or 1
+return (stored == 0 or (type(stored) == 'table' and stored.err)) and 0 or 1
 """
-
-Told = tuple[BlockUpdate, BlockUpdate | None]  # what is new, and all that is held where that is due
 
 
 class ReplicaBlockUpdate(Struct, array_like=True, frozen=True):
-    """News of one replica."""
+    """Update of one replica's blocks."""
 
     replica: str  # ip:port
     update: BlockUpdate
@@ -52,46 +49,52 @@ BLOCKS = EnvelopeKind("blocks", ReplicaBlockUpdate, pack, unpack)
 
 
 class BlockWriter:
-    """Tells the pool's routers of replicas' blocks.
+    """Writes block updates for the pool's routers.
 
-    Each method raises RedisError where Redis did not do all of it.
+    Each method raises RedisError if Redis did not do all of it.
     """
 
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self._keys = Keys(pool)
 
-    async def tell(self, news: Mapping[str, Told]) -> set[str]:
-        """Tells the news of each replica in one round trip; returns the replicas of which all is to
-        be told next: Redis does not have what this follows."""
-        if not news:
+    async def write(
+        self, updates: Mapping[str, tuple[BlockUpdate, BlockUpdate | None]]
+    ) -> set[str]:
+        """Writes updates in one round trip, each with a whole one if that is due.
+
+        Returns the replicas whose next update must be whole, since Redis lacks the one before.
+        """
+        if not updates:
             return set()
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for replica, (new, held) in news.items():
+            for replica, (update, whole) in updates.items():
                 pipe.eval(
-                    _TELL,
+                    _WRITE,
                     1,
                     *(self._keys.blocks + replica, LIFE_S, self._keys.blocks_channel),
-                    b"" if new is held else BLOCKS.seal(ReplicaBlockUpdate(replica, new)),
-                    BLOCKS.seal(ReplicaBlockUpdate(replica, held)) if held else b"",
+                    b"" if update is whole else BLOCKS.seal(ReplicaBlockUpdate(replica, update)),
+                    BLOCKS.seal(ReplicaBlockUpdate(replica, whole)) if whole else b"",
                 )
-            kept = await pipe.execute()
-        return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
+            stored = await pipe.execute()
+        return {
+            replica for replica, is_stored in zip(updates, stored, strict=True) if not is_stored
+        }
 
     async def save(self, replica: str, data: bytes) -> None:
-        """Keeps what a poller needs to go on from here."""
+        """Stores the position in a replica's event stream, for the next poller."""
         async with in_time():
             await self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S)
 
     async def load(self, replica: str) -> bytes:
-        """Returns what any poller saved last; empty: nothing."""
+        """Returns the position that a poller saved last; empty: none."""
         async with in_time():
             data: Any = await self._redis.get(self._keys.kv_stream + replica)
         return data or b""
 
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
-    """Hears of blocks; of each replica, each news follows the one before, or is whole."""
+    """Yields block updates; each is whole, or follows the replica's last one."""
 
     def __init__(
         self, redis: Redis, pool: str, random: Random, clock: Clock, skips: Skips | None = None
@@ -99,50 +102,51 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.blocks_channel
         self._clock = clock
-        self._numbers: dict[str, int] = {}  # of the last news of each replica
+        self._numbers: dict[str, int] = {}  # number of each replica's last update
         self._read_at: dict[str, float] = {}
 
     def forget(self, replica: str) -> None:
-        """Has the next news whole: the last ones were of no use."""
+        """Makes the replica's next update a whole one."""
         self._numbers.pop(replica, None)
 
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
         self._numbers.clear()
         beginning = self._keys.blocks
         for key in await keys_after(self._redis, beginning):
-            for one in await self._read(key.removeprefix(beginning)):
-                yield one
+            for update in await self._read(key.removeprefix(beginning)):
+                yield update
 
     async def _pushed(self, data: bytes) -> Iterable[ReplicaBlockUpdate]:
-        """Returns pushed news; all that Redis has where some before them were missed."""
-        told = self._skips.open(self._channel, data, BLOCKS)
-        if told is None or self._is_old(told):
+        """Returns a pushed update, or the stored list if updates before it were missed."""
+        update = self._skips.open(self._channel, data, BLOCKS)
+        if update is None or self._is_old(update):
             return []
-        if self._follows(told):
-            return [told]
-        since = self._clock() - self._read_at.get(told.replica, -math.inf)
-        return await self._read(told.replica) if since >= _READ_AGAIN_S else []
+        if self._follows(update):
+            return [update]
+        since = self._clock() - self._read_at.get(update.replica, -math.inf)
+        return await self._read(update.replica) if since >= _READ_AGAIN_S else []
 
     async def _read(self, replica: str) -> Iterable[ReplicaBlockUpdate]:
-        """Returns what Redis has of a replica, but for what another poller added to the list."""
+        """Returns a replica's stored updates, without those that another poller appended."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
             async with in_time():
                 found: Any = await self._redis.lrange(key, 0, -1)
-        except ResponseError as error:  # it is no list
+        except ResponseError as error:  # the key holds no list
             self._skips.garbage(key, error)
             return []
         opened = (self._skips.open(key, data, BLOCKS) for data in found)
-        return (one for one in opened if one and not self._is_old(one) and self._follows(one))
+        updates = (update for update in opened if update and not self._is_old(update))
+        return filter(self._follows, updates)
 
-    def _is_old(self, told: ReplicaBlockUpdate) -> bool:
-        known = self._numbers.get(told.replica)
-        return known is not None and is_up_to(known, told.update.number)
+    def _is_old(self, change: ReplicaBlockUpdate) -> bool:
+        last = self._numbers.get(change.replica)
+        return last is not None and is_up_to(last, change.update.number)
 
-    def _follows(self, told: ReplicaBlockUpdate) -> bool:
-        """Takes news as heard; returns False where some before them are missing."""
-        if not told.update.whole and told.update.previous != self._numbers.get(told.replica):
+    def _follows(self, change: ReplicaBlockUpdate) -> bool:
+        """Takes an update as read; returns False if updates before it are missing."""
+        if not change.update.whole and change.update.previous != self._numbers.get(change.replica):
             return False
-        self._numbers[told.replica] = told.update.number
+        self._numbers[change.replica] = change.update.number
         return True

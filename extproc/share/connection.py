@@ -1,4 +1,4 @@
-"""The connection to Redis, and what is logged of it."""
+"""Connection to Redis, its time limits, and the log of its outages."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from extproc.share.location import (
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
-"""Redis answers within a millisecond or so: after a second without an answer it counts as gone."""
+"""Time without an answer after which Redis counts as away; Redis usually answers within 1 ms."""
 
 _PORT = 6379
 
@@ -41,46 +41,45 @@ _ONCE = {
 class Keys:
     """Names of one pool's keys and channels in Redis.
 
-    The pool stands in braces: a Redis Cluster keeps all of a pool in one slot. A name that ends in
-    a colon goes on with a replica (``ip:port``), a poller or a router. All but the set of pollers,
-    departed models and KV streams hold envelopes.
+    The pool's name stands in braces, so that all keys are in one slot of a Redis Cluster. A name
+    that ends in a colon is completed by a replica (``ip:port``), a poller or a router. All but the
+    set of pollers, departed models and KV streams hold envelopes.
     """
 
     def __init__(self, pool: str) -> None:
         tag = f"{{{pool}}}:"
-        self.slot = f"{tag}slot"  # never written: its hash slot is the pool's
-        self.replica = f"{tag}replica:"  # a state, which expires
-        self.lists = f"{tag}lists:"  # models and adapters that states name, by hash
-        self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
+        self.slot = f"{tag}slot"  # never written; has the pool's hash slot
+        self.replica = f"{tag}replica:"  # state, which expires
+        self.lists = f"{tag}lists:"  # models and adapters of states, by hash
+        self.changes = f"{tag}changes"  # channel of new and removed states
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
-        self.departed_models = f"{tag}departed-models"  # when each was last served: a sorted set
-        self.poller = f"{tag}poller:"  # a poller's heartbeat, which expires
-        self.pollers = f"{tag}poller-names"  # set of the pollers' names; some may be dead
-        self.router = f"{tag}router:"  # a router's digest, which expires
+        self.departed_models = f"{tag}departed-models"  # sorted set, by time
+        self.poller = f"{tag}poller:"  # heartbeat, which expires
+        self.pollers = f"{tag}poller-names"  # set of names; some may be dead
+        self.router = f"{tag}router:"  # digest, which expires
         self.digests = f"{tag}digests"  # channel of all digests
         self.responses = f"{tag}responses"  # stream of the owners of stored responses
         self.sessions = f"{tag}sessions"  # stream of the owners of sessions
         self.prompts = f"{tag}prompts"  # stream of the prompts that routers sent
-        self.blocks = f"{tag}blocks:"  # list of a replica's KV blocks: all, and changes since then
-        self.blocks_channel = f"{tag}blocks"  # channel of changes of KV blocks
-        self.kv_stream = f"{tag}kv-stream:"  # where the next poller goes on with KV events
+        self.blocks = f"{tag}blocks:"  # list: all KV blocks, and updates since then
+        self.blocks_channel = f"{tag}blocks"  # channel of all updates of KV blocks
+        self.kv_stream = f"{tag}kv-stream:"  # position for the next poller
 
 
 def connect(redis: RedisSettings | str, pool: str) -> Redis:
-    """Returns a client of the server that holds the pool's keys, in whatever form Redis is run.
+    """Returns a client of the server, Sentinel service or Cluster node with the pool's keys.
 
-    It connects when first used; close it with ``aclose()``. Each new connection asks again where
-    that server is, and a server that may no longer be written to ends its connections: so whoever
-    tries again follows a fail-over.
+    The client connects when first used; close it with ``aclose()``. Each new connection looks up
+    that server again, and connections to a server that became read-only end. So a retry follows a
+    fail-over.
 
-    It tries a command once: the caller, who knows whether the value is still the newest, decides
-    about another try. It waits for an answer as long as it takes: put ``in_time()`` around each
-    round trip. (The client's own ``socket_timeout`` loses a task's cancellation now and then, since
-    it uses ``asyncio.wait_for``, which does so before Python 3.12.)
+    The client tries a command once: only the caller knows if the value is still the newest. The
+    client waits without limit: put ``in_time()`` around each round trip. (Its ``socket_timeout``
+    can lose a task's cancellation, as ``asyncio.wait_for`` does before Python 3.12.)
 
     Args:
         redis: the settings, or the URL of one server.
-        pool: whose keys a Cluster is asked for.
+        pool: name of the pool, for the slot of a Cluster.
     """
     settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
     options = settings.options | _ONCE
@@ -92,28 +91,28 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     asking = SSLConnection if tls else Connection
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
-        nodes = [split_address(one) for one in settings.sentinels]
+        nodes = [split_address(address) for address in settings.sentinels]
         kind, ask = f"{settings.service} of sentinels ", ask_sentinel(settings.service)
         server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
-        nodes = [split_address(one) for one in settings.cluster]
+        nodes = [split_address(address) for address in settings.cluster]
         server = Server(nodes, "cluster ", ask_cluster(Keys(pool).slot), asking, options)
     connection = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 
 def reconnecting(random: Random) -> Backoff:
-    """Waits between attempts to reach Redis: at most half of the second within which a router is to
-    be full again after Redis is back."""
+    """Returns waits between attempts to reach Redis, at most half a second: a router has all data
+    again within a second after Redis is back."""
     return Backoff(0.05, 0.5, random)
 
 
 @asynccontextmanager
 async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Bounds what is done inside to ``TIMEOUT_S``, beside ``wait_s`` that it may wait for news.
+    """Limits the round trip inside to ``TIMEOUT_S`` plus ``wait_s``.
 
     Raises:
-        redis.exceptions.TimeoutError: it took longer.
+        redis.exceptions.TimeoutError: the limit is reached.
     """
     try:
         async with asyncio.timeout(wait_s + TIMEOUT_S):
@@ -123,11 +122,11 @@ async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
 
 
 def address(redis: Redis) -> str:
-    """Returns where the client connects to, without its password."""
+    """Returns the server that the client connects to, without the password."""
     options = redis.connection_pool.connection_kwargs
     return str(options["path"] if "path" in options else options["server"])
 
 
 def outage(redis: Redis) -> OutageLog:
-    """Returns the log of a Redis that is away."""
+    """Returns a log for outages of Redis."""
     return OutageLog(log, "redis is lost, retrying", "redis is back", redis=address(redis))

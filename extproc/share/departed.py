@@ -1,5 +1,7 @@
-"""Models that replicas of a pool served until lately: a sorted set in Redis, for routers that start
-while nothing serves them."""
+"""Departed models: a sorted set in Redis of the models that no replica serves any more.
+
+A router that starts reads it, to tell an unknown model from one without a replica.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +13,13 @@ from extproc.share.connection import Keys, in_time
 
 
 class DepartedModels:
-    """Reads and writes when each model was last served, in seconds since the epoch.
+    """Reads and writes the times when models were last served, in seconds since the epoch.
 
-    Both methods raise RedisError where Redis did not do it; they may take ``connection.TIMEOUT_S``.
+    Both methods take at most ``connection.TIMEOUT_S`` and raise RedisError if Redis failed.
     """
 
     def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
-        """``most``: models that Redis keeps, the latest; ``life_s``: for how long, in seconds."""
+        """``most``: models in the set, the latest; ``life_s``: of the set, in seconds."""
         self._redis = redis
         self.key = Keys(pool).departed_models
         self._most = most
@@ -29,7 +31,7 @@ class DepartedModels:
         return {str_if_bytes(model): at for model, at in found}
 
     async def write(self, departed: Mapping[str, float]) -> None:
-        """Notes when models were last served; a later time that Redis has stays."""
+        """Writes times, but none earlier than Redis has."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(self.key, dict(departed), gt=True)
             pipe.zremrangebyrank(self.key, 0, -self._most - 1)

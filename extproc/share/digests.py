@@ -1,4 +1,4 @@
-"""Routers' digests in Redis: each writes its own, and hears of all."""
+"""Digests in Redis: each router writes its own, and reads those of all."""
 
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
@@ -13,42 +13,42 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-_LIFE_MS = 2000  # of a digest in Redis; a whole one comes every half second
+_LIFE_MS = 2000  # of a digest in Redis: four whole digests
 DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
 @dataclass(frozen=True, slots=True)
 class DigestReceived:
-    """A digest, as it was pushed or as it was found."""
+    """Digest that was pushed, or found in Redis."""
 
     digest: Digest
-    age: float = 0.0  # seconds that Redis has had it, where it was found there
+    age: float = 0.0  # seconds in Redis, of a digest found there
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Redis can be heard: what it holds comes first."""
+    """Connection to Redis; the digests found there follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """Redis cannot be heard."""
+    """Failed attempt to read from Redis."""
 
 
 DigestEvent = DigestReceived | Connected | CutOff
 
 
 class DigestWriter:
-    """Writes one router's digests and tells the others of the pool."""
+    """Writes one router's digests for the pool's routers."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self._keys = Keys(pool)
 
     async def send(self, digest: Digest) -> None:
-        """Pushes a digest; keeps a whole one for whoever comes later, and none of one that stops.
+        """Pushes a digest, and stores a whole one for routers that start later.
 
-        A full Redis keeps none, and still pushes.
+        A full Redis stores none, but still pushes.
         """
         data, key = DIGEST.seal(digest), self._keys.router + digest.router
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
@@ -63,7 +63,7 @@ class DigestWriter:
 
 
 class DigestReader(ChannelReader[DigestEvent]):
-    """Hears of every router's digests; while Redis is away, each attempt yields ``CutOff``."""
+    """Yields every router's digests; while Redis is away, each attempt yields ``CutOff``."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)
@@ -85,6 +85,6 @@ class DigestReader(ChannelReader[DigestEvent]):
             answers = await pipe.execute(raise_on_error=False)
         yield Connected()
         for key, data, left in zip(keys, answers[::2], answers[1::2], strict=True):
-            told = isinstance(data, bytes) and isinstance(left, int)
-            if told and (digest := self._skips.open(key, data, DIGEST)):
+            is_digest = isinstance(data, bytes) and isinstance(left, int)
+            if is_digest and (digest := self._skips.open(key, data, DIGEST)):
                 yield DigestReceived(digest, max(_LIFE_MS - left, 0) / 1000)

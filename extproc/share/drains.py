@@ -1,4 +1,4 @@
-"""Replicas that ``extproc replicas drain`` took out: a hash in Redis, which pollers remember."""
+"""Drains: a hash in Redis of the replicas that ``extproc replicas drain`` took out of service."""
 
 import asyncio
 import logging
@@ -17,25 +17,24 @@ from extproc.share.envelope import EnvelopeKind, Skips
 
 log = logging.getLogger(__name__)
 
-_LIFE_S = 7 * 86_400  # seconds that Redis keeps the hash while no poller runs
-_EVERY_S = 0.25  # seconds between two looks of a poller: a command takes effect within that time
-_REMEMBERED_S = 3600.0
-"""Seconds that a drain outlives its replica, and that an undrain is remembered."""
+_LIFE_S = 7 * 86_400  # of the hash in Redis while no poller runs
+_EVERY_S = 0.25  # between two reads of a poller, within which a command takes effect
+_REMEMBERED_S = 3600.0  # for which a drain outlives its replica, and an undrain is remembered
 
 
 class Drain(Struct, array_like=True, frozen=True):
-    """A command about a replica."""
+    """Command about a replica."""
 
-    drains: bool  # False: it took the drain back
+    drains: bool  # False: an undrain
 
 
 DRAIN = EnvelopeKind("drain", Drain)
 
 
 class DrainStore:
-    """Reads and writes the drains of one pool, by ``ip:port``; False: the drain was taken back.
+    """Reads and writes the drains of one pool, by ``ip:port``; False: an undrain.
 
-    Each method raises RedisError where Redis did not do it; it may take ``connection.TIMEOUT_S``.
+    Each method takes at most ``connection.TIMEOUT_S`` and raises RedisError if Redis failed.
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
@@ -52,17 +51,17 @@ class DrainStore:
         self._skips = skips or Skips()
 
     async def read(self) -> dict[str, bool]:
-        """Returns all drains; skips those that cannot be read, with one line in the log."""
+        """Returns all drains that can be read."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(self.key)
             pipe.expire(self.key, _LIFE_S)
             values, _ = await pipe.execute()
         named = {str_if_bytes(key): value for key, value in values.items()}
         found = {key: self._skips.open(key, value, DRAIN) for key, value in named.items()}
-        return {key: one.drains for key, one in found.items() if one}
+        return {key: command.drains for key, command in found.items() if command}
 
     async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
-        """Writes drains; ``only_new``: those of replicas for which Redis has none."""
+        """Writes drains; ``only_new``: only of replicas that Redis has none of."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             put: Any = pipe.hsetnx if only_new else pipe.hset
             for replica, value in drains.items():
@@ -76,20 +75,20 @@ class DrainStore:
 
 
 class Drains:
-    """The drains of one pool as its poller knows them; a Redis that lost them gets them again.
+    """Drains of one pool in a poller's memory, which are restored to a Redis that lost them.
 
-    Pollers read the hash again and again: on the channel of changes each poller would have to read
-    every state that all of them write.
+    Pollers read the hash every 0.25 s. The channel of changes would bring each poller every state
+    that all of them write.
     """
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self._drains: dict[str, bool] = {}
-        self._named: frozenset[str] | None = None  # replicas of all sources; None: not known yet
+        self._named: frozenset[str] | None = None  # replicas of all sources; None: not known
         self._idle_since: dict[str, float] = {}  # since when an entry has had no effect
 
     def name(self, replicas: Iterable[str]) -> None:
-        """Takes the replicas, ``ip:port``, that the sources name now."""
+        """Takes the replicas, ``ip:port``, that all sources list now."""
         self._named = frozenset(replicas)
 
     def has(self, replica: str) -> bool:
@@ -104,7 +103,7 @@ class Drains:
         """Reads the drains in Redis, adds those that Redis lost, deletes those without effect."""
         try:
             await self._look(store, now)
-        except ResponseError as error:  # states may be written all the same
+        except ResponseError as error:  # Redis may still take states
             store.refused.failed(error)
         except (RedisError, OSError):  # the writer of states logs it
             pass
@@ -114,12 +113,12 @@ class Drains:
     async def _look(self, store: DrainStore, now: float) -> None:
         there = await store.read()
         known = {**self._drains, **there}
-        idle = {one for one, drains in known.items() if self._has_no_effect(one, drains)}
+        idle = {name for name, drains in known.items() if self._has_no_effect(name, drains)}
         self._idle_since = {replica: self._idle_since.get(replica, now) for replica in idle}
-        old = {one for one, since in self._idle_since.items() if now - since > _REMEMBERED_S}
+        old = {name for name, since in self._idle_since.items() if now - since > _REMEMBERED_S}
         if old & there.keys():
             await store.forget(old & there.keys())
-        # An entry without effect is not restored: another poller may have deleted it for its age.
+        # Entries without effect are not restored: another poller may have deleted them as old.
         lost = known.keys() - there.keys() - idle
         if lost:
             await store.write({replica: known[replica] for replica in lost}, only_new=True)

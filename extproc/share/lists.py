@@ -1,7 +1,7 @@
-"""Lists of models and LoRA adapters, which states name by their hash.
+"""Lists of models and LoRA adapters, which states name by a hash.
 
-500 names in every state were 8 MB/s to each router. Redis keeps each list once, and longer than the
-states that name it. A state carries its lists where Redis does not have them.
+500 names in every state would be 8 MB/s to each router. Redis stores each list once, for longer
+than the states that name the list. If Redis lacks a list, the state carries the list itself.
 """
 
 from collections.abc import Collection, Container
@@ -18,44 +18,44 @@ from extproc.share.envelope import EnvelopeKind, Skips
 
 
 class Put(Struct, array_like=True, frozen=True):
-    """A replica's new state."""
+    """New state of a replica."""
 
     state: ReplicaState
 
 
 class PutListed(Struct, array_like=True, frozen=True):
-    """A replica's new state, without its models and adapters."""
+    """New state of a replica, without models and adapters."""
 
     state: ReplicaState
-    lists: str  # their hash
+    lists: str  # hash of the models and adapters
 
 
 class Lists(Struct, array_like=True, frozen=True):
-    """Lists that states name by a hash."""
+    """Models and adapters that states name by a hash."""
 
     models: tuple[str, ...]
     adapters: tuple[str, ...]
 
 
-PUT = EnvelopeKind("put", Put, pack=float)  # of numpy's numbers
+PUT = EnvelopeKind("put", Put, pack=float)  # for numbers of numpy
 PUT_LISTED = EnvelopeKind("put listed", PutListed, pack=float)
 LISTS = EnvelopeKind("lists", Lists)
 
 
 def lists_of(state: ReplicaState) -> Lists:
-    """Returns what other states may have, too."""
+    """Returns the models and adapters of a state."""
     return Lists(state.models, state.adapters)
 
 
 @lru_cache(maxsize=256)
 def sealed_lists(lists: Lists) -> tuple[str, bytes]:
-    """Returns the hash of lists, and what Redis keeps of them."""
+    """Returns the hash of lists, and their envelope."""
     value = LISTS.seal(lists)
     return blake2b(value, digest_size=12).hexdigest(), value
 
 
 def sealed(state: ReplicaState) -> bytes:
-    """Returns a state that names its lists, if it has adapters."""
+    """Returns the envelope of a state, which names its lists if it has adapters."""
     if not state.adapters:
         return PUT.seal(Put(state))
     name, _ = sealed_lists(lists_of(state))
@@ -63,7 +63,7 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """The lists that replicas' last states name; Redis is asked for others."""
+    """Lists that the last states of replicas name; other lists are read from Redis."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
@@ -77,29 +77,30 @@ class KnownLists:
 
     def keep(self, replicas: Container[str]) -> None:
         """Forgets all other replicas."""
-        self._named = {one: name for one, name in self._named.items() if one in replicas}
+        self._named = {id_: name for id_, name in self._named.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:
-        """Gives states their lists; drops those whose list Redis lacks, for the next carries it."""
+        """Adds lists to states; drops a state whose list Redis lacks: the next carries the list."""
         new: dict[str, Lists] = {}
-        for one in changes:
-            if isinstance(one, PutListed):
-                self._named[one.state.id] = one.lists
-            elif isinstance(one, Put):
-                self._named.pop(one.state.id, None)
-                if one.state.adapters:
-                    lists = lists_of(one.state)
+        needed: set[str] = set()
+        for change in changes:
+            if isinstance(change, PutListed):
+                self._named[change.state.id] = change.lists
+                needed.add(change.lists)
+            elif isinstance(change, Put):
+                self._named.pop(change.state.id, None)
+                if change.state.adapters:
+                    lists = lists_of(change.state)
                     name, _ = sealed_lists(lists)
-                    self._named[one.state.id] = name
+                    self._named[change.state.id] = name
                     new[name] = lists
-        asked = {one.lists for one in changes if isinstance(one, PutListed)}
-        if unknown := sorted(asked - self._lists.keys() - new.keys()):
+        if unknown := sorted(needed - self._lists.keys() - new.keys()):
             new |= await self._read(unknown)
         if new:
             named, known = {*self._named.values()}, self._lists | new
             self._lists = {name: lists for name, lists in known.items() if name in named}
         completed = map(self._completed, changes)
-        return [one for one in completed if one is not None]
+        return [change for change in completed if change is not None]
 
     async def _read(self, names: list[str]) -> dict[str, Lists]:
         keys = [self._key + name for name in names]

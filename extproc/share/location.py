@@ -1,4 +1,4 @@
-"""Connections to the server that holds a pool's keys, which each new one looks up again."""
+"""Connections to the server that holds a pool's keys; each new connection looks it up again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,12 +16,12 @@ Ask = Callable[[Connection, Node], Awaitable[Node]]
 
 
 class Server:
-    """The server to write to.
+    """Server that accepts writes.
 
     Args:
-        nodes: the server itself or, with ``ask``, nodes that know where it is.
-        kind: of the text that logs show.
-        ask: asks a node over a connection to it.
+        nodes: the server itself or, with ``ask``, nodes that know its address.
+        kind: kind of the nodes, for logs.
+        ask: asks a node, over a connection, for the server's address.
         connection: class of that connection, with redis-py's ``options``.
     """
 
@@ -43,7 +43,7 @@ class Server:
         return self._kind + ",".join(join_address(*node) for node in self._nodes)
 
     async def find(self) -> Node:
-        """Asks all nodes at once, for some may hang, and believes the first that answers."""
+        """Asks all nodes at once, since some may hang, and returns the first answer."""
         if self._ask is None:
             return self._nodes[0]
         problems = []
@@ -66,11 +66,11 @@ class Server:
         try:
             return await ask(connection, node)
         finally:
-            await connection.disconnect(nowait=True)  # at once, however often this is cancelled
+            await connection.disconnect(nowait=True)  # completes even if cancelled again
 
 
 def ask_sentinel(service: str) -> Ask:
-    """Returns the question for the primary of a service: Sentinels promote another one."""
+    """Returns a question to a Sentinel for the address of a service's primary."""
 
     async def ask(connection: Connection, node: Node) -> Node:
         await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
@@ -85,10 +85,10 @@ def ask_sentinel(service: str) -> Ask:
 
 
 def ask_cluster(key: str) -> Ask:
-    """Returns the question for the node of a Redis Cluster that serves the hash slot of ``key``.
+    """Returns a question to a Cluster node for the node that serves the hash slot of ``key``.
 
-    All keys of a pool are in one slot. So a plain connection to that node can do everything:
-    pipelines, transactions, scripts, scans and pub/sub included.
+    All keys of a pool are in one slot. So a plain connection to that node supports pipelines,
+    transactions, scripts, scans and pub/sub.
     """
 
     async def ask(connection: Connection, node: Node) -> Node:
@@ -96,16 +96,16 @@ def ask_cluster(key: str) -> Ask:
             await connection.send_command("EXISTS", key)
             await connection.read_response()
         except MovedError as moved:
-            return moved.host or node[0], moved.port  # no host: the same one
+            return moved.host or node[0], moved.port  # no host: the same host
         return node
 
     return ask
 
 
 class LocatedConnection(Connection):
-    """A connection that ends when the server says it is no longer the one to write to.
+    """Connection that ends when the server no longer accepts writes.
 
-    Whoever uses it tries again, as after any lost connection, and so finds the new one.
+    Callers retry, as after any lost connection, and so find the new server.
     """
 
     def __init__(self, *, server: Server, **options: Any) -> None:
@@ -123,8 +123,8 @@ class LocatedConnection(Connection):
         except (ReadOnlyError, MovedError, ClusterDownError) as error:
             await self.disconnect(nowait=True)
             where = join_address(self.host, self.port)
-            raise RedisConnectionError(f"{where} is not the one to write to") from error
+            raise RedisConnectionError(f"{where} no longer accepts writes") from error
 
 
 class LocatedTlsConnection(LocatedConnection, SSLConnection):
-    """A connection over TLS that ends like :class:`LocatedConnection`."""
+    """Connection over TLS that ends when the server no longer accepts writes."""

@@ -1,4 +1,4 @@
-"""Readers of Redis: first what is there, then what changes, for ever."""
+"""Readers of Redis, which yield the stored values first, and then each change."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """Returns the keys with that beginning, found page by page: no other client waits long."""
+    """Returns the keys with a beginning, found page by page so that other clients wait briefly."""
     keys: set[str] = set()
     cursor = 0
     while True:
@@ -34,9 +34,9 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
 
 
 class Reader(ABC, Generic[T]):
-    """Yields what Redis has and then each change; begins anew where the connection was lost.
+    """Yields stored values and then changes; starts again after a lost connection.
 
-    Only the reader of replica states logs that Redis is away, for all readers.
+    Of all readers, only the reader of replica states logs outages.
     """
 
     def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:
@@ -45,7 +45,7 @@ class Reader(ABC, Generic[T]):
         self._skips = skips or Skips()
 
     async def changes(self) -> AsyncGenerator[T]:
-        """Yields what is there, then changes, until closed; while Redis is away mostly nothing."""
+        """Yields stored values, then changes, until closed; waits while Redis is away."""
         while True:
             try:
                 async with aclosing(self._connected()) as changes:
@@ -58,15 +58,15 @@ class Reader(ABC, Generic[T]):
 
     @abstractmethod
     def _connected(self) -> AsyncGenerator[T]:
-        """Yields what is there, then changes, until a RedisError."""
+        """Yields stored values, then changes, until a RedisError."""
 
     def _cut_off(self, error: Exception) -> Iterable[T]:
-        """Returns the changes that a failed attempt makes."""
+        """Returns changes to yield after a failed attempt."""
         return ()
 
 
 class ChannelReader(Reader[T]):
-    """Reads keys, and then a channel that carries their changes."""
+    """Reads keys, and then the channel of their changes."""
 
     _channel: str
 
@@ -80,7 +80,7 @@ class ChannelReader(Reader[T]):
                 await pubsub.subscribe(self._channel)
             async for message in messages:
                 if message["type"] == "subscribe":
-                    # Nothing is missed from now on; the client subscribes again by itself.
+                    # The channel brings every change from now on. The client resubscribes itself.
                     async for change in self._found():
                         yield change
                     self._backoff.reset()
@@ -94,21 +94,21 @@ class ChannelReader(Reader[T]):
 
     @abstractmethod
     def _found(self) -> AsyncIterator[T]:
-        """Yields what Redis has."""
+        """Yields the stored values."""
 
     @abstractmethod
     async def _pushed(self, data: bytes) -> Iterable[T]:
         """Returns the changes in a message."""
 
     def _caught_up(self) -> None:
-        """All messages that were pushed before Redis was read are passed."""
+        """Called after the last message that was pushed before the stored values were read."""
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yields what arrives; pings when nothing does, so that a dead connection is noticed."""
+    """Yields messages; pings while none arrive, to detect a dead connection."""
     pinged = False
     while True:
-        async with in_time(TIMEOUT_S):  # a lost connection is made anew inside, without a bound
+        async with in_time(TIMEOUT_S):  # get_message reconnects without a limit
             message = await pubsub.get_message(timeout=TIMEOUT_S)
         if message is not None:
             pinged = False

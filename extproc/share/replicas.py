@@ -1,6 +1,6 @@
-"""Replica state in Redis: pollers write it, every router hears of each change.
+"""Replica states in Redis: pollers write them, and every router reads each change.
 
-A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
+A state is a value, not an event: the last state counts, and the next one repairs a lost one.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -16,23 +16,23 @@ from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
 from extproc.share.lists import PUT, PUT_LISTED, KnownLists, Put, lists_of, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after
 
-_IN_A_MESSAGE = 16
-"""States at most. To receive a message of one costs every router as much as to read and to apply
-the state in it; a message of 16 keeps it from its requests for a millisecond."""
-_IN_A_PAGE = 64  # states at most that are read at once
+_MAX_IN_MESSAGE = 16
+"""States in a message. To receive a message costs a router as much as to apply one state; a message
+of 16 states blocks its event loop for a millisecond."""
+_MAX_IN_PAGE = 64  # states that are read at once
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All states in Redis. It comes first, and again whenever pushes may have been missed."""
+    """All states in Redis, read first and again whenever pushes may have been missed."""
 
     states: tuple[ReplicaState, ...]
     ages: dict[str, float] = field(default_factory=dict, compare=False)
-    """Seconds that Redis has had each, by its id and by Redis's clock."""
+    """Seconds that each state has been in Redis, by replica and by Redis's clock."""
 
 
 class Removed(Struct, array_like=True, frozen=True):
-    """A replica left the pool."""
+    """Replica that left the pool."""
 
     id: str
 
@@ -41,10 +41,9 @@ Change = Snapshot | Put | Removed
 
 REMOVED = EnvelopeKind("removed", Removed)
 
-# KEYS: of the states, then of their lists. ARGV: number of states, TTL in ms of these, and of
-# lists, channel, values of the states, values of the lists (none: Redis should have them). Returns
-# 1, and does nothing else, if Redis lacks a list. A full Redis refuses values, and still passes
-# them on.
+# KEYS: keys of the states, then of their lists. ARGV: number of states, TTL of states in ms, TTL of
+# lists in ms, channel, states, lists (none: Redis should have them). Returns 1, and does nothing
+# else, if Redis lacks a list. A full Redis stores nothing, but still publishes the states.
 _PUT = f"""
 local states, refused = tonumber(ARGV[1])
 for i = states + 1, #KEYS do
@@ -59,15 +58,15 @@ for i = 1, states do
   local set = redis.pcall('SET', KEYS[i], ARGV[4 + i], 'PX', ARGV[2])
   if set.err then refused = set end
 end
-for first = 1, states, {_IN_A_MESSAGE} do
-  local last = math.min(first + {_IN_A_MESSAGE} - 1, states)
+for first = 1, states, {_MAX_IN_MESSAGE} do
+  local last = math.min(first + {_MAX_IN_MESSAGE} - 1, states)
   local head = '\\220' .. string.char(0, last - first + 1)  -- sealed_list
   redis.call('PUBLISH', ARGV[4], head .. table.concat(ARGV, '', 4 + first, 4 + last))
 end
 return refused
 """
 
-# KEYS: states. A key that is missing or holds no string gives nil, as with MGET.
+# KEYS: keys of states. A key that is missing or holds no string gives nil, as with MGET.
 _READ = """
 local values, left = {}, {}
 for i = 1, #KEYS do
@@ -80,10 +79,9 @@ return {values, left}
 
 
 class StateWriter:
-    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers: in one
-    round trip, or two where Redis lacks a list.
+    """Writes replica states, which live for ``ttl_s`` seconds, and pushes them to routers.
 
-    Each method raises RedisError where Redis did not take all of it.
+    Each method raises RedisError if Redis did not take all of it.
     """
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
@@ -92,12 +90,13 @@ class StateWriter:
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
+        """Writes states in one round trip, or two if Redis lacks a list."""
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
         named = {lists_of(state) for state in states if state.adapters}
         lists = {self._keys.lists + name: value for name, value in map(sealed_lists, named)}
-        # Twice the life of a state: a reader finds the lists of each state that it found.
+        # Lists live twice as long as states, so that readers find the lists of each state.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
         async with in_time():
@@ -109,27 +108,26 @@ class StateWriter:
     async def remove(self, replicas: Sequence[str]) -> None:
         if not replicas:
             return
-        of = self._keys
+        keys = self._keys
         async with in_time(), self._redis.pipeline() as pipe:
             for replica in replicas:
-                pipe.delete(*(key + replica for key in (of.replica, of.blocks, of.kv_stream)))
-                pipe.publish(of.changes, sealed_list(REMOVED.seal(Removed(replica))))
+                pipe.delete(*(key + replica for key in (keys.replica, keys.blocks, keys.kv_stream)))
+                pipe.publish(keys.changes, sealed_list(REMOVED.seal(Removed(replica))))
             await pipe.execute()
 
 
 class StateReader(ChannelReader[Change]):
-    """Reads replica states, and how they change; logs that Redis is away.
+    """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
-    It begins with a snapshot, also after an outage. A state whose life has ended is not pushed: the
-    next snapshot lacks it.
+    After an outage, a snapshot comes again. An expired state is not pushed; the next snapshot lacks
+    it.
     """
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.changes
         self._outage = outage(redis)
-        self._scraped_at: dict[str, float] = {}
-        """When the states of the snapshot were scraped, while older ones may be pushed."""
+        self._scraped_at: dict[str, float] = {}  # of the snapshot, while older states may arrive
         self._lists = KnownLists(redis, pool, self._skips)
 
     @property
@@ -137,9 +135,9 @@ class StateReader(ChannelReader[Change]):
         return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
-        """Returns the states of these replicas that are in Redis now; None: all.
+        """Returns the states in Redis of these replicas, or of all if None.
 
-        It reads page by page: to read a thousand at once keeps a router from its requests.
+        Pages keep the router's event loop free between them.
         """
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)
@@ -147,8 +145,8 @@ class StateReader(ChannelReader[Change]):
             keys = [self._keys.replica + replica for replica in replicas]
         states: list[ReplicaState] = []
         ages: dict[str, float] = {}
-        for first in range(0, len(keys), _IN_A_PAGE):
-            page = keys[first : first + _IN_A_PAGE]
+        for first in range(0, len(keys), _MAX_IN_PAGE):
+            page = keys[first : first + _MAX_IN_PAGE]
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
             left_s = {}
@@ -172,14 +170,15 @@ class StateReader(ChannelReader[Change]):
     async def _pushed(self, data: bytes) -> Iterable[Change]:
         changes = self._skips.open_all(self._channel, data, PUT, PUT_LISTED, REMOVED)
         completed = await self._lists.complete(changes)
-        for removed in (one for one in changes if isinstance(one, Removed)):
-            self._lists.forget(removed.id)
+        for change in changes:
+            if isinstance(change, Removed):
+                self._lists.forget(change.id)
         return filter(self._is_newer, completed)
 
     def _is_newer(self, change: Change) -> bool:
-        """Drops what was pushed before the snapshot was read: falling counters mean a restart.
+        """Returns False for a state older than the snapshot: falling counters mean a restart.
 
-        Times are compared only then, for the next poller of a replica may have another clock.
+        Times are compared only until the reader caught up: another poller may have another clock.
         """
         if not isinstance(change, Put):
             return True

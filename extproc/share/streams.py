@@ -1,4 +1,4 @@
-"""Streams in Redis that every router adds to and follows."""
+"""Streams in Redis that every router appends to and reads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
@@ -13,19 +13,19 @@ from extproc.share.connection import TIMEOUT_S, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
-_PAGE = 100  # entries read at a time: some 5 ms, in which a router does nothing else
-_BLOCK_MS = round(TIMEOUT_S * 500)  # for which Redis waits for an entry that is not there
+_PAGE = 100  # entries read at a time: they block the event loop for some 5 ms
+_BLOCK_MS = round(TIMEOUT_S * 500)  # for which Redis waits for an entry
 _LIFE_S = 86_400  # of a stream, from its last entry on
-_NONE = "0-0"  # the number before the first entry
-_FIELD = ""  # that an entry has, the only one
+_NONE = "0-0"  # number before the first entry
+_FIELD = ""  # an entry's only field
 
 B = TypeVar("B", bound=Struct)
 
 
 class Owner(Struct, array_like=True, frozen=True):
-    """The replica that has a stored response, or a session's requests."""
+    """Replica that owns a stored response, or a session."""
 
-    thing: str  # id of the response or digest of the session
+    thing: str  # id of the response, or hash of the session
     replica: str  # ip:port
 
 
@@ -33,7 +33,7 @@ class Prompts(Struct, array_like=True, frozen=True):
     """Prompts that a router sent to replicas."""
 
     router: str
-    prompts: bytes  # as :mod:`extproc.fleet.prompt_log` packs them
+    prompts: bytes  # packed by :class:`~extproc.fleet.announcements.PromptLog`
 
 
 OWNER = EnvelopeKind("owner", Owner)
@@ -41,7 +41,7 @@ PROMPTS = EnvelopeKind("prompts", Prompts)
 
 
 class StreamWriter(Generic[B]):
-    """Appends entries of one kind; Redis keeps about the last ``most``."""
+    """Appends entries of one kind; Redis stores about the last ``most``."""
 
     def __init__(self, redis: Redis, key: str, kind: EnvelopeKind[B], most: int) -> None:
         self._redis = redis
@@ -64,10 +64,10 @@ class StreamWriter(Generic[B]):
 
 
 class StreamReader(Reader[B]):
-    """Reads the entries of one kind in a stream.
+    """Yields the entries of one kind in a stream.
 
-    After an outage it goes on where it was, or begins anew where Redis has less than was read: then
-    Redis is another one, or lost it.
+    After an outage, the reader resumes. If Redis has less than was read, it lost the stream, and
+    the reader starts at the beginning.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StreamReader(Reader[B]):
                 self._after = str_if_bytes(number)
                 if body := self._skips.open(self.key, fields.get(_FIELD.encode()), self._kind):
                     yield body
-            await asyncio.sleep(0)  # many pages may be there; requests come first
+            await asyncio.sleep(0)  # lets requests run between pages
 
     async def _last(self) -> str:
         async with in_time():
@@ -101,7 +101,7 @@ class StreamReader(Reader[B]):
         return str_if_bytes(found[0][0]) if found else _NONE
 
     async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
-        """Waits a moment where there are none yet."""
+        """Returns the next entries; waits up to half a second for the first."""
         key: Any = {self.key: self._after}
         async with in_time():
             found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
@@ -111,5 +111,5 @@ class StreamReader(Reader[B]):
 
 
 def _order(number: str) -> list[int]:
-    """Milliseconds of an entry, and a count within them."""
+    """Returns milliseconds of an entry, and its count within the millisecond."""
     return [int(part) for part in number.split("-")]

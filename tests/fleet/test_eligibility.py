@@ -1,219 +1,418 @@
-"""What speaks against a replica, as the fleet's candidates show it."""
+"""Each reason excludes a replica from the candidates, and ends as its table row says."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from msgspec import structs
 
-from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import STALE_AFTER_S
 from tests.fakes import MODEL, ManualClock, chat, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
+BOTH = [replica(1), replica(2)]
+Put = Callable[..., None]
 
 
-def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None:
-    clock = ManualClock()
-    eligibility = Eligibility(clock, ModelNames(), {replica(1): 0, replica(2): 1})
-    for number in (1, 2):
-        eligibility.polled(state(number, A10, clock))
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def fleet(clock: ManualClock) -> Fleet:
+    return fleet_of(clock, A10, A10)
+
+
+@pytest.fixture
+def put(fleet: Fleet, clock: ManualClock) -> Put:
+    """Takes in a poll of a replica."""
+
+    def put(number: int, **figures: Any) -> None:
+        fleet.put(state(number, A10, clock, **figures))
+
+    return put
+
+
+def ids(fleet: Fleet, model: str = MODEL, response_visible: bool = True) -> list[str]:
+    return list(fleet.view(model, response_visible=response_visible).ids)
+
+
+def fail(fleet: Fleet, number: int = 1, times: int = 3) -> None:
+    for _ in range(times):
+        fleet.eligibility.failed(replica(number))
+
+
+# -- ejection -------------------------------------------------------------------------------
+
+
+def test_ejection_doubles_after_a_failed_trial_and_ends_with_a_success(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    fail(fleet)
+    assert ids(fleet) == [replica(2)]
+    clock.advance(1.1)
+    assert ids(fleet) == BOTH
+    fail(fleet, times=1)
+    clock.advance(1.1)
+    assert ids(fleet) == [replica(2)]
+    clock.advance(1.1)
+    fleet.eligibility.succeeded(replica(1))
+    fail(fleet, times=1)
+    assert ids(fleet) == BOTH
+
+
+def test_trial_in_flight_is_the_only_one_until_its_outcome(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    fail(fleet)
+    clock.advance(1.1)
+    assert ids(fleet) == BOTH
+    fleet.dispatch(replica(1), chat(100, 500))
+    assert ids(fleet) == [replica(2)]
+    clock.advance(1.1)
+    assert ids(fleet) == BOTH, "an outcome that never came"
+    fleet.eligibility.succeeded(replica(1))
+    assert ids(fleet) == BOTH
+
+    fail(fleet)
+    clock.advance(1.1)
+    fleet.dispatch(replica(1), chat(100, 500))
+    clock.advance(0.5)
+    fail(fleet, times=1)
+    clock.advance(1.9)
+    assert ids(fleet) == [replica(2)]
+    clock.advance(0.2)
+    assert ids(fleet) == BOTH
+
+
+def test_failures_during_an_ejection_do_not_extend_it(fleet: Fleet, clock: ManualClock) -> None:
+    fail(fleet, times=20)
+    clock.advance(1.1)
+    assert ids(fleet) == BOTH
+
+
+def test_replica_that_fails_for_hours_stays_ejected(fleet: Fleet, clock: ManualClock) -> None:
+    for _ in range(2000):
+        fail(fleet, times=1)
+        clock.advance(31.0)
+    fail(fleet, times=1)
+    assert ids(fleet) == [replica(2)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_at_most_half_of_the_replicas_are_ejected(clock: ManualClock, count: int) -> None:
+    fleet = fleet_of(clock, *[A10] * count)
+    for number in range(1, count + 1):
+        fail(fleet, number, times=5)
+    assert len(fleet.view(MODEL)) == max(count - count // 2, 1)
+
+
+def test_only_a_request_with_a_visible_response_is_a_trial(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    fail(fleet)
+    clock.advance(1.1)
+    for _ in range(20):
+        assert ids(fleet, response_visible=False) == [replica(2)]
+        fleet.dispatch(replica(2), chat(10), response_visible=False)
+    assert ids(fleet) == BOTH
+    fleet.dispatch(replica(1), chat(10))
+    assert ids(fleet) == [replica(2)]
+    fleet.eligibility.succeeded(replica(1))
+    for visible in (False, True):
+        assert ids(fleet, response_visible=visible) == BOTH
+
+
+def test_request_without_a_visible_response_ejects_no_last_replica(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, A10)
+    fail(fleet)
+    clock.advance(1.1)
+    assert ids(fleet, response_visible=False) == [replica(1)]
+    fleet.dispatch(replica(1), chat(10), response_visible=False)
+    assert fleet.eligibility.is_up(replica(1))
+
+
+def test_failures_of_a_removed_replica_are_forgotten(fleet: Fleet, put: Put) -> None:
+    fail(fleet)
+    fleet.remove(replica(1))
+    fail(fleet)
+    put(1)
+    assert sorted(ids(fleet)) == BOTH
+
+
+def test_view_made_during_an_ejection_stays_valid_after_it(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    fleet.dispatch(replica(1), chat(100, 500))
+    fail(fleet)
+    view = fleet.view(MODEL)
+    clock.advance(5.0)
+    assert len(fleet.sequences(view).replica) == 0
+    assert ids(fleet) == BOTH
+
+
+def test_suspects_are_replicas_that_failed_within_a_minute(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    eligibility = fleet.eligibility
     assert not eligibility.has_suspects
-    eligibility.failed(replica(1))
+    fail(fleet, times=1)
     assert eligibility.has_suspects
     eligibility.succeeded(replica(1))
     assert not eligibility.has_suspects
-    eligibility.failed(replica(2))
+    fail(fleet, 2, times=1)
     clock.advance(59)
     assert eligibility.has_suspects
     clock.advance(2)
-    assert not eligibility.has_suspects, "nobody has sent it anything"
-    eligibility.failed(replica(2))
+    assert not eligibility.has_suspects
+    fail(fleet, 2, times=1)
     assert eligibility.has_suspects
-    eligibility.forget(replica(2))
+    fleet.remove(replica(2))
     assert not eligibility.has_suspects
 
 
-def test_one_that_gets_nothing_is_in_no_doubt() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    for _ in range(3):
-        fleet.eligibility.failed(replica(1))
-    assert not fleet.eligibility.has_suspects, "it is left out"
+def test_ejected_replica_is_a_suspect_only_for_its_trial(fleet: Fleet, clock: ManualClock) -> None:
+    fail(fleet)
+    assert not fleet.eligibility.has_suspects
     clock.advance(1.1)
-    assert fleet.eligibility.has_suspects, "the next request may try it"
+    assert fleet.eligibility.has_suspects
     fleet.eligibility.sent(replica(1))
-    assert not fleet.eligibility.has_suspects, "one is enough"
+    assert not fleet.eligibility.has_suspects
 
 
-def test_only_a_request_whose_outcome_is_told_tries_one_that_failed() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    for _ in range(3):
-        fleet.eligibility.failed(replica(1))
+# -- full engines ---------------------------------------------------------------------------
+
+
+def test_engine_that_steps_and_answers_503_is_full_and_not_ejected(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for steps in (1.0, 2.0):
+        put(1, running=12, steps=steps)
+    for _ in range(10):
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert excluded(fleet) == {replica(1): "its engine answered that it is full"}
     clock.advance(1.1)
-    for _ in range(20):
-        assert fleet.view(MODEL, response_visible=False).ids == [replica(2)]
-        fleet.dispatch(replica(2), chat(10), response_visible=False)
-    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
-    fleet.dispatch(replica(1), chat(10))
-    assert fleet.view(MODEL).ids == [replica(2)], "one is enough"
-    fleet.eligibility.succeeded(replica(1))
-    for told in (False, True):
-        assert fleet.view(MODEL, response_visible=told).ids == [replica(1), replica(2)]
+    assert not excluded(fleet)
 
 
-def test_where_all_failed_what_is_not_told_goes_there_and_is_no_try() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
-    for _ in range(3):
-        fleet.eligibility.failed(replica(1))
-    clock.advance(1.1)
-    assert fleet.view(MODEL, response_visible=False).ids == [replica(1)]
-    fleet.dispatch(replica(1), chat(10), response_visible=False)
-    assert fleet.eligibility.is_up(replica(1)), "not ejected again"
+def test_503s_of_an_engine_that_steps_no_more_count_once_a_second(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for _ in range(10):
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert not excluded(fleet)
+    for _ in range(2):
+        clock.advance(1.1)
+        put(2)
+        fleet.eligibility.failed(replica(1), unavailable=True)
+    assert excluded(fleet) == {replica(1): "ejected: 3 or more consecutive requests failed"}
+
+
+# -- reasons from polls ---------------------------------------------------------------------
+
+
+def test_each_exclusion_has_a_text(clock: ManualClock, put: Put) -> None:
+    fleet = fleet_of(clock, *[A10] * 5)
+    fleet.put(state(1, A10, clock, healthy=False, problem="/health answered 503"))
+    fleet.put(state(2, A10, clock, models=("another",)))
+    fleet.put(state(3, A10, clock, asleep=True))
+    fail(fleet, 4)
+    assert ids(fleet) == [replica(5)]
+    assert excluded(fleet) == {
+        replica(1): "/health answered 503",
+        replica(2): f"does not serve {MODEL!r}",
+        replica(3): "its engine sleeps",
+        replica(4): "ejected: 3 or more consecutive requests failed",
+    }
+    fleet.put(state(3, A10, clock))
+    assert ids(fleet) == [replica(3), replica(5)]
+
+
+def test_exclusions_for_any_model_have_a_reason(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, *[A10] * 5)
+    fleet.put(state(1, A10, clock, healthy=False, problem="connection refused"))
+    fleet.put(state(2, A10, clock, draining=True))
+    fleet.put(state(3, A10, clock, running=1))
+    fail(fleet, 4)
+    fleet.dispatch(replica(3), chat(100, 100))
+    reasons = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
+    assert dict(fleet.eligibility.exclusions()) == reasons
+    for _ in range(12):
+        clock.advance(1.0)
+        for number in (1, 2, 3, 5):
+            figures = {"healthy": number != 1, "draining": number == 2, "running": number == 3}
+            fleet.put(state(number, A10, clock, **figures))
+    stalled = {replica(3): "stalled", replica(4): "stalled"}
+    assert dict(fleet.eligibility.exclusions()) == reasons | stalled
+    fleet.remove(replica(4))
+    assert replica(4) not in dict(fleet.eligibility.exclusions())
+
+
+def test_requests_go_only_to_replicas_that_list_the_model(fleet: Fleet, put: Put) -> None:
+    put(2, models=("other",))
+    assert ids(fleet, "other") == [replica(2)]
+    for figures in ({"healthy": False}, {"draining": True}, {}):
+        put(1, **figures)
+        assert replica(2) not in ids(fleet)
+    assert ids(fleet, "an adapter just loaded") == BOTH
+    put(1, healthy=False)
+    assert excluded(fleet) == {replica(1): "not healthy", replica(2): "does not serve 'llama'"}
+    assert ids(fleet, "an adapter just loaded") == [replica(2)]
+
+
+def test_model_is_unknown_while_all_replicas_list_models_without_it(fleet: Fleet, put: Put) -> None:
+    def unknown(model: str) -> bool:
+        return fleet.eligibility.candidates(model).unknown
+
+    put(2, listed=False)
+    assert not unknown("other")
+    put(2, listed=True)
+    assert unknown("other")
+    assert not unknown(MODEL)
+    put(2, models=("other",))
+    assert not unknown("other")
+    assert fleet.eligibility.candidates("other").only_some
+
+
+def test_draining_replica_gets_requests_only_if_no_other_is_usable(fleet: Fleet, put: Put) -> None:
+    fleet.dispatch(replica(1), chat(100, 100))
+    put(1, draining=True)
+    assert ids(fleet) == [replica(2)]
+    assert excluded(fleet) == {replica(1): "draining"}
+    assert fleet.in_flight_on(replica(1)) == 1
+    put(2, healthy=False, problem="gone")
+    assert ids(fleet) == [replica(1)]
+    put(2)
+    assert ids(fleet) == [replica(2)]
+    fail(fleet, 2)
+    assert ids(fleet) == [replica(1)]
+    put(1)
+    assert ids(fleet) == [replica(1)]
 
 
 @pytest.mark.parametrize(
     "figure",
     ["steps", "prompt_tokens", "generated_tokens", "first_tokens", "kv_usage", "running"],
 )
-def test_an_engine_with_work_in_which_anything_moves_is_no_dead_one(figure: str) -> None:
-    """vLLM counts no step that only prefills part of a prompt."""
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
+def test_engine_with_work_is_stalled_if_no_figure_moves(
+    fleet: Fleet, clock: ManualClock, put: Put, figure: str
+) -> None:
     for number in (1, 2):
         fleet.dispatch(replica(number), chat(100, 100))
     for second in range(1, 60):
         clock.advance(0.25)
         moved = {"running": 1} | {figure: second if figure != "kv_usage" else second / 100}
-        fleet.put(state(1, A10, clock, running=40, waiting=20, steps=500, kv_usage=0.9))
-        fleet.put(state(2, A10, clock, **moved))
-    assert fleet.view(MODEL).ids == [replica(2)]
+        put(1, running=40, waiting=20, steps=500, kv_usage=0.9)
+        put(2, **moved)
+    assert ids(fleet) == [replica(2)]
     assert excluded(fleet) == {
         replica(1): "nothing moved in its engine for 10 s, though it has requests"
     }
 
 
-def test_requests_go_to_no_replica_of_another_model_while_there_are_some_of_their_own() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(2, A10, clock, models=("other",)))
-    for figures in ({"healthy": False}, {"draining": True}, {}):
-        fleet.put(state(1, A10, clock, **figures))
-        assert replica(2) not in fleet.view(MODEL).ids
-    fleet.put(state(1, A10, clock, healthy=False))
-    assert not fleet.view(MODEL).ids
-    assert excluded(fleet) == {replica(1): "not healthy", replica(2): "does not serve 'llama'"}
-    assert fleet.view("an adapter just loaded").ids == [replica(2)]
+def test_all_replicas_are_used_if_all_are_stalled(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for _ in range(14):
+        clock.advance(1.0)
+        for number in (1, 2):
+            put(number, running=1, steps=100)
+    assert ids(fleet) == BOTH
 
 
-def test_one_that_comes_back_is_as_if_nothing_had_been() -> None:
-    clock = ManualClock()
+@pytest.mark.parametrize("scrape_s", [1.0, 3.2])
+def test_replica_without_updates_is_excluded_while_others_have_some(
+    fleet: Fleet, clock: ManualClock, put: Put, scrape_s: float
+) -> None:
+    for _ in range(round(9 / scrape_s)):
+        clock.advance(scrape_s)
+        put(2)
+    assert ids(fleet) == [replica(2)]
+    assert "no poll arrived" in excluded(fleet)[replica(1)]
+    for _ in range(2):
+        clock.advance(1.0)
+        for number in (1, 2):
+            put(number)
+    assert ids(fleet) == BOTH
+
+
+def test_replica_that_answers_nothing_is_excluded_until_it_does(fleet: Fleet, put: Put) -> None:
+    put(1, unanswered_s=0.9)
+    assert ids(fleet) == BOTH
+    put(1, unanswered_s=1.4)
+    assert excluded(fleet) == {replica(1): "accepts connections, but has answered nothing for 1 s"}
+    put(2, unanswered_s=1.4)
+    assert ids(fleet) == BOTH, "the reason leaves no replica"
+    put(1)
+    assert ids(fleet) == [replica(1)]
+
+
+def test_hung_replica_answers_nobody_while_another_answers(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    hung = fleet.eligibility.hung
+    put(1, unanswered_s=19.0, healthy=False)
+    assert not hung(20.0), "too short"
+    clock.advance(2)
+    put(1, unanswered_s=21.0, healthy=False)
+    assert hung(20.0) == {replica(1)}
+    put(2, unanswered_s=0.2)
+    assert not hung(20.0), "no replica answers: the poller may be cut off"
+    put(2)
+    fleet.eligibility.response_seen(replica(1))
+    assert not hung(20.0), "a request was answered meanwhile"
+    clock.advance(22)
+    put(1, unanswered_s=21.5, healthy=False)
+    assert hung(20.0) == {replica(1)}
+
+
+# -- trials of unhealthy replicas -----------------------------------------------------------
+
+
+def test_unhealthy_replica_is_used_while_it_answers_this_router(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for number in (1, 2):
+        put(number, healthy=False, problem="timed out")
+    assert not ids(fleet)
+    clock.advance(2.0)
+    fleet.eligibility.response_seen(replica(2))
+    assert ids(fleet) == [replica(2)]
+    clock.advance(STALE_AFTER_S + 0.1)
+    assert ids(fleet) == [replica(1)], "a trial"
+
+
+def test_each_unhealthy_replica_is_tried_every_five_seconds_if_none_is_usable(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for number in (1, 2):
+        put(number, healthy=False, problem="timed out")
+    tried, began = [], clock()
+    for _ in range(44):
+        clock.advance(0.5)
+        for found in ids(fleet):
+            fleet.dispatch(found, chat(10))
+            tried.append(clock() - began)
+    assert tried == [5.0, 5.5, 10.0, 10.5, 15.0, 15.5, 20.0, 20.5]
+
+
+def test_replica_that_refuses_connections_is_not_tried(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, healthy=False, refuses=True))
+    clock.advance(10.0)
+    assert not ids(fleet)
+
+
+def test_replica_that_rejoins_has_no_exclusions(clock: ManualClock) -> None:
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):
         fleet.put(state(number, A10, clock, running=1))
-    for _ in range(3):
-        fleet.eligibility.failed(replica(1))
     clock.advance(60)
     fleet.remove(replica(1))
     for _ in range(2):
         clock.advance(1)
         for number in (1, 2):
             fleet.put(state(number, A10, clock, running=1, steps=clock()))
-    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
-
-
-def test_one_is_silent_beside_others_that_answer_late() -> None:
-    """A scrape may take three seconds, with the defaults, and counts as answered."""
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    for _ in range(3):
-        clock.advance(3.2)
-        fleet.put(state(1, A10, clock))
-    assert "no poll arrived" in excluded(fleet)[replica(2)]
-
-
-def test_a_model_is_unknown_from_when_all_have_told_their_list_until_one_has_it() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-
-    def unknown(model: str) -> bool:
-        return fleet.eligibility.candidates(model).unknown
-
-    fleet.put(state(2, A10, clock, listed=False))
-    assert not unknown("other")
-    fleet.put(state(2, A10, clock, listed=True))
-    assert unknown("other")
-    assert not unknown(MODEL)
-    fleet.put(state(2, A10, clock, models=("other",)))
-    assert not unknown("other")
-    assert fleet.eligibility.candidates("other").only_some
-
-
-def test_what_speaks_against_replicas_in_one_word() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, *[A10] * 5)
-    fleet.put(state(1, A10, clock, healthy=False, problem="connection refused"))
-    fleet.put(state(2, A10, clock, draining=True))
-    fleet.put(state(3, A10, clock, running=1))
-    for _ in range(3):
-        fleet.eligibility.failed(replica(4))
-    fleet.dispatch(replica(3), chat(100, 100))
-    words = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
-    assert dict(fleet.eligibility.exclusions()) == words
-    for _ in range(12):
-        clock.advance(1.0)
-        for number in (1, 2, 3, 5):
-            figures = {"healthy": number != 1, "draining": number == 2, "running": number == 3}
-            fleet.put(state(number, A10, clock, **figures))
-    assert dict(fleet.eligibility.exclusions()) == {
-        replica(1): "unhealthy",
-        replica(2): "draining",
-        replica(3): "stalled",
-        replica(4): "stalled",
-    }
-    fleet.remove(replica(4))
-    assert replica(4) not in dict(fleet.eligibility.exclusions())
-
-
-def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(1, A10, clock, unanswered_s=0.9))
-    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
-    fleet.put(state(1, A10, clock, unanswered_s=1.4))
-    assert excluded(fleet) == {replica(1): "accepts connections, but has answered nothing for 1 s"}
-    fleet.put(state(2, A10, clock, unanswered_s=1.4))
-    assert fleet.view(MODEL).ids == [replica(1), replica(2)], "not where that leaves none"
-    fleet.put(state(1, A10, clock))
-    assert fleet.view(MODEL).ids == [replica(1)]
-
-
-def test_figures_told_once_more_are_no_new_ones() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
-    polled = state(1, A10, clock, running=1, kv_usage=0.5)
-    for silent_s in (0.0, 0.4, 0.0):
-        fleet.put(structs.replace(polled, unanswered_s=silent_s))
-    assert fleet.overview().external.item() == 0.0, "seen by one poll only"
-    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
-    assert fleet.overview().external.item() == 1.0
-
-
-def test_one_hangs_that_answers_nobody_while_another_does() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    hung = fleet.eligibility.hung
-    fleet.put(state(1, A10, clock, unanswered_s=19.0, healthy=False))
-    assert not hung(20.0), "not for long enough"
-    clock.advance(2)
-    fleet.put(state(1, A10, clock, unanswered_s=21.0, healthy=False))
-    assert hung(20.0) == {replica(1)}
-    fleet.put(state(2, A10, clock, unanswered_s=0.2))
-    assert not hung(20.0), "nobody answers: the poller may be cut off"
-    fleet.put(state(2, A10, clock))
-    fleet.eligibility.response_seen(replica(1))
-    assert not hung(20.0), "a request was answered meanwhile"
-    clock.advance(22)
-    fleet.put(state(1, A10, clock, unanswered_s=21.5, healthy=False))
-    assert hung(20.0) == {replica(1)}, "and nothing since"
+    assert ids(fleet) == BOTH

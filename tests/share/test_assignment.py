@@ -187,14 +187,14 @@ async def test_pause_counts_until_a_later_heartbeat_is_answered(
                 clock.advance(LIFE_S)
                 await redis_server.kill()
             else:
-                send = a.owners._tell
+                send = a.owners._write
 
                 async def answer_before_pause(replicas: Collection[str]) -> tuple[bool, list[str]]:
                     answer = await send(replicas)
                     clock.advance(LIFE_S)
                     return answer
 
-                patched.setattr(a.owners, "_tell", answer_before_pause)
+                patched.setattr(a.owners, "_write", answer_before_pause)
             await a.beat()
             assert a.owners.paused
         if failure == "no answer":

@@ -82,7 +82,7 @@ async def poller(url: str) -> AsyncIterator[Tell]:
         async def tell(
             new: BlockUpdate, held: BlockUpdate | None = None, number: int = 1
         ) -> set[str]:
-            return await writer.tell({replica(number): (new, held)})
+            return await writer.write({replica(number): (new, held)})
 
         yield tell
 
