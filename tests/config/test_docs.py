@@ -1,4 +1,4 @@
-"""The documentation names every setting with its default, every option and every field."""
+"""The documentation names every setting, option and field, and its links lead somewhere."""
 
 import random
 import re
@@ -19,6 +19,7 @@ from extproc.settings import load
 from tests.fakes import ManualClock, chat, fleet_of, state
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 PAGE = ROOT / "docs" / "configuration.md"
 USERS_PAGES = (
     *("README.md", "docs/envoy.md"),
@@ -114,6 +115,24 @@ def keys(record: object) -> Iterator[str]:
     elif isinstance(record, list):
         for value in record:
             yield from keys(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_existing_pages_and_headings(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\((?!\w+:)([^)\s#]*)#?([^)\s]*)\)", prose(page)):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), (path, anchor)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def text(page: str) -> str:
