@@ -1,4 +1,4 @@
-"""compose.yaml agrees with the settings it sets, and with those it does not."""
+"""compose.yaml sets valid settings and fits their defaults."""
 
 import os
 import re
@@ -16,18 +16,18 @@ COMPOSE = Path(__file__).parents[2] / "compose.yaml"
 
 
 def service(name: str) -> dict[str, Any]:
-    """As Docker understands it where no variable is set."""
+    """The service as Docker reads it while no variable is set."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text(encoding="utf-8"))
     found: dict[str, Any] = yaml.safe_load(text)["services"][name]
     return found
 
 
-def test_docker_waits_until_a_router_has_drained() -> None:
+def test_docker_stop_waits_longer_than_drain_s() -> None:
     assert float(service("router")["stop_grace_period"].removesuffix("s")) > ServeSettings().drain_s
 
 
 @pytest.mark.parametrize("name", ["router", "poller"])
-def test_check_takes_the_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_environment_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in service(name)["environment"].items():
         monkeypatch.setenv(key, value)
     assert main(["check"]) == 0
@@ -36,7 +36,7 @@ def test_check_takes_the_configuration(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])
-def test_the_simulated_replicas_are_well_asked(
+def test_simulated_replicas_have_valid_arguments(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

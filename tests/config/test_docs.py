@@ -79,7 +79,7 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"extproc {command}" in told for command in commands)
 
 
-def test_the_configuration_of_the_readme_is_taken(tmp_path: Path) -> None:
+def test_readme_configuration_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "extproc.yaml"
     (block,) = re.findall(r"```yaml\n(.*?)```", text("README.md"), re.DOTALL)
     one = textwrap.dedent(block)

@@ -1,8 +1,8 @@
-"""The manifests are what the chart renders, and agree with the API and with the programs in them.
+"""The manifests are rendered from the chart, and fit the Kubernetes API and the programs.
 
     python -m tests.config.test_kubernetes
 
-writes the manifests anew.
+writes the manifests again.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ DEPLOYMENTS = [one for one in MANIFESTS if one["kind"] == "Deployment"]
 
 
 def rendered(**values: Any) -> dict[str, str]:
-    """Files that Helm makes of the chart, by template; with the label of the plain manifests unless
-    the values have one."""
+    """Files that Helm renders from the chart, by template; the default selector is that of the
+    plain manifests."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
         plain = {"vllm": {"selector": {"app": "vllm"}}}
@@ -72,7 +72,7 @@ def config(deployment: str) -> Config:
 
 
 def strict(schema: Any) -> Any:
-    """Refuses fields that an object does not name: the API server warns of them and drops them."""
+    """The schema without unknown fields, which the API server drops with a warning."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -85,7 +85,7 @@ SCHEMAS = {"components": {"schemas": strict(json.loads((RECORDED / "schemas.json
 
 
 def faults(manifest: Mapping[str, Any]) -> list[str]:
-    """Reasons of the API against a manifest."""
+    """Errors of a manifest by the schemas of the Kubernetes API."""
     group, _, version = manifest["apiVersion"].rpartition("/")
     kind = {"group": group, "version": version, "kind": manifest["kind"]}
     schemas, key = SCHEMAS["components"]["schemas"], "x-kubernetes-group-version-kind"
@@ -95,15 +95,15 @@ def faults(manifest: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=title)
-def test_a_manifest_is_as_the_api_wants_it(manifest: Manifest) -> None:
+def test_manifest_is_valid(manifest: Manifest) -> None:
     assert faults(manifest) == []
 
 
-def test_the_slices_of_the_tests_server_are_too() -> None:
+def test_fake_api_serves_valid_slices() -> None:
     assert faults({**KIND, **endpoint_slice(terminating("10.1.0.1", "vllm-0"))}) == []
 
 
-def test_what_the_api_does_not_know_is_found() -> None:
+def test_invalid_manifest_is_found() -> None:
     wrong = copy.deepcopy(named("Deployment", "extproc-router"))
     (only,) = wrong["spec"]["template"]["spec"]["containers"]
     only["readynessProbe"] = only.pop("readinessProbe")
@@ -113,7 +113,7 @@ def test_what_the_api_does_not_know_is_found() -> None:
     assert all(part in found for part in ("'readynessProbe'", "'http' is not", "'selector' is a"))
 
 
-def test_the_manifests_are_what_helm_renders() -> None:
+def test_manifests_are_rendered_from_the_chart() -> None:
     files = rendered()
     again = "run: python -m tests.config.test_kubernetes"
     assert files["extproc.yaml"].strip() + "\n" == FILE.read_text(encoding="utf-8"), again
@@ -122,7 +122,7 @@ def test_the_manifests_are_what_helm_renders() -> None:
     assert envoy["data"] == {"envoy.yaml": (ROOT / "envoy" / "envoy.yaml").read_text()}
 
 
-def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
+def test_chart_supports_an_own_redis_and_gateway() -> None:
     url = {"name": "EXTPROC_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
     gateway = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gw"}}}]
     off, policy = {"enabled": False}, {"name": "EXTPROC_ROUTE__POLICY", "value": "lmetric"}
@@ -148,20 +148,20 @@ def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
         rendered(envoy={"enabled": False})
 
 
-def test_routers_are_open_to_the_envoy_that_comes_with_them() -> None:
+def test_network_policy_admits_the_charts_envoy_to_routers() -> None:
     router = named("NetworkPolicy", "extproc-router")["spec"]
     envoy = named("Deployment", "extproc-envoy")["spec"]
     assert router["ingress"][0]["from"] == [{"podSelector": envoy["selector"]}]
     assert named("Service", "router")["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_redis_is_open_to_all_who_ask_it() -> None:
+def test_network_policy_admits_extproc_to_redis() -> None:
     (rule,) = named("NetworkPolicy", "redis")["spec"]["ingress"]
     ((peer,),) = (one["podSelector"]["matchExpressions"] for one in rule["from"])
     assert peer["values"] == ["extproc-router", "extproc-poller", "extproc-eds"]
 
 
-def test_pods_are_selected_by_your_label_alone() -> None:
+def test_vllm_pods_are_selected_by_the_given_label() -> None:
     files = rendered(vllm={"selector": {"model": "llama"}})
     (service,) = (one for one in parsed(files["extproc.yaml"]) if title(one) == "Service-vllm")
     assert service["spec"]["selector"] == {"model": "llama"}
@@ -169,7 +169,7 @@ def test_pods_are_selected_by_your_label_alone() -> None:
         rendered(vllm={})
 
 
-def test_a_name_with_an_apostrophe() -> None:
+def test_replica_name_may_hold_an_apostrophe() -> None:
     source = {"url": "10.0.0.1:8000", "name": "joe's"}
     manifests = parsed(rendered(replicas=[source])["extproc.yaml"])
     (poller,) = (one for one in manifests if title(one) == "Deployment-extproc-poller")
@@ -177,7 +177,7 @@ def test_a_name_with_an_apostrophe() -> None:
     assert json.loads(env["EXTPROC_REPLICAS"]) == [source]
 
 
-def test_helm_finds_nothing_wrong() -> None:
+def test_helm_lint_finds_no_error() -> None:
     helm = pytest.importorskip("helm_python")
     told = helm.lint(str(CHART))
     assert told["errors"] == []
@@ -185,7 +185,7 @@ def test_helm_finds_nothing_wrong() -> None:
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
-def test_a_pod_may_do_no_more_than_it_has_to(deployment: Manifest) -> None:
+def test_pod_has_least_privileges(deployment: Manifest) -> None:
     spec = pod(deployment)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
@@ -201,14 +201,14 @@ def test_a_pod_may_do_no_more_than_it_has_to(deployment: Manifest) -> None:
     assert watches == spec.get("automountServiceAccountToken", True)
 
 
-def test_our_pods_run_as_the_images_user() -> None:
+def test_pods_run_as_the_user_of_the_image() -> None:
     user = next(line for line in (ROOT / "Dockerfile").read_text().splitlines() if "USER" in line)
     for name in ("extproc-router", "extproc-poller"):
         said = pod(named("Deployment", name))["securityContext"]
         assert user == f"USER {said['runAsUser']}:{said['runAsGroup']}"
 
 
-def test_a_poller_may_read_what_it_watches_and_nothing_else() -> None:
+def test_poller_may_only_read_endpoint_slices() -> None:
     account = pod(named("Deployment", "extproc-poller"))["serviceAccountName"]
     binding, role = named("RoleBinding", account), named("Role", account)
     assert named("ServiceAccount", account)
@@ -221,7 +221,7 @@ def test_a_poller_may_read_what_it_watches_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "deployment", [one for one in DEPLOYMENTS if one["spec"].get("replicas", 1) > 1], ids=title
 )
-def test_what_is_there_twice_never_goes_at_once(deployment: Manifest) -> None:
+def test_replicated_deployment_survives_a_node_drain(deployment: Manifest) -> None:
     name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
     assert named("PodDisruptionBudget", name)["spec"] == {
         "maxUnavailable": 1,
@@ -233,7 +233,7 @@ def test_what_is_there_twice_never_goes_at_once(deployment: Manifest) -> None:
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
-def test_each_port_is_open_to_somebody(deployment: Manifest) -> None:
+def test_network_policy_opens_each_container_port(deployment: Manifest) -> None:
     name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
     policy = named("NetworkPolicy", name)["spec"]
     assert policy["podSelector"] == selector
@@ -244,7 +244,7 @@ def test_each_port_is_open_to_somebody(deployment: Manifest) -> None:
 
 
 @pytest.mark.parametrize(("name", "command"), [("router", "serve"), ("poller", "poll")])
-def test_probes_ask_the_admin_port(name: str, command: str) -> None:
+def test_probes_use_the_admin_port(name: str, command: str) -> None:
     asked = container(f"extproc-{name}")
     assert asked["args"] == [command]
     said = config(f"extproc-{name}")
@@ -254,7 +254,7 @@ def test_probes_ask_the_admin_port(name: str, command: str) -> None:
 
 
 @pytest.mark.process
-async def test_an_envoy_that_is_to_end_sends_its_clients_elsewhere(tmp_path: Path) -> None:
+async def test_terminating_envoy_closes_client_connections(tmp_path: Path) -> None:
     ours = container("extproc-envoy")
     *command, script = ours["lifecycle"]["preStop"]["exec"]["command"]
     drain, _, sleep = script.rpartition("\nsleep ")
@@ -276,12 +276,12 @@ async def test_an_envoy_that_is_to_end_sends_its_clients_elsewhere(tmp_path: Pat
                 assert response.headers["connection"] == "close"
 
 
-def test_a_router_has_the_time_it_needs_to_drain() -> None:
+def test_termination_grace_period_exceeds_drain_s() -> None:
     spec = pod(named("Deployment", "extproc-router"))
     assert spec["terminationGracePeriodSeconds"] > config("extproc-router").serve.drain_s
 
 
-def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
+def test_envoy_and_poller_use_existing_headless_services() -> None:
     envoy = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text(encoding="utf-8"))
     known = [
         one["endpoint"]["address"]["socket_address"]
@@ -302,7 +302,7 @@ def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
     [one for one in MANIFESTS if one["kind"] == "Service" and title(one) != "Service-vllm"],
     ids=title,
 )
-def test_a_service_finds_pods_that_listen_on_its_port(service: dict[str, Any]) -> None:
+def test_service_selects_pods_that_listen_on_its_port(service: dict[str, Any]) -> None:
     selector = service["spec"]["selector"]
     specs = [one["spec"] for one in DEPLOYMENTS]
     (pods,) = (one["template"] for one in specs if one["selector"]["matchLabels"] == selector)

@@ -1,3 +1,5 @@
+"""Log lines as JSON and as text, and their levels."""
+
 import json
 import logging
 from collections.abc import Iterator
@@ -18,9 +20,7 @@ def _restore() -> Iterator[None]:
     package.setLevel(before[2])
 
 
-def test_json_lines_hold_time_level_logger_message_and_extras(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_line_holds_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(format="json"))
     logging.getLogger("extproc.poll").info("scraped", extra={"replica": "a:1", "age": object})
     line = json.loads(capsys.readouterr().err)
@@ -34,7 +34,7 @@ def test_json_lines_hold_time_level_logger_message_and_extras(
     }
 
 
-def test_an_exception_stays_on_its_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_line_holds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(format="json"))
     try:
         raise RuntimeError("boom")
@@ -44,9 +44,7 @@ def test_an_exception_stays_on_its_json_line(capsys: pytest.CaptureFixture[str])
     assert "RuntimeError: boom" in json.loads(line)["exception"]
 
 
-def test_text_lines_are_readable_and_quote_what_is_not_one_word(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_text_line_quotes_values_of_several_words(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(format="text"))
     fields = {"port": 50051, "reason": 'it said "no"', "empty": "", "two": "a\nb"}
     logging.getLogger("extproc").warning("router %s", "ready", extra=fields)
@@ -56,10 +54,13 @@ def test_text_lines_are_readable_and_quote_what_is_not_one_word(
     assert rest == (r'WARNING router ready port=50051 reason="it said \"no\"" empty="" two="a\nb"')
 
 
-def test_the_level_is_ours_and_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_level_does_not_apply_to_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(level="debug"))
-    logging.getLogger("extproc.proxy").debug("ours")
-    logging.getLogger("aiohttp.access").info("theirs")
-    logging.getLogger("redis").warning("their warning")
+    logging.getLogger("extproc.proxy").debug("own line")
+    logging.getLogger("aiohttp.access").info("library line")
+    logging.getLogger("redis").warning("a warning")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["DEBUG ours", "WARNING their warning"]
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "DEBUG own line",
+        "WARNING a warning",
+    ]

@@ -1,4 +1,4 @@
-"""Contents of the wheel, and of the image: the package's own needs in the versions tested."""
+"""The wheel holds every file; the image holds tested versions of its requirements."""
 
 import re
 import tomllib
@@ -23,7 +23,7 @@ def test_every_file_is_in_the_wheel() -> None:
     assert all((path.parent / "__init__.py").exists() for path in sources if path.suffix == ".py")
 
 
-def test_the_command_is_there() -> None:
+def test_wheel_installs_the_command() -> None:
     module, _, name = PROJECT["scripts"]["extproc"].partition(":")
     assert callable(getattr(import_module(module), name))
 
@@ -38,7 +38,7 @@ def names(*requirements: str) -> set[str]:
     return {match[0].lower() for match in found if match}
 
 
-def test_the_image_has_versions_that_are_tested_and_no_tool_of_the_tests() -> None:
+def test_image_has_tested_versions_and_no_test_tools() -> None:
     image = pinned("requirements-image.txt")
     installed = {name for name, _ in image}
     extras = PROJECT["optional-dependencies"]

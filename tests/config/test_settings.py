@@ -1,3 +1,5 @@
+"""Settings from file, environment and flags, and the error for each mistake."""
+
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -78,11 +80,7 @@ def test_flags_win_over_environment_and_environment_over_file(
     assert load(flags, env, write(text)) == Config.model_validate(loaded)
 
 
-def test_nothing_set_gives_the_defaults() -> None:
-    assert load({}, {}) == Config()
-
-
-def test_the_environment_may_name_the_file_unless_one_is_given(write: Write) -> None:
+def test_environment_names_the_file_unless_a_flag_does(write: Write) -> None:
     file = write("pool: from-file")
     assert load({}, {"EXTPROC_CONFIG": str(file)}).pool == "from-file"
     assert load({}, {"EXTPROC_CONFIG": "/does/not/exist.yaml"}, file).pool == "from-file"
@@ -92,7 +90,7 @@ def test_the_environment_may_name_the_file_unless_one_is_given(write: Write) -> 
     ("key", "nearest"),
     [("poll.intervall_s", "poll.interval_s"), ("servee.listen", "serve.listen"), ("pol", "pool")],
 )
-def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
+def test_unknown_key_is_named_with_source_and_nearest_key(
     write: Write, key: str, nearest: str
 ) -> None:
     section, _, name = key.rpartition(".")
@@ -104,7 +102,7 @@ def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
     assert problems(flags={key: "1"}) == [f"--{key}: {hint}"]
 
 
-def test_each_wrong_value_is_one_line_with_source_key_and_value(write: Write) -> None:
+def test_wrong_value_is_one_line_with_source_key_and_value(write: Write) -> None:
     file = write("poll: {interval_s: soon}\nlog: {level: loud}")
     found = problems({"serve.listen": "nowhere"}, {"EXTPROC_POLL__TIMEOUT_S": "-2"}, file)
     assert len(found) == 4
@@ -209,7 +207,7 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
             ("cluster: [a]", "host:port"))),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_one_line_with_its_place_and_no_password(
+def test_unusable_setting_is_one_line_without_password(
     text: str, key: str, reason: str, write: Write
 ) -> None:
     file = write(text)
@@ -221,7 +219,7 @@ def test_what_cannot_work_is_one_line_with_its_place_and_no_password(
 
 
 @pytest.mark.parametrize(("port", "taken"), [("8000", 8000), ("'8000'", 8000), ("http", "http")])
-def test_a_service_of_kubernetes(port: str, taken: int | str) -> None:
+def test_kubernetes_port_is_number_or_name(port: str, taken: int | str) -> None:
     given = f"[{{kubernetes: {{service: vllm, port: {port}}}}}]"
     [replica] = load({}, {"EXTPROC_REPLICAS": given}).replicas
     assert replica.kubernetes is not None
@@ -259,9 +257,7 @@ def test_a_service_of_kubernetes(port: str, taken: int | str) -> None:
         ("unix://", "write redis://"),
     ],
 )
-def test_an_address_of_redis_that_is_none_is_named_without_its_password(
-    url: str, reason: str
-) -> None:
+def test_invalid_redis_url_is_reported_without_password(url: str, reason: str) -> None:
     (problem,) = problems({"redis.url": url})
     assert problem.startswith("--redis.url: ")
     assert reason in problem
@@ -290,13 +286,13 @@ def test_redis_is_one_server_or_sentinels_or_cluster(redis: str, shown: str, wri
     assert address(connect(loaded, "test")) == shown
 
 
-def test_both_ports_of_kv_events_are_taken() -> None:
+def test_replica_may_have_both_kv_event_ports() -> None:
     both = "[{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}]"
     [replica] = load({}, {"EXTPROC_REPLICAS": both}).replicas
     assert replica.kv_events_ports == (5557, 5558)
 
 
-def test_a_key_may_come_again_from_a_mapping_that_is_merged(write: Write) -> None:
+def test_yaml_merge_key_may_be_overridden(write: Write) -> None:
     file = write(
         "pools:\n  a: &a {replicas: [a:1], replicas_file: /a}\n"
         "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n",
@@ -306,7 +302,7 @@ def test_a_key_may_come_again_from_a_mapping_that_is_merged(write: Write) -> Non
     assert (b.replicas_file, c.replicas_file) == (Path("/a"), Path("/c"))
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_unreadable_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "extproc.yaml"
     assert problems(file=file) == [f"{file}: cannot be read: No such file or directory"]
     file.write_bytes("pool: café".encode("latin-1"))
@@ -314,7 +310,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[a:1", "[2024-13-45]", "[" * 3000])
-def test_a_flag_that_is_no_yaml_list_is_one_line(text: str) -> None:
+def test_flag_with_invalid_yaml_is_one_line(text: str) -> None:
     (problem,) = problems(flags={"replicas": text})
     assert problem.startswith("--replicas: not YAML: ")
 
@@ -338,7 +334,7 @@ def test_every_policy_can_be_configured() -> None:
     assert set(get_args(PolicyName)) == set(POLICIES)
 
 
-def test_every_pool_is_a_configuration_of_its_own(write: Write) -> None:
+def test_each_pool_has_its_own_configuration(write: Write) -> None:
     file = write(
         "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n",
     )
@@ -349,5 +345,5 @@ def test_every_pool_is_a_configuration_of_its_own(write: Write) -> None:
     assert {one.poll.interval_s for one in (own, batch, new)} == {0.5}
 
 
-def test_a_poll_that_times_out_is_tried_for_three_timeouts() -> None:
+def test_scrape_is_given_up_after_three_timeouts() -> None:
     assert load({"poll.timeout_s": "1.5"}, {}).poll.give_up_s == 4.5
