@@ -1,1 +1,1 @@
-"""Golden files: what a restructuring must leave as it is, recorded from running processes only."""
+"""Golden files: outputs of running processes that a restructuring must not change."""

@@ -1,9 +1,7 @@
-"""Seeded simulation cells of ``docs/results.md``, compared with ``cells.json``.
+"""Seeded simulations of ``docs/results.md``, compared with ``cells.json``.
 
-python -m tests.golden.cells                    # runs every cell and compares; exits 1 on a change
-python -m tests.golden.cells --only mixed-4,agents   # runs those cells only
-python -m tests.golden.cells --update [--only …]     # writes the results of the cells that ran
-python -m tests.golden.cells --update --missing      # resumes: runs the cells without results
+python -m tests.golden.cells [--only mixed-4,agents]   # runs and compares; exits 1 on a change
+python -m tests.golden.cells --update [--only …]       # writes the results of the cells
 """
 
 import argparse
@@ -37,7 +35,7 @@ CELLS: dict[str, tuple[str, str, str, str, str]] = {
     "mixed-4": (_CONV, "mixed", "4", "completion,lmetric,queue_kv,least_request", ""),
     "mixed-6": (_CONV, "mixed", "6", "completion,lmetric,queue_kv", ""),
     "three-kinds": (_CONV, "three-kinds", "4", "completion,lmetric", ""),
-    # The card slows down at second 600, after some 4,000 requests.
+    # The GPU slows down at second 600, after some 4,000 requests.
     "throttled": (_CONV, "throttled", "1.2", "completion", "--requests 7000 --from 600"),
     "newcomer": (_CONV, "newcomer", "1.2", "completion,lmetric", ""),
     "cold": (_CONV, "cold", "4", "completion", "--skip 46 --duration 16 --seed 1"),
@@ -72,7 +70,7 @@ CELLS: dict[str, tuple[str, str, str, str, str]] = {
 }
 """Name → trace, fleet, speed, policies and further options."""
 TINY = ("mixed-4", "agents")
-"""Cells whose first :data:`TINY_REQUESTS` requests are a test."""
+"""Cells that the tests simulate, with :data:`TINY_REQUESTS` requests each."""
 TINY_REQUESTS = 300
 _REQUESTS = 4000
 _DIGITS = 9
@@ -82,7 +80,7 @@ Figures = dict[str, Any]
 
 
 def arguments_of(name: str, requests: int | None = None) -> list[str]:
-    """Command-line arguments of a cell's simulation, without those of its output."""
+    """Return the command-line arguments of a cell's simulation, without the output file."""
     trace, fleet, speed, policies, further = CELLS[name]
     words = f"--trace benchmarks/traces/{trace}.jsonl.gz --fleet benchmarks/fleets/{fleet}.yaml"
     options = further.replace("--oracle", "").split()
@@ -94,7 +92,7 @@ def arguments_of(name: str, requests: int | None = None) -> list[str]:
 
 
 def run(name: str, requests: int | None = None) -> dict[str, Figures]:
-    """Simulates a cell; returns the figures of each policy."""
+    """Simulate a cell; return the figures of each policy."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "results.json")
         command = [sys.executable, "-m", "benchmarks.simulate", *arguments_of(name, requests)]
@@ -102,23 +100,21 @@ def run(name: str, requests: int | None = None) -> dict[str, Figures]:
             [*command, "--json", output], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
         )
         runs = json.loads(output.read_text())["runs"]
-    return {one["run"]["name"]: _figures(one["summary"], one["requests"]) for one in runs}
+    return {each["run"]["name"]: _figures(each["summary"], each["requests"]) for each in runs}
 
 
 def _figures(summary: Figures, requests: list[Figures]) -> Figures:
-    """Figures to nine significant digits, and a digest of where and how long each request was."""
-    served = [
-        [one.get(key) for key in ("at_s", "replica", "ttft_s", "completion_s")] for one in requests
-    ]
-    parts = {"ttft": summary["ttft_s"], "e2e": summary["e2e_s"]}
-    figures = {
-        f"{part} {figure}": value for part, one in parts.items() for figure, value in one.items()
-    }
+    """Figures to nine significant digits, and a digest of all requests' replicas and times."""
+    keys = ("at_s", "replica", "ttft_s", "completion_s")
+    served = [[request.get(key) for key in keys] for request in requests]
+    figures: Figures = {}
+    for part in ("ttft", "e2e"):
+        figures |= {f"{part} {figure}": value for figure, value in summary[f"{part}_s"].items()}
     figures |= {key: summary[key] for key in ("requests", "failed", "hits", "imbalance")}
     figures |= {"preemptions": summary["preemptions"], **summary["prediction"]}
-    for group, one in summary["groups"].items():
-        figures |= {f"{group} in_time": one["in_time"], f"{group} e2e mean": one["e2e_s"]["mean"]}
-    figures |= {name: one["requests"] for name, one in summary["per_replica"].items()}
+    for name, group in summary["groups"].items():
+        figures |= {f"{name} in_time": group["in_time"], f"{name} e2e mean": group["e2e_s"]["mean"]}
+    figures |= {name: replica["requests"] for name, replica in summary["per_replica"].items()}
     rounded = {
         key: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
         for key, value in figures.items()
@@ -127,14 +123,13 @@ def _figures(summary: Figures, requests: list[Figures]) -> Figures:
 
 
 def recorded() -> dict[str, dict[str, Figures]]:
-    """Results in ``cells.json``; those of the test have names that end in ``/tiny``."""
+    """Return the results in ``cells.json``; names of the tests' cells end in ``/tiny``."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def write(results: dict[str, dict[str, Figures]]) -> None:
-    """Adds results to ``cells.json``."""
-    kept = recorded() | results
-    FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    """Add results to ``cells.json``."""
+    FILE.write_text(json.dumps(dict(sorted((recorded() | results).items())), indent=1) + "\n")
 
 
 def _row(name: str, policy: str, figures: Figures, verdict: str) -> str:
@@ -143,18 +138,17 @@ def _row(name: str, policy: str, figures: Figures, verdict: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs cells, prints a table, and compares or writes the results."""
+    """Run cells, print a table, and compare or write the results."""
     parser = argparse.ArgumentParser(prog="tests.golden.cells")
     parser.add_argument("--only", default=",".join(CELLS), metavar="NAME[,NAME]")
     parser.add_argument("--update", action="store_true", help="write the results")
-    parser.add_argument("--missing", action="store_true", help="only cells without results")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="cells at a time")
     args = parser.parse_args(argv)
     known, changed = recorded(), 0
-    names = [name for name in args.only.split(",") if not (args.missing and name in known)]
+    names = args.only.split(",")
     if unknown := set(names) - CELLS.keys():
         parser.error(f"no cell is named {', '.join(sorted(unknown))}: {', '.join(CELLS)}")
-    print(f"{'cell':20}{'policy':16}{''.join(f'{one:>11}' for one in _COLUMNS)}")
+    print(f"{'cell':20}{'policy':16}{''.join(f'{column:>11}' for column in _COLUMNS)}")
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, result in zip(names, pool.map(run, names), strict=True):
             for policy, figures in result.items():

@@ -1,6 +1,6 @@
-"""Conversations of Envoy with a router, message by message, and the routers they are held with.
+"""Conversations of Envoy with routers, message by message, and the routers' configurations.
 
-Addresses are those of the golden files: :mod:`tests.golden.stage` puts the real ones in.
+Addresses are those of the golden files; :mod:`tests.golden.stage` replaces them.
 """
 
 import gzip
@@ -64,7 +64,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "policy": {"replicas": _REPLICAS[:1], "route": {"policy": "queue_kv"}},
     "empty": {"replicas": [{"url": GONE}]},
 }
-"""Name → configuration, beside the addresses and the seed that every router gets."""
+"""Configuration by name, without the addresses and the seed that every router gets."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello " * 50}]}
 BODY = json.dumps(CHAT).encode()
@@ -77,7 +77,7 @@ _DESTINATION = "x-gateway-destination-endpoint"
 
 @dataclass(frozen=True)
 class Step:
-    """A message, and how many replies the router sends before it reads the next."""
+    """Message, with the number of replies that the router sends before it reads the next."""
 
     message: ProcessingRequest
     replies: int = 1
@@ -85,14 +85,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One HTTP request as Envoy describes it to a router."""
+    """HTTP request as Envoy describes it to a router."""
 
     router: str
     name: str
     steps: list[Step]
     metadata: dict[str, str] = field(default_factory=dict)
     beside: list[list[Step]] = field(default_factory=list)
-    """Requests that begin earlier and end with this one, or at :data:`OTHERS_END`."""
+    """Requests that begin earlier, and end with this request or at :data:`OTHERS_END`."""
 
 
 OTHERS_END = Step(ProcessingRequest(), 0)
@@ -120,11 +120,11 @@ def headers(
     subset: list[str] | None = None,
     **named: str,
 ) -> Step:
-    """Request headers; ``x_session`` names the header ``x-session``."""
+    """Return request headers; ``x_session`` names the header ``x-session``."""
     values = {":path": path, ":method": method}
     values |= {name.replace("_", "-"): value for name, value in named.items()}
     duplex = mode == Mode.FULL_DUPLEX_STREAMED
-    listed = [Value(string_value=one) for one in subset or []]
+    listed = [Value(string_value=address) for address in subset or []]
     hint = Struct(fields={f"{_DESTINATION}-subset": Value(list_value=ListValue(values=listed))})
     message = ProcessingRequest(
         request_headers=_headers(values, end),
@@ -139,7 +139,7 @@ def headers(
 
 
 def body(data: Any, end: bool = True, replies: int = 1) -> Step:
-    """Request body, or a chunk of one."""
+    """Return a request body, or a chunk of it."""
     return Step(
         ProcessingRequest(request_body=HttpBody(body=_bytes(data), end_of_stream=end)), replies
     )
@@ -153,8 +153,8 @@ def first(
     replies: int = 1,
     **named: str,
 ) -> Step:
-    """Request body as the first message, with attributes in place of headers."""
-    values = {f"request.headers['{key.replace('_', '-')}']": one for key, one in named.items()}
+    """Return a request body as the first message, with attributes in place of headers."""
+    values = {f"request.headers['{key.replace('_', '-')}']": text for key, text in named.items()}
     values |= {"request.id": named["x_request_id"]} if "x_request_id" in named else {}
     message = ProcessingRequest(
         request_body=HttpBody(body=_bytes(data), end_of_stream=end),
@@ -185,7 +185,7 @@ def response(
 
 
 def chunk(data: Any, end: bool = True) -> Step:
-    """Response body, or a chunk of one."""
+    """Return a response body, or a chunk of it."""
     return Step(ProcessingRequest(response_body=HttpBody(body=_bytes(data), end_of_stream=end)))
 
 
@@ -231,9 +231,8 @@ _LONG = {"model": "tiny", "prompt": list(range(10_000))}
 
 
 def _plain() -> list[Conversation]:
-    told: dict[str, Any] = {"x_request_id": "headers-first"}
     steps: dict[str, list[Step]] = {
-        "headers first, answer": [headers(**told), body(CHAT), *_ANSWER],
+        "headers first, answer": [headers(x_request_id="headers-first"), body(CHAT), *_ANSWER],
         "headers first, stream": [headers(), body(CHAT | {"stream": True}), *_STREAM],
         "headers first, retried": [headers(), body(CHAT), response(upstream=SLOW), chunk(USAGE)],
         "headers first, trailers": [headers(), body(CHAT, end=False), REQUEST_TRAILERS, *_ANSWER],
@@ -297,15 +296,19 @@ def _plain() -> list[Conversation]:
             )
         ],
     }
-    steps |= {f"endpoint {path}": [first(one, path), *_ANSWER] for path, one in _BODIES.items()}
-    steps |= {f"headers, {path}": [headers(path), body(one)] for path, one in _BODIES.items()}
-    steps |= {f"malformed, {name}": [headers(), body(one)] for name, one in _MALFORMED.items()}
-    steps |= {f"malformed first, {name}": [first(one)] for name, one in _MALFORMED.items()}
-    found = [Conversation("plain", name, one) for name, one in steps.items()]
+    steps |= {f"endpoint {path}": [first(data, path), *_ANSWER] for path, data in _BODIES.items()}
+    steps |= {f"headers, {path}": [headers(path), body(data)] for path, data in _BODIES.items()}
+    steps |= {f"malformed, {name}": [headers(), body(data)] for name, data in _MALFORMED.items()}
+    steps |= {f"malformed first, {name}": [first(data)] for name, data in _MALFORMED.items()}
+    found = _held_with("plain", steps)
     for pool in ("slow", "unknown"):
         steps_of_pool = [headers(), body(CHAT)]
         found.append(Conversation("plain", f"pool {pool}", steps_of_pool, {"x-extproc-pool": pool}))
     return found
+
+
+def _held_with(router: str, steps: dict[str, list[Step]]) -> list[Conversation]:
+    return [Conversation(router, name, each) for name, each in steps.items()]
 
 
 def _rich() -> list[Conversation]:
@@ -333,11 +336,11 @@ def _rich() -> list[Conversation]:
         "session header": [headers(x_session="s"), body(CHAT)],
         "session cookie": [first(CHAT, cookie="a=b; sid=s")],
     }
-    return [Conversation("rich", name, one) for name, one in steps.items()]
+    return _held_with("rich", steps)
 
 
 def _filling(number: int) -> Step:
-    """A prompt of 3/8 of the cache that shares no beginning with others."""
+    """Request whose unique prompt fills 3/8 of the KV cache."""
     tokens = list(range(number, number + 3 * KV_TOKENS // 8))
     return first({"model": "tiny", "prompt": tokens, "max_tokens": 100}, "/v1/completions")
 
@@ -362,8 +365,8 @@ def _refusing() -> list[Conversation]:
     others = [[[_filling(number)], [_filling(number + 1)]] for number in (1, 4)]
     late = Step(_filling(7).message, 2)
     return [
-        *(Conversation("strict", name, one) for name, one in strict.items()),
-        *(Conversation("empty", name, one) for name, one in empty.items()),
+        *_held_with("strict", strict),
+        *_held_with("empty", empty),
         Conversation("policy", "headers first", [headers(), body(CHAT)]),
         Conversation("narrow", "waits", [_filling(3), Step(OTHERS_END.message)], beside=others[0]),
         Conversation("narrow", "waits too long", [late], beside=others[1]),

