@@ -37,7 +37,7 @@ def seen(fleet: Fleet, *columns: str) -> list[list[float]]:
 # -- when there is something to tell --------------------------------------------------------
 
 
-def test_a_router_speaks_when_something_changed_and_now_and_then_else() -> None:
+def test_digest_is_due_after_a_change_and_as_a_sign_of_life() -> None:
     clock = ManualClock()
     (fleet,) = routers(clock, 1)
 
@@ -62,7 +62,7 @@ def test_a_router_speaks_when_something_changed_and_now_and_then_else() -> None:
     assert ("CHANGES", 0) not in kinds(0.2), "idle again"
 
 
-def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
+def test_router_without_peers_sends_only_whole_digests() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     tell(one, two, clock=clock)
@@ -77,7 +77,7 @@ def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
     assert two.view(MODEL).requests.tolist() == [1, 0]
 
 
-def test_a_router_that_cannot_hear_the_others_goes_on_telling() -> None:
+def test_router_cut_off_from_redis_still_sends_changes() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     tell(two, one, clock=clock)
@@ -94,7 +94,7 @@ def test_a_router_that_cannot_hear_the_others_goes_on_telling() -> None:
     assert one.digests.due(clock(), no_peers=not one.peers) is not None
 
 
-def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
+def test_digest_after_a_failed_send_is_whole() -> None:
     clock = ManualClock()
     (fleet,) = routers(clock, 1)
     fleet.dispatch(replica(1), chat(10))
@@ -108,7 +108,7 @@ def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
 # -- what others make of it -----------------------------------------------------------------
 
 
-def test_others_requests_count_and_go_as_they_do() -> None:
+def test_peers_requests_count_as_the_peer_counts_them() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     ticket = one.dispatch(replica(1), chat(1000, 100, sequences=3))
@@ -124,7 +124,7 @@ def test_others_requests_count_and_go_as_they_do() -> None:
     assert seen(two, *columns) == [[0, 0]] * 5
 
 
-def test_others_requests_move_forward_between_digests() -> None:
+def test_peers_requests_progress_between_digests() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     for _ in range(3):
@@ -157,7 +157,7 @@ def _still(fleet: Fleet, clock: ManualClock) -> Digest:
     return Digest(fleet.router, number, clock(), DigestKind.CHANGES, (), NOTHING)
 
 
-def test_a_prompt_takes_longer_beside_others() -> None:
+def test_prompt_takes_longer_beside_a_peers_prompt() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     one.dispatch(replica(1), chat(3000, 100))
@@ -191,7 +191,7 @@ def test_the_first_digest_takes_others_out_of_what_polls_saw() -> None:
     assert seen(two, "kv_used")[0][0] == pytest.approx(0.05 * 42_000, rel=0.1)
 
 
-def test_a_router_without_requests_forgets_the_dead_too() -> None:
+def test_idle_router_forgets_dead_peers() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     tell(one, two, clock=clock)
@@ -202,7 +202,7 @@ def test_a_router_without_requests_forgets_the_dead_too() -> None:
     assert len(two.peers) == 0
 
 
-def test_replicas_that_are_not_known_yet_are_passed_over() -> None:
+def test_digest_of_an_unknown_replica_is_ignored() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     one.put(state(3, A10, clock))
@@ -217,7 +217,7 @@ def test_replicas_that_are_not_known_yet_are_passed_over() -> None:
     assert seen(two, "requests") == [[0, 1, 1]]
 
 
-def test_a_new_replica_does_not_inherit_others_requests() -> None:
+def test_reused_row_has_no_peers_requests() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     one.dispatch(replica(1), chat(100, 1000))
@@ -248,7 +248,7 @@ def _polled(clock: ManualClock, *fleets: Fleet) -> None:
             fleet.put(state(1, A10, clock, running=6, kv_usage=30_000 / 42_000, first_tokens=6))
 
 
-def test_what_polls_saw_of_others_stays_however_often_their_news_is_old() -> None:
+def test_stale_digest_turns_a_peers_load_into_external_load() -> None:
     clock = ManualClock()
     one, two = _six_decode(clock)
     _polled(clock, one, two)
@@ -262,7 +262,7 @@ def test_what_polls_saw_of_others_stays_however_often_their_news_is_old() -> Non
         assert two.peers.stale
 
 
-def test_what_came_after_the_poll_is_not_taken_out_of_what_it_saw() -> None:
+def test_peers_request_after_a_poll_is_added_to_polled_load() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2, replicas=1)
     tell(one, two, clock=clock)
@@ -279,7 +279,7 @@ def test_what_came_after_the_poll_is_not_taken_out_of_what_it_saw() -> None:
     assert seen(two, "kv_used")[0][0] == pytest.approx(before[1][0], rel=0.01)
 
 
-def test_what_polls_saw_while_news_was_old_is_others_when_there_is_new() -> None:
+def test_load_polled_while_a_peer_was_stale_is_the_peers_again() -> None:
     clock = ManualClock()
     one, two = _six_decode(clock)
     clock.advance(0.11)
@@ -293,7 +293,7 @@ def test_what_polls_saw_while_news_was_old_is_others_when_there_is_new() -> None
     assert not two.peers.stale
 
 
-def test_the_clocks_of_two_machines_may_differ() -> None:
+def test_digest_age_ignores_the_senders_clock() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     one.dispatch(replica(1), chat(100, 1000))
@@ -314,7 +314,7 @@ def test_peer_whose_first_digest_is_empty_counts() -> None:
     assert not one.peers.stale
 
 
-def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
+def test_peers_are_stale_and_not_dead_while_redis_is_away() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
     two.peers.cut_off()
@@ -334,7 +334,7 @@ def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
     assert not two.peers.stale
 
 
-def test_each_corrects_its_predictions_by_what_all_of_them_saw() -> None:
+def test_decode_times_of_all_routers_correct_predictions() -> None:
     clock = ManualClock()
     one, other = routers(clock, 2)
     for fleet in (one, other):

@@ -71,7 +71,7 @@ class BlockReports:
         return [float(tokens) for tokens in self.fleet.prefix_hits(prefix, view).cached]
 
 
-def test_a_prompt_is_found_as_far_as_its_blocks_are_held() -> None:
+def test_hits_end_at_the_first_missing_block() -> None:
     told = BlockReports()
     assert told.held() == [0, 0, 0]
     told.tell(1, keys(20))
@@ -83,7 +83,7 @@ def test_a_prompt_is_found_as_far_as_its_blocks_are_held() -> None:
     assert told.held() == [48, 32, 0]
 
 
-def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None:
+def test_last_token_and_other_salts_are_no_hits() -> None:
     told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, keys(3, "pepper"))
@@ -91,7 +91,7 @@ def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None
     assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
 
 
-def test_adapters_have_blocks_of_their_own() -> None:
+def test_blocks_of_an_adapter_are_no_hits_for_the_model() -> None:
     told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
@@ -104,7 +104,7 @@ def test_adapters_have_blocks_of_their_own() -> None:
     assert told.fleet.prefix_hits(PREFIX, told.fleet.view(MODEL)).cached.tolist() == [320, 0, 0]
 
 
-def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> None:
+def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
     told = BlockReports(ModelNames({"sql": ("sql-1", "sql-2")}))
     for number, news in list(told.numbers.items()):
         name = f"sql-{number}"
@@ -120,7 +120,7 @@ def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> N
     assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
 
 
-def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:
+def test_sent_blocks_count_until_the_report_is_overdue() -> None:
     told = BlockReports()
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
     told.fleet.dispatch(replica(1), profile)
@@ -132,7 +132,7 @@ def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() 
 
 
 @pytest.mark.parametrize("wrong", ["silent", "late", "lost"])
-def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -> None:
+def test_late_replica_is_estimated_and_logged(wrong: str, logged: Logged) -> None:
     told = BlockReports()
     told.tell(1, keys(20))
     told.tell(2, keys(20))
@@ -158,7 +158,7 @@ def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -
     assert told.fleet.blocks.count_known() == 2
 
 
-def test_reports_of_what_was_known_teach_no_estimate() -> None:
+def test_hits_known_from_events_teach_the_index_nothing() -> None:
     told = BlockReports()
     units = np.arange(1, 6, dtype=np.uint64)
     of_text = Prefix(units, 64.0, 64.0 * len(units))
@@ -175,7 +175,7 @@ def test_reports_of_what_was_known_teach_no_estimate() -> None:
     assert told.held(of_text) == before
 
 
-def test_who_leaves_is_forgotten() -> None:
+def test_removed_replica_loses_its_blocks() -> None:
     told = BlockReports()
     told.tell(1, keys(20))
     told.fleet.remove(replica(1))
@@ -184,7 +184,7 @@ def test_who_leaves_is_forgotten() -> None:
     assert told.held() == [0, 16, 0]
 
 
-def test_blocks_of_no_member_are_forgotten_once_members_are_known() -> None:
+def test_blocks_of_no_member_are_dropped_once_members_are_known() -> None:
     told = BlockReports()
     for number in (5, 6):
         told.numbers[number] = (20 + number) * NUMBERS
@@ -199,7 +199,7 @@ def test_blocks_of_no_member_are_forgotten_once_members_are_known() -> None:
     assert told.fleet.blocks.count(replica(6)) is None
 
 
-def test_news_that_are_of_no_use_are_told_as_such() -> None:
+def test_update_follows_only_its_predecessor() -> None:
     told = BlockReports()
     told.numbers[5] = 20 * NUMBERS
     assert not told.tell(5, keys(3))
@@ -209,7 +209,7 @@ def test_news_that_are_of_no_use_are_told_as_such() -> None:
     assert not told.tell(5, keys(6))
 
 
-def test_a_block_that_is_removed_ends_what_was_sent_behind_it() -> None:
+def test_removed_block_ends_the_hits_of_a_sent_prompt() -> None:
     told = BlockReports()
     told.tell(1, keys(10))
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)

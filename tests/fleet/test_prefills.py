@@ -22,7 +22,7 @@ def backlog(fleet: Fleet) -> float:
     return float(fleet.view(MODEL).backlog[0])
 
 
-def test_prompts_found_in_the_prefix_cache_leave_the_backlog_with_the_next_poll() -> None:
+def test_poll_removes_cached_prompts_from_the_backlog() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A100)
     for sent in range(1, 37):
@@ -35,7 +35,7 @@ def test_prompts_found_in_the_prefix_cache_leave_the_backlog_with_the_next_poll(
             assert fleet.view(MODEL).batch[0] == sent
 
 
-def test_prompts_that_the_clock_took_for_prefilled_come_back_with_the_next_poll() -> None:
+def test_poll_of_a_slow_replica_restores_the_backlog() -> None:
     """The replica is four times slower than is believed."""
     clock = ManualClock()
     fleet = fleet_of(clock, H100)
@@ -52,7 +52,7 @@ def test_prompts_that_the_clock_took_for_prefilled_come_back_with_the_next_poll(
     assert fleet.view(MODEL).batch[0] == 2
 
 
-def test_what_was_sent_since_the_poll_was_asked_for_stays_queued() -> None:
+def test_prompt_sent_after_the_poll_stays_queued() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, first_tokens=3))
@@ -64,7 +64,7 @@ def test_what_was_sent_since_the_poll_was_asked_for_stays_queued() -> None:
     assert 1100 < backlog(fleet) < 1500
 
 
-def test_an_idle_replica_has_no_backlog_whatever_is_believed() -> None:
+def test_idle_replica_has_no_backlog() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     fleet.dispatch(replica(1), chat(16_000, 100))
@@ -76,7 +76,7 @@ def test_an_idle_replica_has_no_backlog_whatever_is_believed() -> None:
     assert backlog(fleet) == 0
 
 
-def test_beside_other_routers_what_is_not_queued_any_more_is_prefilled_but_for_a_step() -> None:
+def test_prompts_that_left_a_shared_queue_are_prefilled_but_for_a_step() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     for _ in range(20):
@@ -87,7 +87,7 @@ def test_beside_other_routers_what_is_not_queued_any_more_is_prefilled_but_for_a
     assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
 
 
-def test_a_client_that_hung_up_in_the_queue_does_not_shift_the_count() -> None:
+def test_aborted_prompt_does_not_shift_the_count_of_first_tokens() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, first_tokens=1))
@@ -103,7 +103,7 @@ def test_a_client_that_hung_up_in_the_queue_does_not_shift_the_count() -> None:
     assert backlog(fleet) == 0
 
 
-def test_clients_that_hang_up_unnoticed_do_not_make_a_backlog_over_time() -> None:
+def test_aborted_prompts_build_up_no_backlog() -> None:
     """Their prompts were never prefilled, and nobody saw how their streams ended."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
@@ -120,7 +120,7 @@ def test_clients_that_hang_up_unnoticed_do_not_make_a_backlog_over_time() -> Non
     assert backlog(fleet) <= 2048
 
 
-def test_an_embedding_of_many_prompts_counts_as_many() -> None:
+def test_embedding_of_many_prompts_counts_each() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, first_tokens=1))
@@ -245,7 +245,7 @@ def _page(servers: list[Engine], clock: ManualClock, late: float) -> ReplicaStat
     )
 
 
-def test_beside_other_routers_what_is_queued_is_not_prefilled() -> None:
+def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
     """An A10 that is believed to be an H100."""
     clock, begun = ManualClock(), 1
     fleet = fleet_of(clock, H100)
@@ -261,7 +261,7 @@ def test_beside_other_routers_what_is_queued_is_not_prefilled() -> None:
 
 
 @pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
-def test_a_replica_that_comes_back_has_the_backlog_it_had(again: str) -> None:
+def test_replica_that_returns_has_its_backlog(again: str) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     counted = {"running": 1, "waiting": 9, "first_tokens": 500, "generated_tokens": 9000}
@@ -280,7 +280,7 @@ def test_a_replica_that_comes_back_has_the_backlog_it_had(again: str) -> None:
     assert before > 36_000
 
 
-def test_what_a_router_left_behind_that_died_is_still_queued() -> None:
+def test_backlog_of_a_dead_router_is_external() -> None:
     """Fifty prompts of 4,000 tokens wait there, and nobody tells of them any more."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
@@ -294,7 +294,7 @@ def test_what_a_router_left_behind_that_died_is_still_queued() -> None:
     assert backlog(fleet) == 0
 
 
-def test_a_late_page_makes_no_load_of_others_of_what_has_ended_since() -> None:
+def test_late_page_makes_no_external_load() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     for _ in range(20):

@@ -34,7 +34,7 @@ def units(prefixes: PrefixIndex, text: str) -> list[float]:
     return list(prefixes.hits(prompt(text), ROWS).expected / UNIT)
 
 
-def test_of_each_replica_the_beginning_it_was_sent(prefixes: PrefixIndex) -> None:
+def test_each_replica_holds_the_beginnings_it_was_sent(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
     prefixes.enter(2, prompt("abx"), ROOM)
     assert units(prefixes, "abcde") == [4, 0, 2]
@@ -43,13 +43,13 @@ def test_of_each_replica_the_beginning_it_was_sent(prefixes: PrefixIndex) -> Non
     assert units(prefixes, "") == [0, 0, 0]
 
 
-def test_of_some_replicas_in_their_order(prefixes: PrefixIndex) -> None:
+def test_hits_follow_the_order_of_the_rows(prefixes: PrefixIndex) -> None:
     prefixes.enter(2, prompt("ab"), ROOM)
     assert list(prefixes.hits(prompt("ab"), np.array([0, 2])).expected) == [0, 2 * UNIT]
     assert list(prefixes.hits(prompt("ab"), np.array([0, 1])).expected) == [0, 0]
 
 
-def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: PrefixIndex) -> None:
+def test_end_of_the_oldest_prompt_is_evicted_first(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), 6 * UNIT)
     prefixes.enter(0, prompt("xyz"), 6 * UNIT)
     assert units(prefixes, "abcd")[0] == 3
@@ -58,28 +58,28 @@ def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: PrefixInd
     assert [units(prefixes, text)[0] for text in ("abcd", "xyz", "uvw")] == [2, 1, 3]
 
 
-def test_one_that_starts_anew_holds_nothing(prefixes: PrefixIndex) -> None:
+def test_restarted_replica_holds_nothing(prefixes: PrefixIndex) -> None:
     for row in (0, 1):
         prefixes.enter(row, prompt("ab"), ROOM)
     prefixes.clear(0)
     assert units(prefixes, "ab") == [0, 2, 0]
 
 
-def test_who_gave_the_last_answer_holds_it(prefixes: PrefixIndex) -> None:
+def test_replica_that_answered_holds_the_answer(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("ab", whole=77), ROOM)
     prefixes.enter(1, prompt("ab", whole=78), ROOM)
     following = prompt("abcd", asked=77, answered=230.0)
     assert list(prefixes.hits(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
 
 
-def test_who_was_sent_a_turn_already_holds_all_of_it(prefixes: PrefixIndex) -> None:
+def test_turn_that_is_sent_again_is_held_whole(prefixes: PrefixIndex) -> None:
     for text, whole in (("ab", 77), ("abcd", 0)):
         prefixes.enter(0, prompt(text, whole), ROOM)
     again = prompt("abcd", asked=77, answered=3 * UNIT)
     assert prefixes.hits(again, ROWS).expected[0] == 4 * UNIT
 
 
-def test_it_holds_no_more_than_there_is_room_for(prefixes: PrefixIndex) -> None:
+def test_replica_holds_no_more_than_its_capacity(prefixes: PrefixIndex) -> None:
     """And forgets as it goes, whatever is sent."""
     random = Random(1)
     for _ in range(500):
@@ -92,7 +92,7 @@ def test_it_holds_no_more_than_there_is_room_for(prefixes: PrefixIndex) -> None:
     assert not any(sum(units(prefixes, letter)) for letter in "abcd")
 
 
-def test_a_replica_finds_whole_blocks(prefixes: PrefixIndex) -> None:
+def test_hits_are_whole_blocks(prefixes: PrefixIndex) -> None:
     prefixes.polled(0, ReplicaState(id="r", block_size=100))
     prefixes.enter(0, prompt("abcd"), ROOM)
     assert list(prefixes.hits(prompt("abcd"), ROWS).expected) == [200, 0, 0]
@@ -103,7 +103,7 @@ def believed(prefixes: PrefixIndex, text: str) -> float:
     return float(held.cached[0] / held.expected[0])
 
 
-def test_prompts_may_share_a_later_key_only(
+def test_prompts_that_share_only_a_later_key_are_harmless(
     prefixes: PrefixIndex,
 ) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
@@ -116,7 +116,7 @@ def test_prompts_may_share_a_later_key_only(
     assert prefixes.hits(another, ROWS).expected[0] >= UNIT
 
 
-def test_who_reports_less_than_expected_is_believed_less(prefixes: PrefixIndex) -> None:
+def test_reports_of_few_hits_lower_the_cached_tokens(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
     assert believed(prefixes, "abcd" * 10) == 1
     held = prefixes.hits(prompt("abcd" * 10), ROWS)
@@ -131,7 +131,7 @@ def test_who_reports_less_than_expected_is_believed_less(prefixes: PrefixIndex) 
     assert believed(prefixes, "abcd" * 10) == 1
 
 
-def test_what_was_used_long_ago_is_believed_by_itself(prefixes: PrefixIndex) -> None:
+def test_hits_are_learned_by_depth_in_the_cache(prefixes: PrefixIndex) -> None:
     """Somebody else's prompts evict it, of which no router tells."""
     room = 40 * UNIT
     prefixes.enter(0, prompt("abcdefgh"), room)
@@ -150,7 +150,7 @@ def polled(prefixes: PrefixIndex, prompts: float, cached: float) -> None:
     prefixes.polled(0, ReplicaState(id="r", prompt_tokens=prompts, cached_tokens=cached))
 
 
-def test_where_answers_tell_nothing_the_counters_do(prefixes: PrefixIndex) -> None:
+def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> None:
     """One that turns out to cache nothing, by what it counts, is found out within ten prompts."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
@@ -164,7 +164,7 @@ def test_where_answers_tell_nothing_the_counters_do(prefixes: PrefixIndex) -> No
     assert believed(prefixes, text) > 0.9
 
 
-def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: PrefixIndex) -> None:
+def test_single_reporting_response_leaves_the_counters_in_use(prefixes: PrefixIndex) -> None:
     """Responses tell always, chats only where the server was started for it."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
@@ -175,7 +175,7 @@ def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: PrefixInd
     assert believed(prefixes, text) < 0.2
 
 
-def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: PrefixIndex) -> None:
+def test_prompts_without_keys_are_no_misses(prefixes: PrefixIndex) -> None:
     text, tokens = "abcd" * 8, 32 * UNIT
     unknown = replace(NO_PREFIX, tokens=tokens)
     polled(prefixes, 0, 0)
@@ -186,7 +186,7 @@ def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: Pref
     assert believed(prefixes, text) > 0.9
 
 
-def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: PrefixIndex) -> None:
+def test_reported_surplus_does_not_outweigh_later_misses(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
     for _ in range(10):
         prefixes.reported(0, 64, 0, 100_000, 100_000)
@@ -195,7 +195,7 @@ def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: PrefixIn
     assert believed(prefixes, "abcd" * 10) < 0.5
 
 
-def test_one_odd_prompt_does_not_empty_a_cache(prefixes: PrefixIndex) -> None:
+def test_prompt_with_a_huge_unit_evicts_nothing(prefixes: PrefixIndex) -> None:
     """Of a prompt of empty messages a unit is 1,300 tokens."""
     for number in range(20):
         prefixes.enter(0, prompt(f"{number:04d}" * 5), 2000 * UNIT)
@@ -203,19 +203,19 @@ def test_one_odd_prompt_does_not_empty_a_cache(prefixes: PrefixIndex) -> None:
     assert units(prefixes, "0003" * 5)[0] == 20
 
 
-def test_a_prompt_of_no_tokens_is_harmless(prefixes: PrefixIndex) -> None:
+def test_prompt_without_tokens_enters_nothing(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, replace(prompt("ab"), unit=0.0, tokens=0.0), ROOM)
     assert units(prefixes, "ab") == [0, 0, 0]
 
 
-def test_another_router_hears_of_one_that_started_anew() -> None:
+def test_prompt_log_announces_a_restart_as_a_prompt_without_tokens() -> None:
     told = PromptLog()
     told.restarted("10.0.0.1:8000")
     [(replica, prefix)] = read_prompts(told.take())
     assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
 
 
-def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
+def test_prompt_log_is_taken_in_batches() -> None:
     told = PromptLog()
     for _ in range(250):
         told.add("10.0.0.1:8000", prompt("ab"))
@@ -225,7 +225,7 @@ def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
     assert sizes == [100, 100, 50]
 
 
-def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
+def test_pending_prompts_take_at_most_10_mb() -> None:
     told, size = PromptLog(), 12_500
     for number in range(1_000):
         long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
@@ -238,7 +238,7 @@ def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
     assert len(told) == 1
 
 
-def test_another_router_hears_what_was_sent() -> None:
+def test_taken_prompts_are_read_back() -> None:
     told = PromptLog()
     told.add("10.0.0.1:8000", prompt("abc", whole=5))
     told.add("10.0.0.2:8000", prompt(""))
@@ -251,7 +251,7 @@ def test_another_router_hears_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20, 40])
-def test_what_is_cut_short_is_refused(cut: int) -> None:
+def test_prompts_that_are_cut_short_are_refused(cut: int) -> None:
     told = PromptLog()
     told.add("10.0.0.1:8000", prompt("abc"))
     with pytest.raises(ValueError, match=r"cut short|smaller"):

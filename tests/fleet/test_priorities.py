@@ -39,7 +39,7 @@ def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decisi
     return decision
 
 
-def test_a_higher_priority_waits_for_no_prompt_of_a_lower_one() -> None:
+def test_request_overtakes_queued_prompts_of_lower_priority() -> None:
     clock = ManualClock()
     ours = fleet(clock, True, False)
     for number in (1, 2):
@@ -54,7 +54,7 @@ def test_a_higher_priority_waits_for_no_prompt_of_a_lower_one() -> None:
     assert lower[0] == pytest.approx(lower[1])
 
 
-def test_it_takes_its_place_before_them() -> None:
+def test_overtaking_prompt_is_prefilled_first() -> None:
     clock = ManualClock()
     ours = fleet(clock, True)
     batch = [ours.dispatch(replica(1), batch_of(4000, 100)) for _ in range(3)]
@@ -71,7 +71,7 @@ def test_it_takes_its_place_before_them() -> None:
     assert ours.view(MODEL, priority=-1).backlog[0] == 0.0
 
 
-def test_what_is_preempted_before_it_takes_no_room() -> None:
+def test_requests_that_are_preempted_first_take_no_kv_tokens() -> None:
     clock = ManualClock()
     ours = fleet(clock, True, False)
     for number in (1, 2):
@@ -86,7 +86,7 @@ def test_what_is_preempted_before_it_takes_no_room() -> None:
     assert np.ptp(batch.prediction.kv_pressure) == pytest.approx(0.0, abs=0.01)
 
 
-def test_but_to_be_admitted_it_waits_for_room_as_any() -> None:
+def test_admission_waits_for_kv_tokens_despite_priority() -> None:
     """vLLM preempts for what runs, not for what waits."""
     clock = ManualClock()
     ours = fleet(clock, True)
@@ -100,7 +100,7 @@ def test_but_to_be_admitted_it_waits_for_room_as_any() -> None:
     assert large.wait_s > 0.0
 
 
-def test_what_other_routers_and_strangers_have_there_lets_nobody_first() -> None:
+def test_external_load_is_not_overtaken() -> None:
     clock = ManualClock()
     ours = fleet(clock, True)
     figures = {"kv_tokens": CAPACITY, "measured": True, "by_priority": True, "kv_usage": 0.9}

@@ -26,7 +26,7 @@ def parts() -> tuple[str, str, str]:
     return before, shown.rstrip("\n"), after
 
 
-def test_page_shows_the_reasons() -> None:
+def test_page_lists_the_reasons_for_exclusion() -> None:
     assert parts()[1] == "\n".join(table()), "run: python -m tests.fleet.test_reasons"
 
 

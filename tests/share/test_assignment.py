@@ -252,7 +252,7 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
     assert len({each.name for each in (await beats(a, b)).values()}) == 2
 
 
-async def test_poller_starts_beside_those_of_the_version_before(redis_client: Redis) -> None:
+async def test_poller_starts_beside_pollers_of_the_last_version(redis_client: Redis) -> None:
     """Theirs is a sorted set of that name; a rollout waits until the new one is ready."""
     await redis_client.zadd(f"{{{POOL}}}:pollers", {"old": 1})
     assert (await Poller(redis_client, "a").beat()).replicas == TEN

@@ -131,7 +131,9 @@ async def test_old_poller_is_skipped(redis_server: RedisServer, tell: Tell, hear
         await later.holds({1, 2})
 
 
-async def test_blocks_of_another_pollers_replica_are_not_told(redis_server: RedisServer) -> None:
+async def test_poller_writes_no_blocks_of_another_pollers_replica(
+    redis_server: RedisServer,
+) -> None:
     async with router(redis_server.url) as one, publishing(redis_server.url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
@@ -165,7 +167,9 @@ async def test_removed_replica_leaves_no_blocks(
     assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 
 
-async def test_all_is_sent_once(redis_server: RedisServer, redis_client: Redis, tell: Tell) -> None:
+async def test_whole_update_is_sent_once(
+    redis_server: RedisServer, redis_client: Redis, tell: Tell
+) -> None:
     async with router(redis_server.url) as one:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")

@@ -162,7 +162,9 @@ async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -
         await _sees(two, 0)
 
 
-async def test_later_versions_count(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_messages_of_later_versions_are_counted(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
     registry = CollectorRegistry()
     future = msgpack.encode(["new", VERSION + 1, []])
     await redis_client.set(Keys("test").router + "later", future)

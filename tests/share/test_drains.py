@@ -147,7 +147,9 @@ async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: 
     assert f"{one.id} is not polled, so its requests are unknown" in error
 
 
-async def test_new_redis_gets_drains(redis_server: RedisServer, run: Run, logged: Logged) -> None:
+async def test_redis_that_comes_back_empty_gets_drains(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
     async with serving() as one, serving() as two:
         settings = config(redis_server, one, two)
         async with watching(settings) as seen, polling(config(redis_server, one, two)):

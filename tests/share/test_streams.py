@@ -62,7 +62,7 @@ async def test_redis_bounds_response_owners(
     assert 200 <= kept <= 400  # whole nodes of a hundred go
 
 
-async def test_owners_are_told_after_outage(redis_server: RedisServer, routers: Pair) -> None:
+async def test_owners_are_announced_after_outage(redis_server: RedisServer, routers: Pair) -> None:
     first, second = routers
     first.responses.record("resp_before", replica(2))
     await knows(second, "resp_before")
@@ -173,7 +173,7 @@ async def test_prompts_reach_present_and_later_routers(protocol_url: str) -> Non
                 await holds(third, number, prefix)
 
 
-async def test_prompts_are_told_after_outage(redis_server: RedisServer, routers: Pair) -> None:
+async def test_prompts_are_announced_after_outage(redis_server: RedisServer, routers: Pair) -> None:
     first, second = routers
     send(first, 1, prompt("a", 3))
     await holds(second, 1, prompt("a", 3))

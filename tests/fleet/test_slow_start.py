@@ -30,7 +30,7 @@ def fill(fleet: Fleet) -> list[Ticket]:
     return tickets
 
 
-def test_a_newcomer_is_not_flooded() -> None:
+def test_new_replica_gets_four_requests_at_first() -> None:
     fleet = joined(ManualClock(), H100)
     tickets = fill(fleet)
     assert len(tickets) == 4
@@ -39,7 +39,7 @@ def test_a_newcomer_is_not_flooded() -> None:
     assert left_out.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
 
-def test_newcomers_alike_are_taken_alike() -> None:
+def test_equal_new_replicas_are_predicted_equal() -> None:
     clock = ManualClock()
     fleet = joined(clock, A10)
     fleet.put(state(4, A10, clock))
@@ -49,14 +49,14 @@ def test_newcomers_alike_are_taken_alike() -> None:
     assert third == fourth
 
 
-def test_each_request_that_ended_there_allows_one_more() -> None:
+def test_each_ended_request_raises_the_limit_of_a_new_replica() -> None:
     fleet = joined(ManualClock(), H100)
     for ticket in fill(fleet):
         fleet.release(ticket)
     assert len(fill(fleet)) == 8
 
 
-def test_what_ended_before_it_was_new_allows_none() -> None:
+def test_requests_from_before_a_rejoin_do_not_raise_the_limit() -> None:
     clock = ManualClock()
     fleet = joined(clock, H100)
     fleet.put(state(4, H100, clock))
@@ -69,7 +69,7 @@ def test_what_ended_before_it_was_new_allows_none() -> None:
     assert len(fill(fleet)) == 4
 
 
-def test_it_is_a_replica_like_others_once_it_is_measured() -> None:
+def test_measured_replica_has_no_limit() -> None:
     clock = ManualClock()
     fleet = joined(clock, H100)
     fill(fleet)
@@ -81,7 +81,7 @@ def test_it_is_a_replica_like_others_once_it_is_measured() -> None:
     assert NEW in fleet.view(MODEL).ids
 
 
-def test_one_that_others_send_to_is_full_as_well() -> None:
+def test_external_load_counts_towards_the_limit() -> None:
     clock = ManualClock()
     fleet = joined(clock, H100)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_one_that_others_send_to_is_full_as_well() -> None:
     assert NEW not in fleet.view(MODEL).ids
 
 
-def test_at_the_start_of_a_pool_nothing_is_held_back() -> None:
+def test_first_replicas_of_a_pool_have_no_limit() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10, A10)
     fleet.put(state(1, A10, clock, measured=True))
@@ -99,7 +99,7 @@ def test_at_the_start_of_a_pool_nothing_is_held_back() -> None:
         fleet.dispatch(NEW, chat(10, 10))
 
 
-async def test_at_the_start_of_a_router_nothing_is_held_back() -> None:
+async def test_replicas_of_the_first_snapshot_have_no_limit() -> None:
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock)
     await apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
@@ -108,7 +108,7 @@ async def test_at_the_start_of_a_router_nothing_is_held_back() -> None:
         fleet.dispatch(NEW, chat(10, 10))
 
 
-def test_where_all_are_new_all_serve() -> None:
+def test_limit_is_ignored_if_all_replicas_are_new() -> None:
     fleet = joined(ManualClock(), A10)
     fill(fleet)
     for number in (1, 2):
@@ -116,7 +116,7 @@ def test_where_all_are_new_all_serve() -> None:
     assert fleet.view(MODEL).ids == [NEW]
 
 
-def test_one_that_starts_late_is_new_when_it_is_healthy() -> None:
+def test_slow_start_begins_when_a_replica_is_healthy() -> None:
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock)
     fleet.put(state(3, H100, clock, healthy=False))
@@ -126,7 +126,7 @@ def test_one_that_starts_late_is_new_when_it_is_healthy() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_an_idle_one_is_tried_though_its_profile_is_slow(in_flight: int) -> None:
+def test_idle_new_replica_is_predicted_no_slower_than_the_median(in_flight: int) -> None:
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):

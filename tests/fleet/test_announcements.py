@@ -7,7 +7,7 @@ from extproc.fleet.announcements import OwnerMap
 from tests.fakes import replica
 
 
-def test_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_map_remembers_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcements, "MAX_OWNERS", 3)
     responses = OwnerMap()
     for name in ("a", "b", "c", "a", "d"):
@@ -16,14 +16,14 @@ def test_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held == ["a", "c", "d"]
 
 
-def test_the_last_word_counts() -> None:
+def test_last_owner_counts() -> None:
     responses = OwnerMap()
     responses.remember("a", replica(1))
     responses.record("a", replica(2))
     assert responses.owner("a") == replica(2)
 
 
-async def test_what_was_seen_is_told_once_and_what_was_heard_is_not() -> None:
+async def test_recorded_owners_are_announced_once() -> None:
     responses = OwnerMap()
     waiting = asyncio.create_task(responses.take_announcements(2))
     await asyncio.sleep(0)

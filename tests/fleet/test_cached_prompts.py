@@ -36,7 +36,7 @@ def prompt(letter: str, tokens: int = TOKENS) -> Prefix:
 
 
 @pytest.mark.parametrize("cached", [0.0, CACHED])
-def test_a_poll_finds_all_of_the_kv_tokens_that_are_known(
+def test_poll_leaves_known_kv_tokens_unchanged(
     fleet: Fleet, clock: ManualClock, cached: float
 ) -> None:
     for _ in range(25):
@@ -48,9 +48,7 @@ def test_a_poll_finds_all_of_the_kv_tokens_that_are_known(
     assert fleet.view(MODEL).kv_used[0] == pytest.approx(before, rel=0.02)
 
 
-def test_when_one_of_many_that_share_their_beginning_ends_little_becomes_free(
-    fleet: Fleet, clock: ManualClock
-) -> None:
+def test_end_of_a_request_frees_no_shared_blocks(fleet: Fleet, clock: ManualClock) -> None:
     tickets = [fleet.dispatch(replica(1), request(), CACHED) for _ in range(10)]
     fleet.first_token(tickets[-1])
     clock.advance(0.2)
@@ -61,7 +59,7 @@ def test_when_one_of_many_that_share_their_beginning_ends_little_becomes_free(
     assert used * 0.7 < fleet.view(MODEL).kv_used[0] < used
 
 
-def test_a_long_prompt_is_under_way_for_as_long_as_all_of_it_takes(
+def test_long_prompt_reaches_the_engine_after_it_is_tokenized(
     fleet: Fleet, clock: ManualClock
 ) -> None:
     """Its tokens are made before the engine has it, those that are cached, too."""
@@ -71,7 +69,7 @@ def test_a_long_prompt_is_under_way_for_as_long_as_all_of_it_takes(
     assert fleet.view(MODEL).backlog[0] > 20_000
 
 
-def test_a_retried_request_has_to_be_prefilled_where_it_is_not_cached(fleet: Fleet) -> None:
+def test_retried_prompt_is_prefilled_on_the_new_replica(fleet: Fleet) -> None:
     prefix = prompt("a")
     fleet.dispatch(replica(1), request(prefix))
     ticket = fleet.dispatch(replica(1), request(prefix), CACHED)
@@ -81,7 +79,7 @@ def test_a_retried_request_has_to_be_prefilled_where_it_is_not_cached(fleet: Fle
     assert held[1] == pytest.approx(TOKENS, abs=64)
 
 
-def test_others_hear_where_a_retried_request_was_served(fleet: Fleet, clock: ManualClock) -> None:
+def test_peers_learn_the_replica_of_a_retried_prompt(fleet: Fleet, clock: ManualClock) -> None:
     other = Fleet(OutputLengths(), clock, clock)
     for number in (1, 2):
         other.put(state(number, "llama-8b-h100", clock))
@@ -91,7 +89,7 @@ def test_others_hear_where_a_retried_request_was_served(fleet: Fleet, clock: Man
     assert np.all(other.prefix_hits(prefix, other.view(MODEL)).expected > 0)
 
 
-def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
+def test_prompts_before_a_restart_are_empty_for_a_new_router(
     fleet: Fleet, clock: ManualClock
 ) -> None:
     prefix = prompt("a")
@@ -109,7 +107,7 @@ def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
 
 
 @pytest.mark.parametrize(("started_at", "known"), [(0.0, False), (1e9, True)])
-def test_older_state_of_the_same_process_empties_no_cache(
+def test_older_state_of_the_same_process_keeps_the_index(
     fleet: Fleet, clock: ManualClock, started_at: float, known: bool
 ) -> None:
     """Two pollers may scrape a replica for a moment."""
@@ -122,9 +120,7 @@ def test_older_state_of_the_same_process_empties_no_cache(
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known
 
 
-def test_prompts_of_others_that_wait_are_taken_to_be_cached_as_much_as_all(
-    fleet: Fleet, clock: ManualClock
-) -> None:
+def test_external_prompts_are_cached_as_much_as_all(fleet: Fleet, clock: ManualClock) -> None:
     figures = {"waiting": 5, "prompt_tokens": 1e6, "cached_tokens": 9e5, "first_tokens": 100}
     for _ in range(2):
         clock.advance(0.2)
