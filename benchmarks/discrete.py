@@ -1,9 +1,8 @@
 """Simulation of a trace on the fleet of a file, under a policy or under the oracle."""
 
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from random import Random
 
 import numpy as np
@@ -19,8 +18,6 @@ from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, Vir
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior
-from extproc.predict.inputs import FleetView, Floats
-from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.objective import NO_OBJECTIVE, Objective
@@ -35,61 +32,12 @@ _INTERVAL = 0.2  # seconds between two scrapes, as configured by default
 _PICKERS_INTERVAL = 0.05  # default of llm-d's picker and of AIBrix
 _NO_HOLD = HoldSettings(longest_s=0.0)
 _HOLD = HoldSettings(longest_s=3600.0)  # refuses no request: comparisons need all answers
-_AFTER = 30.0  # seconds from a change of speed until the learned speed is compared
 _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
     """Seconds between two scrapes of a replica, by the defaults of the policy's makers."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedSpeed:
-    replica: str
-    at: float
-    slow: float
-    ratio: float  # learned ÷ true time of the average step since the change
-
-
-class LearnedSpeeds:
-    """Compares learned with true step times some time after each change."""
-
-    def __init__(self) -> None:
-        self.learned: list[LearnedSpeed] = []
-        # Time, machine, slowness from then on, and work before, in order of time.
-        self._changes: list[tuple[float, Machine, float, Floats]] = []
-
-    @property
-    def due(self) -> float:
-        return self._changes[0][0] + _AFTER if self._changes else inf
-
-    def changed(self, machine: Machine, slow: float, now: float) -> None:
-        self._changes.append((now, machine, slow, _work(machine)))
-
-    def compare(self, now: float, view: FleetView) -> None:
-        _, machine, slow, before = self._changes.pop(0)
-        if machine.name not in view.ids:
-            return  # the replica is down
-        index = view.ids.index(machine.name)
-        each = view.c0, view.c_prefill, view.c_batch, view.c_kv
-        learned = StepModel(*(float(values[index]) for values in each))
-        truth = replace(machine.step_model, c_att=0.0)
-        steps, computed, generated = _work(machine) - before
-        average = {
-            "prefill": computed / max(steps, 1.0),
-            "batch": generated / max(steps, 1.0),
-            "kv": machine.engine.kv_usage * machine.engine.capacity,
-        }
-        ratio = learned.step_time(**average) / truth.step_time(**average)
-        self.learned.append(LearnedSpeed(machine.name, now, slow, ratio))
-
-
-def _work(machine: Machine) -> Floats:
-    """Steps, prompt tokens computed and tokens generated so far."""
-    counters = machine.engine.counters
-    computed = counters.prompt_tokens - counters.cached_tokens
-    return np.array([machine.engine.steps, computed, counters.generated_tokens], float)
 
 
 @dataclass
@@ -131,7 +79,6 @@ class FleetSimulation(simulation.Simulation):
             prior, dealt = FleetPrior(), Random(self.seed)
             watches = [self._watch(machine, prior, poll_s) for machine in machines.values()]
             routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
-        self.speeds = LearnedSpeeds()
         events = [(event.at, partial(self._apply, event)) for event in self.fleet_file.events]
         super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 
@@ -183,8 +130,6 @@ class FleetSimulation(simulation.Simulation):
         machine, now = self.machines[event.replica], self.clock()
         if event.slow is not None:
             machine.slow(event.slow)
-            if self.nodes:
-                self.speeds.changed(machine, event.slow, now)
         elif event.do == "down":
             machine.goes_down()
             self._retry_requests(machine)
@@ -192,11 +137,6 @@ class FleetSimulation(simulation.Simulation):
             machine.hangs(now)
         else:
             machine.comes_up(now)
-
-    def _poll(self) -> None:
-        super()._poll()
-        if self.clock() >= self.speeds.due:
-            self.speeds.compare(self.clock(), self.fleet.view(MODEL))
 
     def _machine(self, name: str) -> Machine:
         group = self.fleet_file.group(name)

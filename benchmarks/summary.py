@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -66,7 +66,6 @@ def summary(
             "rank_corr": rank_correlation(predicted, e2e),
         },
         "groups": _groups(served),
-        "learned_speed": [asdict(speed) for speed in simulation.speeds.learned],
         "per_replica": {
             name: _work(
                 [request for request in served if request.replica == name],
@@ -101,7 +100,7 @@ def header() -> str:
 
 
 def row(run: Run, took: float) -> str:
-    """Line of a run, lines of its groups, and lines of the learned changes of speed."""
+    """Line of a run, and lines of its groups."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
@@ -111,11 +110,6 @@ def row(run: Run, took: float) -> str:
     )
     for name, group in run["groups"].items():
         line += f"\n  {name:16}{_times(group)}  {group['in_time']:6.1%} in time"
-    for speed in run["learned_speed"]:
-        line += (
-            f"\n  {speed['replica']} at {speed['at']:.0f} s, {speed['slow']:g}× as slow as its "
-            f"profile: learned step time is {speed['ratio']:.2f}× the truth"
-        )
     return line
 
 

@@ -72,7 +72,7 @@ class Beside:
 
     @property
     def better(self) -> bool | None:
-        """True or False if all turns agree; None if turns differ or only one was run."""
+        """True or False if all turns agree; None if turns differ or for a single turn."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None

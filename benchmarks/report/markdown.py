@@ -68,8 +68,7 @@ def check_writable(folder: Path) -> None:
 def write(results: Mapping[str, Any], folder: Path) -> Path:
     """Writes ``report.md``, its pictures and ``results.json``; returns the path of the page.
 
-    Pictures of an earlier report are removed. Raises OSError if the folder cannot be written,
-    ValueError if ``results`` is not a benchmark's result.
+    Pictures of an earlier report are removed. Raises OSError if the folder cannot be written.
     """
     check_writable(folder)
     from benchmarks.report.pictures import draw  # needs matplotlib

@@ -17,7 +17,7 @@ TRACES = Path(ablation.__file__).parent / "traces"
 VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"share_lag": 0.02},
     "not shared": {},
-    "one": {"routers": 1},
+    "single router": {"routers": 1},
     "adapters": {"adapters": 6},
 }
 _LORAS = {"max_loras": 2}

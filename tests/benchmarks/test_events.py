@@ -56,16 +56,6 @@ def test_slow_replica_takes_longer_until_it_recovers() -> None:
     assert after == [pytest.approx(normal, rel=0.01)] * len(after)
 
 
-def test_learned_speed_is_compared_with_the_truth() -> None:
-    simulation, _ = play(
-        two_replicas({"at": 60, "replica": "a-0", "slow": 3}), requests_every(0.5, 120)
-    )
-    (learned,) = simulation.speeds.learned
-    assert (learned.replica, learned.slow) == ("a-0", 3)
-    assert learned.at == pytest.approx(90, abs=0.3)
-    assert 0.7 < learned.ratio < 1.3
-
-
 def test_requests_of_a_dead_replica_fail_or_are_retried() -> None:
     simulation, served = play(
         two_replicas({"at": 30.1, "replica": "a-0", "down": None}), requests_every(0.2, 60)

@@ -75,7 +75,8 @@ def test_request_in_the_front_end_misses_the_step() -> None:
 def test_runs_are_consecutive_slices_of_the_trace() -> None:
     first, second = RecordingPlan(TRACE, 50, [1.0, 2.0], 6, 3).runs()
     (both,) = RecordingPlan(TRACE, 100, [1.0], 6, 3).runs()
-    assert [one.prompt_tokens for one in first + second] == [one.prompt_tokens for one in both]
+    prompts = [request.prompt_tokens for request in first + second]
+    assert prompts == [request.prompt_tokens for request in both]
     assert first[0].at == second[0].at == 0.0
     assert second[-1].at == pytest.approx((both[-1].at - both[50].at) / 2)
 

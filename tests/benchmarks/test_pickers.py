@@ -48,7 +48,7 @@ def test_llm_d_is_configured_with_replicas_and_policy(tmp_path: Path) -> None:
     words, _ = LlmD().command("affinity", "m", SERVERS, PORTS, tmp_path)
     assert {"--grpc-port=11", "--grpc-health-port=12", "--metrics-port=13"} <= {*words}
     config = yaml.safe_load((tmp_path / "epp.yaml").read_text())
-    (discovery,) = (one for one in config["plugins"] if one["type"] == "file-discovery")
+    (discovery,) = (plugin for plugin in config["plugins"] if plugin["type"] == "file-discovery")
     endpoints = yaml.safe_load(Path(discovery["parameters"]["path"]).read_text())["endpoints"]
     assert endpoints[1] == {"name": "a-1", "address": "127.0.0.1", "port": "2"}
     (profile,) = config["schedulingProfiles"]

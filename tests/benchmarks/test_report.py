@@ -12,7 +12,6 @@ pytest.importorskip("matplotlib")
 from PIL import Image  # comes with matplotlib
 
 from benchmarks.report import figures
-from benchmarks.report.__main__ import main
 from benchmarks.report.markdown import PAGE, markdown, write
 from benchmarks.report.results import read
 from benchmarks.report.words import between, ratio, seconds, terminal_result
@@ -124,6 +123,7 @@ def test_own_contenders_and_references_are_not_rivals() -> None:
 
 def test_page_links_to_pictures_and_json(both: tuple[Json, Path]) -> None:
     page = Page((both[1] / PAGE).read_text())
+    assert json.loads((both[1] / "results.json").read_text()) == both[0]
     for shown in ("a lathe", "python -m benchmarks.compare", "envoy: 1.40.0"):
         assert shown in page.text
     assert {*page.links} == {*(f"{name}.png" for name in PICTURES), "results.json"}
@@ -141,17 +141,6 @@ def test_name_with_markup_is_shown_as_text(tmp_path: Path) -> None:
     page = written(compared(run(name, 1), run("other", 2), machine=name), tmp_path)
     assert page.row(name)[0] == name
     assert page.said[0].startswith(f"Completion, p99: {name} is ")
-
-
-def test_report_is_drawn_again_from_its_json(
-    both: tuple[Json, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results, folder = both
-    assert json.loads((folder / "results.json").read_text()) == results
-    again = tmp_path / "again"
-    assert main([str(folder / "results.json"), "--out", str(again)]) == 0
-    assert capsys.readouterr().out.strip() == str(again / PAGE)
-    assert (again / PAGE).read_text() == (folder / PAGE).read_text()
 
 
 def test_single_run_is_compared_with_nothing(tmp_path: Path) -> None:
@@ -187,8 +176,8 @@ def test_failed_and_uncounted_requests_are_in_no_latency() -> None:
         request(1, 50.0, error="broken stream"),
         request(2, 90.0, counted=False),
     ]
-    page = page_without_pictures({"run": {"name": "one"}, "requests": requests})
-    assert page.row("one")[1:5] == ["2", "1", "1", "1.00 s"]
+    page = page_without_pictures({"run": {"name": "single"}, "requests": requests})
+    assert page.row("single")[1:5] == ["2", "1", "1", "1.00 s"]
 
 
 def test_figures_have_three_digits_and_a_unit() -> None:
@@ -196,40 +185,6 @@ def test_figures_have_three_digits_and_a_unit() -> None:
     assert {value: seconds(value) for value in shown} == shown
     assert between(0.95, 1.05) == "0.95 – 1.05 s"
     assert ratio(0.453) == "0.45×"
-
-
-@pytest.mark.parametrize(
-    ("results", "complaint"),
-    [
-        ([], "not an object"),
-        ({"policies": []}, "neither of run, compare and simulate"),
-        ({"compare": {}, "runs": []}, "runs: "),
-        ({"compare": {}}, "runs: "),
-        ({"compare": 3, "runs": []}, "about: "),
-        ({"run": {}, "requests": [{"completion_s": 1}]}, "runs.0.requests.0.at_s: Field required"),
-        ({"run": {}, "requests": [{"at_s": "soon"}]}, "runs.0.requests.0.at_s: "),
-        ({"run": {}, "requests": [{"at_s": 1, "ttft_s": 0}]}, "runs.0.requests.0.ttft_s: "),
-    ],
-)
-def test_file_without_result_is_refused(
-    results: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "wrong.json"
-    file.write_text(json.dumps(results))
-    assert main([str(file), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert str(file) in said
-    assert complaint in said
-    assert not list((tmp_path / "out").glob("*"))
-
-
-def test_report_names_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing, broken, good = (tmp_path / f"{name}.json" for name in ("missing", "broken", "good"))
-    broken.write_bytes(b'{"run": \xff')
-    good.write_text(json.dumps(run("a", 1, requests=2)))
-    for file, out in ((missing, tmp_path), (broken, tmp_path), (good, good / "report")):
-        assert main([str(file), "--out", str(out)]) == 2
-        assert str(out if file == good else file) in capsys.readouterr().err
 
 
 DOUBT: Json = {"validity": {"doubts": ["CPU 95% busy"]}}
