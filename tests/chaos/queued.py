@@ -1,7 +1,7 @@
 """``python -m tests.chaos.queued --count 500``: a router is killed while requests are in its queue.
 
 The system is a real Envoy with a router, a poller, a Redis and two simulated replicas with small KV
-caches. The command exits with 1 if a request failed.
+caches. The command exits with 1 if a request failed or the restarted router does not become idle.
 """
 
 import argparse

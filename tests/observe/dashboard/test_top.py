@@ -7,12 +7,14 @@ import signal
 import sys
 import termios
 from functools import partial
+from pathlib import Path
 
 import pytest
 from msgspec.json import decode, encode
 
 from extproc.cli.look import screen
 from extproc.lab.harness.processes import free_port
+from extproc.observe import dashboard
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
@@ -22,6 +24,8 @@ from tests.large import thousand_states
 from tests.observe.conftest import Run, decide, serving
 from tests.observe.dashboard.conftest import poll
 from tests.waiting import PATIENCE_S
+
+STYLE = (Path(dashboard.__file__).parent / "page" / "style.css").read_text()
 
 
 @pytest.fixture
@@ -42,6 +46,24 @@ async def test_worst_replicas_are_on_top(services: Services, router: str, top: R
     assert any(line.startswith("! r4 is excluded: ") for line in lines)
     assert rows(lines) == ["r4", "r3", "r1", "r2"]
     assert "down" in next(line for line in lines if line.startswith("r4"))
+
+
+async def test_each_health_has_a_rank_in_the_terminal_and_a_mark_on_the_page(
+    services: Services,
+) -> None:
+    poll(services, 2, draining=True)
+    poll(services, 4, healthy=False, problem="/health answered 503")
+    for _ in range(3):
+        services.fleet.eligibility.failed(replica(3))
+    shown = decode(encode(await snapshot([services])))
+    assert rows(screen(shown, 120)) == ["r4", "r3", "r2", "r1"]
+    (health,) = (
+        column["values"]
+        for column in shown["pools"][0]["replicas"]["columns"]
+        if column["title"] == "Health"
+    )
+    for value in {*health} - {"ok"}:
+        assert f".health.{value} > span::before" in STYLE
 
 
 async def test_decisions_are_listed(services: Services, router: str, top: Run) -> None:
