@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters: where they go, and what is predicted of them."""
+"""LoRA adapters: requests prefer replicas that have them loaded; loads and waits are predicted."""
 
 import random
 import sys
@@ -23,11 +23,11 @@ from tests.fakes import MODEL, ManualClock, chat, replica, state
 
 A10 = "llama-8b-a10"
 ADAPTERS = ("a", "b", "c")
-SHORT = 5  # tokens of an answer of which a load is more than a tenth: else it is as good as equal
+SHORT = 5  # tokens of an answer so short that a load exceeds the band of equal scores
 
 
-class System:
-    """Replicas that serve three adapters, and a router."""
+class AdapterFleet:
+    """Replicas that serve three adapters, and their router."""
 
     def __init__(self, replicas: int, max_loras: int, adapters: tuple[str, ...] = ADAPTERS) -> None:
         self.clock = ManualClock()
@@ -63,23 +63,22 @@ class System:
         return self.fleet.dispatch(replica(number), request(model, tokens))
 
     def serve(self, model: str, number: int) -> None:
-        """A request comes and ends."""
+        """Start and end a request."""
         ticket = self.send(model, number)
         self.clock.advance(2.0)
         self.fleet.release(ticket)
 
     def extra(self, model: str) -> float:
-        """Seconds that the adapter adds to the first token on the first replica."""
+        """Return the seconds that the adapter adds to the first token on the first replica."""
         return float(self.decide(model).prediction.adapter[0])
 
 
 def request(model: str, tokens: int = 50) -> RequestProfile:
-    """One whose length is known."""
     return replace(chat(100, tokens), model=model, least_output=tokens)
 
 
 def test_unloaded_adapter_delays_the_first_token_by_its_load_time() -> None:
-    system = System(1, max_loras=2)
+    system = AdapterFleet(1, max_loras=2)
     plain, first = system.decide(MODEL), system.decide("a")
     assert first.predicted_ttft == pytest.approx(plain.predicted_ttft + LOAD_S)
     assert first.predicted_completion == pytest.approx(plain.predicted_completion + LOAD_S)
@@ -89,7 +88,7 @@ def test_unloaded_adapter_delays_the_first_token_by_its_load_time() -> None:
 
 
 def test_max_loras_adapters_stay_loaded() -> None:
-    system = System(1, max_loras=2)
+    system = AdapterFleet(1, max_loras=2)
     for model in ("a", "b", "a"):
         system.serve(model, 1)
     assert [system.extra(model) for model in ADAPTERS] == [0.0, 0.0, LOAD_S]
@@ -118,7 +117,7 @@ def test_adapter_is_loaded_under_the_name_of_each_replica() -> None:
 
 
 def test_restarted_replica_has_no_adapter_loaded() -> None:
-    system = System(1, max_loras=2)
+    system = AdapterFleet(1, max_loras=2)
     system.poll(1, steps=100.0)
     system.serve("a", 1)
     assert system.extra("a") == 0.0
@@ -127,7 +126,7 @@ def test_restarted_replica_has_no_adapter_loaded() -> None:
 
 
 def test_no_adapter_time_until_a_restarted_replica_reports_adapters() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     system.poll(1, "b", steps=100.0, running=1)
     assert system.extra("a") > LOAD_S
     system.max_loras = 0
@@ -136,20 +135,20 @@ def test_no_adapter_time_until_a_restarted_replica_reports_adapters() -> None:
 
 
 def test_adapter_used_by_other_clients_is_loaded() -> None:
-    system = System(1, max_loras=2)
+    system = AdapterFleet(1, max_loras=2)
     system.poll(1, "b")
     assert [system.extra(model) for model in ("a", "b")] == [LOAD_S, 0.0]
 
 
 def test_no_adapter_time_without_reported_adapters() -> None:
-    system = System(2, max_loras=0)
+    system = AdapterFleet(2, max_loras=0)
     system.serve("b", 1)
     assert system.decide("a").prediction.adapter.tolist() == [0.0, 0.0]
     assert system.decide(MODEL).prediction.adapter.tolist() == [0.0, 0.0]
 
 
 def test_adapter_waits_until_the_first_adapter_leaves_a_full_batch() -> None:
-    system = System(1, max_loras=2)
+    system = AdapterFleet(1, max_loras=2)
     for model, tokens in (("a", 800), ("a", 100), ("b", 300), (MODEL, 2000)):
         system.send(model, 1, tokens)
     system.clock.advance(2.0)
@@ -161,7 +160,7 @@ def test_adapter_waits_until_the_first_adapter_leaves_a_full_batch() -> None:
 
 
 def test_adapters_that_wait_already_precede_a_new_adapter() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     for model, tokens in (("a", 300), ("b", 200)):
         system.send(model, 1, tokens)
     behind_a, behind_both = system.extra("b"), system.extra("c")
@@ -171,7 +170,7 @@ def test_adapters_that_wait_already_precede_a_new_adapter() -> None:
 
 
 def test_poll_decides_which_of_two_adapters_came_first() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     system.clock.advance(0.1)
     for model in ("a", "b"):
         system.send(model, 1, 200)
@@ -185,7 +184,7 @@ def test_poll_decides_which_of_two_adapters_came_first() -> None:
 
 
 def test_adapter_of_other_clients_blocks_until_a_poll_no_longer_sees_it() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     system.poll(1, "b", running=1)
     assert system.extra("a") > LOAD_S
     system.poll(1)
@@ -193,7 +192,7 @@ def test_adapter_of_other_clients_blocks_until_a_poll_no_longer_sees_it() -> Non
 
 
 def test_routers_own_last_request_does_not_count_as_of_other_clients() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     ticket = system.send("b", 1)
     system.clock.advance(1.0)
     seen = system.state(1, "b", running=1)
@@ -207,7 +206,7 @@ def test_routers_own_last_request_does_not_count_as_of_other_clients() -> None:
 
 
 def test_load_time_is_learned_from_first_tokens() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     for _ in range(4):
         for model in ("a", "b"):
             decision = system.decide(model)
@@ -220,7 +219,7 @@ def test_load_time_is_learned_from_first_tokens() -> None:
 
 
 def test_overrun_of_adapter_waits_is_learned() -> None:
-    system = System(1, max_loras=1)
+    system = AdapterFleet(1, max_loras=1)
     system.send("a", 1, 300)
     decision = system.decide("b")
     wait = decision.forecast().adapter_wait
@@ -234,7 +233,7 @@ def test_overrun_of_adapter_waits_is_learned() -> None:
 
 
 def test_adapters_stay_with_their_replicas_and_plain_requests_spread() -> None:
-    system = System(2, max_loras=1)
+    system = AdapterFleet(2, max_loras=1)
     chosen: dict[str, Counter[str]] = {"a": Counter(), "b": Counter(), MODEL: Counter()}
     for _ in range(20):
         for model in chosen:
@@ -249,7 +248,7 @@ def test_adapters_stay_with_their_replicas_and_plain_requests_spread() -> None:
 
 
 def test_replica_whose_adapter_would_be_evicted_is_avoided() -> None:
-    system = System(2, max_loras=1)
+    system = AdapterFleet(2, max_loras=1)
     system.serve("b", 1)
     system.clock.advance(10.0)
     decision = system.decide("a", SHORT)
@@ -259,7 +258,7 @@ def test_replica_whose_adapter_would_be_evicted_is_avoided() -> None:
 
 
 def test_retry_moves_the_adapter_to_the_other_replica() -> None:
-    system = System(2, max_loras=1)
+    system = AdapterFleet(2, max_loras=1)
     ticket = system.send("a", 1, 400)
     system.fleet.move(ticket, replica(2))
     here, there = system.decide("b").prediction.adapter
@@ -270,7 +269,7 @@ def test_retry_moves_the_adapter_to_the_other_replica() -> None:
 
 
 def test_reason_names_the_wait_for_an_adapter() -> None:
-    system = System(2, max_loras=1)
+    system = AdapterFleet(2, max_loras=1)
     system.serve("a", 1)
     assert "there its adapter takes 0.10 s more" in system.decide("a", SHORT).why
     system.send("a", 1, 400)
@@ -278,7 +277,7 @@ def test_reason_names_the_wait_for_an_adapter() -> None:
 
 
 def test_number_of_tracked_adapters_is_bounded() -> None:
-    system = System(1, max_loras=5_000)
+    system = AdapterFleet(1, max_loras=5_000)
     names = tuple(f"adapter-{number}" for number in range(5_000))
     many = {"models": (MODEL, *names), "adapters": names, "adapters_in_use": names}
     system.fleet.put(structs.replace(system.state(1), **many))
@@ -291,8 +290,8 @@ def test_number_of_tracked_adapters_is_bounded() -> None:
 def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_base_model(
     in_flight: int,
 ) -> None:
-    """Counted in function calls, which no other process slows down."""
-    system = System(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
+    """Function calls count, as their number does not depend on the load of the machine."""
+    system = AdapterFleet(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
     names = cycle(system.adapters)
     for number in range(1, 101):
         for _ in range(in_flight):
@@ -301,8 +300,8 @@ def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_base_model(
     assert adapter <= 1.5 * plain
 
 
-def calls_of(system: System, model: str) -> int:
-    """Function calls of a decision after another one for the same model."""
+def calls_of(system: AdapterFleet, model: str) -> int:
+    """Count the function calls of the second decision for a model."""
     calls = Counter[str]()
     system.decide(model)
     sys.setprofile(lambda _frame, event, _arg: calls.update([event]))
@@ -312,7 +311,7 @@ def calls_of(system: System, model: str) -> int:
 
 
 def test_adapter_that_no_replica_lists_is_forgotten() -> None:
-    system = System(2, max_loras=2)
+    system = AdapterFleet(2, max_loras=2)
     for number in (1, 2):
         assert times(system, "c") is not None
         fewer = {"models": (MODEL, "a", "b"), "adapters": ("a", "b")}
@@ -321,7 +320,7 @@ def test_adapter_that_no_replica_lists_is_forgotten() -> None:
     assert times(system, "a") is not None
 
 
-def times(system: System, model: str) -> AdapterTimes | None:
+def times(system: AdapterFleet, model: str) -> AdapterTimes | None:
     view = system.fleet.view(model)
     system.fleet.sequences(view)
     return system.fleet.adapter_times(view)

@@ -1,4 +1,4 @@
-"""What passes before a first token beside the engine's steps is learned from those that come."""
+"""The delay of first tokens beside the engine's steps is learned from observed first tokens."""
 
 from dataclasses import replace
 from random import Random
@@ -25,8 +25,8 @@ def decide(router: Router, profile: RequestProfile) -> Decision:
     return decision
 
 
-def answered(router: Router, profile: RequestProfile, times: int, by_steps: float) -> None:
-    """The replica chosen answered, each time a little later than by its steps."""
+def answer(router: Router, profile: RequestProfile, times: int, by_steps: float) -> None:
+    """Let the chosen replica answer, each time a little later than its steps take."""
     for _ in range(times):
         decision = decide(router, profile)
         ttft = by_steps + LATE_S
@@ -36,7 +36,7 @@ def answered(router: Router, profile: RequestProfile, times: int, by_steps: floa
 def test_delay_beside_steps_is_learned_for_all_replicas(router: Router) -> None:
     request = chat(1000, 50)
     before = decide(router, request).prediction.ttft
-    answered(router, request, 30, before.item(0))
+    answer(router, request, 30, before.item(0))
     after = decide(router, request).prediction.ttft
     assert after == pytest.approx(before + LATE_S, rel=0.02)
 
@@ -44,15 +44,15 @@ def test_delay_beside_steps_is_learned_for_all_replicas(router: Router) -> None:
 def test_learned_delay_does_not_grow_with_repetition(router: Router) -> None:
     request = chat(1000, 50)
     by_steps = decide(router, request).predicted_ttft
-    answered(router, request, 300, by_steps)
+    answer(router, request, 300, by_steps)
     assert decide(router, request).predicted_ttft == pytest.approx(by_steps + LATE_S, rel=0.02)
 
 
 def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None:
     request = chat(1000, 50)
     by_steps = decide(router, request).predicted_ttft
-    answered(router, replace(request, image_tokens=500), 30, by_steps)
+    answer(router, replace(request, image_tokens=500), 30, by_steps)
     for number in (1, 2):
         router.fleet.dispatch(replica(number), chat(20_000, 50))
-    answered(router, request, 30, by_steps)
+    answer(router, request, 30, by_steps)
     assert router.fleet.first_tokens.beside_steps == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What the end of a request teaches, whether its answer was read or not."""
+"""Lengths and speeds are learned from the end of requests whose answers the router did not read."""
 
 import random
 from dataclasses import replace
@@ -15,8 +15,8 @@ TICK_S = 0.2
 STEPS = 4.0  # a tick, of a replica that is slower than its profile says
 
 
-class System:
-    """A busy replica, and a router that reads no answer."""
+class CountingRouter:
+    """A busy replica, and its router that reads no answer."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -26,7 +26,7 @@ class System:
         self._steps = 0.0
 
     def serve(self, profile: RequestProfile, ticks: int, ttft: float | None = None) -> None:
-        """Sends a request; its stream is closed after so many polls. ``ttft``: as was predicted."""
+        """Send a request whose stream is closed after ``ticks`` polls; ``ttft``: predicted."""
         decision = self.router.decide(profile)
         assert decision is not None
         ticket = self.fleet.dispatch(decision.replica, profile)
@@ -53,7 +53,7 @@ class System:
 
 @pytest.mark.parametrize("tokens", [20, 800])
 def test_answer_length_is_learned_from_counted_steps(tokens: int) -> None:
-    system = System()
+    system = CountingRouter()
     before = system.expected(chat(100))
     for _ in range(20):
         system.serve(chat(100), round(tokens / STEPS))
@@ -61,7 +61,7 @@ def test_answer_length_is_learned_from_counted_steps(tokens: int) -> None:
 
 
 def test_answer_cut_by_its_bound_is_recognised_despite_a_short_count() -> None:
-    system, cut = System(), chat(100, 63)
+    system, cut = CountingRouter(), chat(100, 63)
     system.serve(chat(100), 100)
     before = system.expected(chat(100))
     for _ in range(20):
@@ -70,7 +70,7 @@ def test_answer_cut_by_its_bound_is_recognised_despite_a_short_count() -> None:
 
 
 def test_slow_decoding_is_learned_from_counted_steps() -> None:
-    system = System()
+    system = CountingRouter()
     assert system.stretch == 1.0
     for _ in range(10):
         system.serve(chat(100), 50)
@@ -80,7 +80,7 @@ def test_slow_decoding_is_learned_from_counted_steps() -> None:
 
 
 def test_late_first_token_does_not_count_as_slow_decoding() -> None:
-    soon, late = System(), System()
+    soon, late = CountingRouter(), CountingRouter()
     for _ in range(10):
         soon.serve(chat(100), 20)
         late.serve(chat(20_000), 30 + 20, ttft=0.0)
@@ -88,14 +88,14 @@ def test_late_first_token_does_not_count_as_slow_decoding() -> None:
 
 
 def test_several_sequences_teach_no_length() -> None:
-    system = System()
+    system = CountingRouter()
     before = system.expected(chat(100, sequences=4))
     system.serve(chat(100, sequences=4), 100)
     assert system.expected(chat(100, sequences=4)) == before
 
 
 def test_client_that_hangs_up_before_the_first_token_teaches_nothing() -> None:
-    system = System()
+    system = CountingRouter()
     before = system.expected(chat(100))
     system.serve(chat(100), 0)
     assert system.expected(chat(100)) == before

@@ -1,4 +1,4 @@
-"""Which model a request is for, and by which name its replica knows it."""
+"""A requested name stands for one or several models, and each replica gets the name it knows."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ NAMES = ModelNames(
 
 
 def router(**models: tuple[str, ...]) -> Router:
-    """Replicas 1, 2, … with these models, the first twice as fast as the others."""
+    """Return a router of replicas 1, 2, … with these models; the first is twice as fast."""
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock, names=NAMES)
     for number, served in enumerate(models.values(), start=1):

@@ -1,3 +1,5 @@
+"""Every policy scores replicas by its rule, and the reason of a decision names the figures."""
+
 import random
 from collections import Counter
 from dataclasses import replace
@@ -52,7 +54,7 @@ def test_equal_idle_replicas_share_the_requests(policy: str) -> None:
 
 
 POLLED = ("least_kv", "queue_kv")
-"""Policies that decide on what polls saw, as the gateways do whose policies these are."""
+"""Policies that use the figures of polls alone, as the gateways do that they come from."""
 
 
 @pytest.mark.parametrize("policy", ["completion", "least_request", "lmetric"])
@@ -115,14 +117,14 @@ def test_request_may_name_another_policy() -> None:
     assert (asked.policy, unknown.policy) == ("least_kv", "completion")
 
 
-PROFILE = replace(chat(100, 50), previous_response="resp_1")
+CONTINUED = replace(chat(100, 50), previous_response="resp_1")
 
 
 def test_continued_response_goes_to_its_owner() -> None:
     fleet = fleet_of(ManualClock(), H100, A10)
     for holder, other in ((2, 1), (1, 2)):
         fleet.responses.remember("resp_1", replica(holder))
-        decision = decide(fleet, "completion", PROFILE)
+        decision = decide(fleet, "completion", CONTINUED)
         assert (decision.replica, decision.second) == (replica(holder), None)
         assert decision.policy == "holder"
         assert "resp_1" in decision.why
@@ -132,20 +134,19 @@ def test_continued_response_goes_to_its_owner() -> None:
 
 def test_unknown_continued_response_is_routed_as_any_request() -> None:
     fleet = fleet_of(ManualClock(), H100, A10)
-    assert decide(fleet, "completion", PROFILE).policy == "completion"
+    assert decide(fleet, "completion", CONTINUED).policy == "completion"
 
 
 def test_continued_response_goes_to_an_owner_that_is_held_up() -> None:
-    """No other knows it."""
     clock = ManualClock()
     fleet = fleet_of(clock, H100, A10)
     fleet.responses.remember("resp_1", replica(2))
     fleet.put(state(2, A10, clock, unanswered_s=0.3))
     assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
-    decision = decide(fleet, "completion", PROFILE)
+    decision = decide(fleet, "completion", CONTINUED)
     assert (decision.replica, decision.policy) == (replica(2), "holder")
     fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
-    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert decide(fleet, "completion", CONTINUED).replica == replica(1)
 
 
 def test_continued_response_avoids_an_excluded_owner() -> None:
@@ -153,20 +154,20 @@ def test_continued_response_avoids_an_excluded_owner() -> None:
     fleet = fleet_of(clock, H100, A10)
     fleet.responses.remember("resp_1", replica(2))
     fleet.put(state(2, A10, clock, draining=True))
-    assert decide(fleet, "completion", PROFILE).replica == replica(1)
-    assert fleet.response_owner("resp_1") == replica(2)  # to ask for it is no work
+    assert decide(fleet, "completion", CONTINUED).replica == replica(1)
+    assert fleet.response_owner("resp_1") == replica(2)  # retrieving a response is no work
     fleet.put(state(2, A10, clock, healthy=False))
-    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert decide(fleet, "completion", CONTINUED).replica == replica(1)
     assert fleet.response_owner("resp_1") is None
     fleet.put(state(2, A10, clock))
-    assert decide(fleet, "completion", PROFILE).replica == replica(2)
+    assert decide(fleet, "completion", CONTINUED).replica == replica(2)
     for _ in range(3):
         fleet.eligibility.failed(replica(2))
-    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert decide(fleet, "completion", CONTINUED).replica == replica(1)
     assert fleet.response_owner("resp_1") is None
     fleet.eligibility.succeeded(replica(2))
     fleet.remove(replica(2))
-    assert decide(fleet, "completion", PROFILE).replica == replica(1)
+    assert decide(fleet, "completion", CONTINUED).replica == replica(1)
     assert fleet.response_owner("resp_1") is None
 
 
@@ -196,13 +197,12 @@ def test_simple_policy_gives_its_scores_as_reason(policy: str) -> None:
 
 
 def beginning(tenths: int) -> RequestProfile:
-    """A prompt of 1,600 tokens; all of them begin alike, and so many tenths are looked at."""
+    """Return a prompt of 1,600 tokens of which the first ``tenths`` have keys."""
     prefix = Prefix(np.arange(1, tenths + 1, dtype=np.uint64), 160.0, 160.0 * tenths)
     return replace(chat(1600, 100), prefix=prefix)
 
 
 def sent(fleet: Fleet, number: int, profile: RequestProfile) -> None:
-    """It was, and has ended."""
     fleet.release(fleet.dispatch(replica(number), profile), prefilled=True)
 
 
@@ -501,5 +501,7 @@ def test_cost_to_others_counts_in_full_without_streaming(streamed: bool) -> None
         fleet.first_token(fleet.dispatch(replica(1), chat(10, 200)))
     decision = decide(fleet, "completion", replace(chat(2000, 200), stream=streamed))
     prediction = decision.prediction
-    assert prediction.completion.argmin() == 0, "the H100 finishes it first, and 60 others wait"
+    assert prediction.completion.argmin() == 0, (
+        "the H100 is first, and 60 other requests lose time there"
+    )
     assert decision.replica == replica(1 if streamed else 2)

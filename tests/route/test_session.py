@@ -1,4 +1,4 @@
-"""A session stays with its replica while that costs little."""
+"""A session stays with its replica while the delay is at most ``route.session_cost_s``."""
 
 import random
 from dataclasses import replace
@@ -23,7 +23,7 @@ def decide(fleet: Fleet, cost_s: float = 1.0, policy: str = "completion") -> Dec
 
 
 def later(decision: Decision) -> float:
-    """Seconds that the one chosen takes more than the best."""
+    """Return the seconds by which the chosen replica finishes later than the best."""
     return decision.predicted_completion - float(decision.prediction.completion.min())
 
 
@@ -103,7 +103,7 @@ def test_session_keeps_the_model_that_was_drawn() -> None:
     routers = [Router(fleet, "completion", random.Random(seed)) for seed in range(5)]
     for session in map(str, range(20)):
         assert len({router.model("canary", "", None, session) for router in routers}) == 1
-    assert len({routers[0].model("canary", "", None, str(one)) for one in range(20)}) == 2
+    assert len({routers[0].model("canary", "", None, str(number)) for number in range(20)}) == 2
 
 
 @pytest.mark.parametrize(

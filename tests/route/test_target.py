@@ -1,4 +1,4 @@
-"""A request with a target goes where it meets it, and leaves the better replicas to others."""
+"""A request with a target goes to a replica that meets it, and leaves faster replicas to others."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ SLOW, FAST = replica(1), replica(2)
 def of(
     ttft_s: float = inf, tpot_s: float = inf, completion_s: float = inf, prompt: int = 1_000
 ) -> RequestProfile:
-    """A request that generates 100 tokens."""
+    """Return a request that generates 100 tokens."""
     aim = Objective("aim", ttft_s=ttft_s, tpot_s=tpot_s, completion_s=completion_s)
     return replace(chat(prompt, 100), least_output=100, objective=aim)
 
@@ -31,7 +31,7 @@ def router_of(fleet: Fleet, policy: str = "completion") -> Router:
 
 
 def slow_and_fast() -> Fleet:
-    """An idle replica, and one four times as fast that has requests in flight."""
+    """Return an idle replica, and a busy replica that is four times as fast."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10, H100)
     for _ in range(30):
@@ -109,7 +109,7 @@ def test_prediction_errors_enlarge_the_safety_margin() -> None:
     assert decide(router, aim).replica == SLOW
     foretold = before.forecast().predicted_completion
     for number in range(100):
-        late = 1.5 if number % 5 == 0 else 1.0  # one of five
+        late = 1.5 if number % 5 == 0 else 1.0  # every fifth request
         router.margins.completion.observe(foretold, late * foretold)
     assert decide(router, aim).replica == FAST
     for _ in range(300):
