@@ -19,8 +19,10 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   router preempts no running request. When the queue is full, the victim is, among the requests of
   the lowest priority, the newest request of the tenant with the most queued. The victim may be the
   request that has just arrived.
-- *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds
-  (start-time fair queueing), so a tenant waits at most for its backlog divided by its share.
+- *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds, to
+  within the two largest requests (start-time fair queueing). The bound holds for a tenant, not for
+  each request: one that needs much KV space may wait for a replica while later requests of its
+  tenant start on others.
 - *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
   A sweep decides a bounded number of requests: thousands that could start at once take seconds.
 - *Isolation.* A client that leaves frees its place and changes nothing else.
