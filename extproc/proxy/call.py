@@ -1,4 +1,4 @@
-"""One gRPC stream of Envoy: reads messages, writes replies, notices the end of the stream."""
+"""A gRPC stream of Envoy: reads messages, writes replies, detects the end of the stream."""
 
 import asyncio
 from typing import Any

@@ -22,7 +22,7 @@ HUNG = "the replica that had this request hangs: send it again"
 
 
 class Exchange:
-    """One request: its protocol, its body while the router holds it, its place in flight."""
+    """A request: its protocol, its body while the router holds it, its place in flight."""
 
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
         self.services = services

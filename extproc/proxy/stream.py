@@ -1,4 +1,4 @@
-"""One coroutine serves each stream of Envoy, that is one HTTP request, in one of three protocols.
+"""Each stream of Envoy is one HTTP request, served by one coroutine in one of three protocols.
 
 The first message selects the protocol: body first, headers first, or full duplex. Invariants, which
 ``tests/proxy/test_stream.py`` checks with random messages:

@@ -75,18 +75,18 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["--help"])
     commands = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
     assert len(commands) > 3
-    told = text("README.md") + text("CHANGELOG.md")
-    assert all(f"extproc {command}" in told for command in commands)
+    documented = text("README.md") + text("CHANGELOG.md")
+    assert all(f"extproc {command}" in documented for command in commands)
 
 
 def test_readme_configuration_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "extproc.yaml"
     (block,) = re.findall(r"```yaml\n(.*?)```", text("README.md"), re.DOTALL)
-    one = textwrap.dedent(block)
+    single = textwrap.dedent(block)
     ((shared, alone),) = re.findall(r"Put `(.*?)` in the place of `(.*?)`", text("README.md"))
-    several = one.replace(alone, shared)
-    kept = {one: ("memory", "127.0.0.1"), several: ("redis", "redis.internal")}
-    for content, (where, host) in kept.items():
+    several = single.replace(alone, shared)
+    expected = {single: ("memory", "127.0.0.1"), several: ("redis", "redis.internal")}
+    for content, (where, host) in expected.items():
         file.write_text(content, encoding="utf-8")
         assert cli.main(["check", "--config", str(file)]) == 0
         config = load({}, {}, file)

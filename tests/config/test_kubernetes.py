@@ -179,9 +179,9 @@ def test_replica_name_may_hold_an_apostrophe() -> None:
 
 def test_helm_lint_finds_no_error() -> None:
     helm = pytest.importorskip("helm_python")
-    told = helm.lint(str(CHART))
-    assert told["errors"] == []
-    assert [one["error"] for one in told["messages"]] == ["icon is recommended"]
+    findings = helm.lint(str(CHART))
+    assert findings["errors"] == []
+    assert [one["error"] for one in findings["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)

@@ -1,3 +1,5 @@
+"""Services, routers and Envoy's side for the tests of the proxy."""
+
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any

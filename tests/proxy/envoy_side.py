@@ -34,7 +34,7 @@ CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50
 
 
 class Stream:
-    """One HTTP request, as Envoy sends it to the router."""
+    """An HTTP request, as Envoy sends it to the router."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

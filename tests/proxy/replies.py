@@ -1,3 +1,5 @@
+"""Parts of the router's replies to Envoy."""
+
 import json
 from typing import Any
 
@@ -87,7 +89,7 @@ def common(reply: ProcessingResponse) -> CommonResponse:
 
 
 def body_of(reply: ProcessingResponse) -> bytes | None:
-    """The body in place of the one that Envoy sent; None where that one stays."""
+    """The body that replaces Envoy's; None: Envoy's body stays."""
     mutation = common(reply).body_mutation
     return None if mutation is None else mutation.body
 

@@ -1,3 +1,5 @@
+"""Pages of the admin address for a large fleet."""
+
 import asyncio
 import json
 import urllib.request
@@ -22,8 +24,8 @@ PAGE = 50
 
 @pytest.fixture
 async def large(services: Services) -> Services:
-    """A router with a thousand replicas and some decisions among them. No time passes meanwhile:
-    on a busy machine the first ones would be silent when the last ones came."""
+    """A router with a thousand replicas and some decisions. No time passes: on a busy machine the
+    first replicas would be stale before the last ones are added."""
     clock = ManualClock()
     services = on_fleet(services, fleet_of(clock), clock=clock)
     await apply(Snapshot(thousand_states()), services.fleet)
@@ -36,7 +38,7 @@ async def large(services: Services) -> Services:
 
 
 async def get(services: Services, path: str) -> Any:
-    """Asked from another thread, whose work is none of the router's."""
+    """Fetches the page in another thread, whose work does not delay the router's loop."""
 
     def fetch(url: str) -> bytes:
         with urllib.request.urlopen(url) as response:

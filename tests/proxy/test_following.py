@@ -1,3 +1,5 @@
+"""A router follows the states that pollers write to Redis."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +28,7 @@ SKEW_S = 120.0
 
 @asynccontextmanager
 async def following(server: RedisServer) -> AsyncIterator[Fleet]:
-    """A fleet that hears of what is in Redis."""
+    """A fleet that follows the states in Redis."""
     fleet = Fleet(OutputLengths())
     task = asyncio.create_task(follow_state(config_of(redis={"url": server.url}), fleet))
     try:
@@ -49,18 +51,18 @@ async def test_poller_clock_skew_changes_no_progress(
     async with connect(redis_server.url, "default") as redis, following(redis_server) as fleet:
         writer = StateWriter(redis, "default", LIFE_S)
         clock = ManualClock(wall() - SKEW_S)
-        seen = state(1, "llama-8b-a10", clock, running=1, steps=1300.0, life_s=LIFE_S)
-        await writer.put([seen])
-        await until(knows(fleet, [seen]))
-        fleet.dispatch(seen.id, chat(10, 2000))
-        fleet.first_token(fleet.dispatch(seen.id, chat(10, 2000)))
+        first = state(1, "llama-8b-a10", clock, running=1, steps=1300.0, life_s=LIFE_S)
+        await writer.put([first])
+        await until(knows(fleet, [first]))
+        fleet.dispatch(first.id, chat(10, 2000))
+        fleet.first_token(fleet.dispatch(first.id, chat(10, 2000)))
         before = fleet.sequences(fleet.view(MODEL)).remaining.max()
         await redis.client_kill_filter(_type="pubsub")
         await logged.line("redis is back")
         await writer.put([other := state(2, "llama-8b-a10", clock)])
-        await until(knows(fleet, [seen, other]))
+        await until(knows(fleet, [first, other]))
         after = fleet.sequences(fleet.view(MODEL)).remaining.max()
-        assert after > before - 200  # else the skew is taken for steps done
+        assert after > before - 200  # else the skew would count as steps done
 
 
 async def test_large_snapshot_does_not_delay_requests(redis_server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""What gateways speak: full duplex, a subset to choose from, error statuses."""
+"""The endpoint picker's protocol of gateways, in full duplex."""
 
 import json
 
@@ -91,19 +91,16 @@ async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
 @pytest.mark.parametrize("model", ["alias", "other"])
 @pytest.mark.parametrize("filler", [LARGE_BODY, 2 * LARGE_BODY])
 async def test_duplex_large_body_needs_model(services: Services, model: str, filler: int) -> None:
-    """openai-python writes the messages before the model."""
+    """The model may come last: openai-python writes the messages first."""
     names = ModelNames({"alias": ("other",)})
     services = on_fleet(services, Fleet(OutputLengths(), names=names))
     put_replicas(services, 1)
     put_replicas(services, 2, models=("other",))
-    asked = {"messages": CHAT["messages"], "filler": "x" * filler, "model": model, "n": 1}
+    request = {"messages": CHAT["messages"], "filler": "x" * filler, "model": model, "n": 1}
     async with EnvoySide(Local(services)).stream() as stream:
-        assert set(await duplex_of_large(stream, json.dumps(asked).encode())) == {replica(2)}
-        returned, ended = b"", False
-        while not ended:
-            chunk, ended = chunk_of(await stream.read())
-            returned += chunk
-        assert json.loads(returned) == asked | {"model": "other"}
+        assert set(await duplex_of_large(stream, json.dumps(request).encode())) == {replica(2)}
+        returned = await stream.request_chunks()
+        assert json.loads(returned) == request | {"model": "other"}
         await stream.end()
     assert services.body_memory.free == BODY_MEMORY_BYTES
 
@@ -125,20 +122,16 @@ async def test_duplex_chunks_after_the_end_are_dropped(stream: Stream, path: str
     for chunk, ended in ((BODY[:9], False), (BODY[9:], True), (BODY[9:], True)):
         await stream.write_body(chunk, ended)
     assert set(destination(await stream.read())) == MEMBERS
-    body, ended = b"", False
-    while not ended:
-        chunk, ended = chunk_of(await stream.read())
-        body += chunk
-    assert body == BODY
+    assert await stream.request_chunks() == BODY
     assert (await stream.response_headers()).response_headers is not None
     await stream.end()
 
 
 async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:
     services.fleet.responses.remember("resp_1", replica(2))
-    for subset, found in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
+    for subset, chosen_first in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
         async with envoy.stream() as stream:
             path = "/v1/responses/resp_1"
             reply = await stream.request_headers(path, "GET", True, subset=subset, **DUPLEX)
-            assert destination(reply)[:1] == found
+            assert destination(reply)[:1] == chosen_first
             assert reply.mode_override is None

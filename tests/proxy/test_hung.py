@@ -1,3 +1,5 @@
+"""Requests on a hung replica end, and no others."""
+
 import asyncio
 from collections.abc import AsyncIterator, Container, Mapping
 from pathlib import Path
@@ -10,11 +12,12 @@ from extproc.lab.replay.recorded import read
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, running
 from tests.proxy.replies import chosen, error_of, status_of
-from tests.proxy.test_record import written
+from tests.proxy.test_outcomes import expected_length
+from tests.proxy.test_record import write_record
 from tests.proxy.test_traces import spans
 from tests.proxy.test_watch import MARK
 from tests.waiting import until
@@ -48,25 +51,25 @@ def hangs(services: Services, on: str, seconds: float = 20.5) -> None:
 
 
 @pytest.mark.parametrize("mark", [{}, MARK])
-async def test_hung_replica_ends_its_own(
+async def test_requests_on_hung_replica_end_with_503(
     envoy: EnvoySide, services: Services, mark: dict[str, str]
 ) -> None:
-    async with envoy.stream() as lost, envoy.stream() as kept:
+    async with envoy.stream() as lost, envoy.stream() as other:
         on = await sent_to(lost, mark)
-        other = await sent_to(kept, mark)
-        assert {on, other} == {replica(1), replica(2)}
+        healthy = await sent_to(other, mark)
+        assert {on, healthy} == {replica(1), replica(2)}
         hangs(services, on)
         reply = await lost.read()
         assert status_of(reply) == 503
         assert "send it again" in error_of(reply)["message"]
         assert services.fleet.in_flight_on(on) == 0
-        assert services.fleet.in_flight_on(other) == 1
+        assert services.fleet.in_flight_on(healthy) == 1
         await lost.end()
-        await kept.end()
+        await other.end()
     assert samples(services.metrics.requests)["lost",] == 1.0
 
 
-async def test_answering_request_on_hung_goes_on(envoy: EnvoySide, services: Services) -> None:
+async def test_replica_that_streams_is_not_hung(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as first, envoy.stream() as second:
         on = await sent_to(first)
         assert await sent_to(second) != on
@@ -113,8 +116,6 @@ async def test_hung_s_zero_ends_nothing(
 
 
 class TestRecorded:
-    """Nobody knows how long it would have taken."""
-
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
         return config_of(record={"path": str(tmp_path / "record")}, serve={"hung_s": 0.1})
@@ -123,21 +124,19 @@ class TestRecorded:
     async def test_ended_requests_are_recorded_as_failed(
         self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
     ) -> None:
-        async with envoy.stream() as lost, envoy.stream() as kept:
+        async with envoy.stream() as lost, envoy.stream() as other:
             on = await sent_to(lost, mark)
-            other = await sent_to(kept)
-            await kept.answer({"id": "1"}, upstream=other)
+            healthy = await sent_to(other)
+            await other.answer({"id": "1"}, upstream=healthy)
             if not mark:
                 await lost.response_headers(upstream=on, content_type="text/event-stream")
             hangs(services, on, 0.1)
             await until(lambda: not services.fleet.in_flight)
-        await written(services)
+        await write_record(services)
         assert read(tmp_path / "record").left_out == {"failed": 1}
 
 
-class TestAnAnswerThatIsNotRead:
-    """And is cut off."""
-
+class TestUnreadResponse:
     @pytest.fixture
     def config(self) -> Config:
         return config_of(serve={"chunks_per_s": 0.0})
@@ -149,16 +148,14 @@ class TestAnAnswerThatIsNotRead:
     async def test_ended_response_teaches_no_length(
         self, stream: Stream, services: Services, clock: ManualClock
     ) -> None:
-        for number in (1, 2):  # none is alone
-            services.fleet.dispatch(replica(number), chat(100, 10_000))
-        before = services.fleet.lengths.expected(0, 10_000.0)
+        before = expected_length(services)
         on = chosen(await stream.body_first(CHAT | {"stream": True}))[0]
         await stream.response_headers(upstream=on, content_type="text/event-stream")
         for second in range(1, 61):
             clock.advance(1.0)
             for number in (1, 2):
-                told = state(number, "llama-8b-a10", clock, running=2, steps=second * 30.0)
-                services.fleet.put(told)
+                steps = second * 30.0
+                services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
         hangs(services, on)
         assert (await stream.read()).immediate_response
         await stream.end()

@@ -1,3 +1,5 @@
+"""Start, health and stop of the gRPC server."""
+
 import asyncio
 
 import grpc

@@ -1,4 +1,4 @@
-"""What a peer that is slow, silent or gone can hold of a router."""
+"""Slow, silent and vanished peers hold a bounded part of the router."""
 
 import asyncio
 import tracemalloc
@@ -34,7 +34,7 @@ def has_less_than(services: Services, size: int) -> bool:
 
 @pytest.mark.parametrize("config", [config_of(serve={"max_streams": 2})])
 async def test_max_streams_refuses_further(services: Services, logged: Logged) -> None:
-    """Beyond that of a connection, Envoy opens another one."""
+    """Envoy opens further connections when one has its limit of streams."""
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     own = [("grpc.use_local_subchannel_pool", 1)]
@@ -138,8 +138,8 @@ async def test_request_in_flight_does_not_keep_its_body(stream: Stream) -> None:
 
 
 async def test_kept_decision_holds_no_flight_arrays(envoy: EnvoySide, services: Services) -> None:
-    """Nobody needs it once the request is sent, and there may be thousands."""
-    kept, in_flight = 10, 5_000
+    """The arrays serve only the decision, and thousands of records may be kept."""
+    records, in_flight = 10, 5_000
     put_replicas(services, 3, healthy=False)
     for _ in range(in_flight):
         services.fleet.dispatch(replica(1), chat(10))
@@ -147,18 +147,18 @@ async def test_kept_decision_holds_no_flight_arrays(envoy: EnvoySide, services: 
     await envoy.ask()
     tracemalloc.start()
     try:
-        for _ in range(kept):
+        for _ in range(records):
             await envoy.ask()
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(services.log.last(2 * kept)) == kept + 1
-    assert held < kept * in_flight * 8
+    assert len(services.log.last(2 * records)) == records + 1
+    assert held < records * in_flight * 8
 
 
 @asynccontextmanager
 async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """A way to a port that forwards until the event is set, and then keeps the connection, mute."""
+    """A TCP proxy to the port, which stops to forward when the event is set."""
     stalled = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -190,19 +190,19 @@ async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> 
     server = GrpcServer(services, keepalive_s=2.0)
     port = await server.start("127.0.0.1:0")
     async with (
-        stalling(port) as (way, stalled),
-        grpc.aio.insecure_channel(f"127.0.0.1:{way}") as vanishing,
+        stalling(port) as (proxy, stalled),
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy}") as vanishing,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as staying,
         EnvoySide(vanishing).stream() as lost,
-        EnvoySide(staying).stream() as kept,
+        EnvoySide(staying).stream() as other,
     ):
-        for stream in (lost, kept):
+        for stream in (lost, other):
             await stream.ask()
         assert services.fleet.in_flight == 2
         stalled.set()
         await until(lambda: services.fleet.in_flight == 1)
-        await kept.response_headers()  # silent for as long, and there
-        await kept.end()
+        await other.response_headers()  # silent for as long, and still there
+        await other.end()
     await server.stop(0)
 
 

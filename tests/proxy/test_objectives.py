@@ -1,3 +1,5 @@
+"""Objectives and targets of requests, from settings and headers."""
+
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def allowed(allow: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("config", [{"allow_inference_headers": allow}], indirect=True)
 
 
-async def aim(
+async def objective_of(
     envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any] = CHAT
 ) -> Objective:
     assert chosen(await envoy.ask_body_first(body, headers=headers))
@@ -60,7 +62,7 @@ async def aim(
 async def test_objective_follows_header_then_tenant_then_model(
     envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any], name: str
 ) -> None:
-    assert (await aim(envoy, services, headers, body)).name == name
+    assert (await objective_of(envoy, services, headers, body)).name == name
 
 
 @allowed()
@@ -90,7 +92,7 @@ async def test_objective_follows_header_then_tenant_then_model(
 async def test_allowed_inference_headers_set_objective(
     envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
 ) -> None:
-    assert await aim(envoy, services, headers) == expected
+    assert await objective_of(envoy, services, headers) == expected
 
 
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)
@@ -101,10 +103,10 @@ async def test_allowed_inference_headers_set_objective(
 async def test_sheddable_request_beyond_target_is_refused(
     stream: Stream, services: Services, config: Config, headers: dict[str, str]
 ) -> None:
-    """On idle replicas, too."""
-    told = len(headers) == 1 or config.hold.allow_inference_headers
+    """The replicas are idle: the targets are too short for any load."""
+    counts = len(headers) == 1 or config.hold.allow_inference_headers
     reply = await stream.body_first(CHAT, headers=headers)
-    assert (reply.immediate_response is not None) is told
+    assert (reply.immediate_response is not None) is counts
     if reply.immediate_response is not None:
         error = error_of(reply)
         assert error["code"] == "too_late"

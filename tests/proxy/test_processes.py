@@ -81,10 +81,10 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[i
 async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
     async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
-        told = asyncio.Event()
+        answers = asyncio.Event()
 
         async def slow(request: web.Request) -> web.StreamResponse:
-            await told.wait()
+            await answers.wait()
             return await text(page(model="large"))(request)
 
         two.answers |= {"/metrics": slow, "/v1/models": models("large")}
@@ -108,7 +108,7 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[
 
             await until(listed)
             assert await asked("large") == [one.id, one.id]
-            told.set()
+            answers.set()
             await until_read(lambda: asked("nobody's"), lambda now: now == 404)
             assert await asked("large") == [two.id, two.id]
 

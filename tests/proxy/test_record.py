@@ -1,3 +1,5 @@
+"""The record of traffic that a router writes."""
+
 import asyncio
 import errno
 import json
@@ -48,7 +50,7 @@ def config(folder: Path) -> Config:
     )
 
 
-async def written(services: Services) -> None:
+async def write_record(services: Services) -> None:
     assert services.recorder is not None
     writing = asyncio.create_task(services.recorder.run())
     await asyncio.sleep(0)
@@ -66,7 +68,7 @@ async def ask(envoy: EnvoySide, body: dict[str, Any], status: int = 200) -> None
 
 async def recorded(services: Services, folder: Path, envoy: EnvoySide) -> Recorded:
     await until(lambda: services.fleet.in_flight == 0)
-    await written(services)
+    await write_record(services)
     return read(folder)
 
 
@@ -79,7 +81,7 @@ def text_in(folder: Path) -> str:
 
 
 def cut(folder: Path) -> None:
-    """As a process does that is killed while it writes."""
+    """Cuts the last line, as a process that is killed while it writes."""
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-9])
 
@@ -95,7 +97,7 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """It has names for files yet, and nothing for what is in them."""
+    """Files can be created, and nothing can be written."""
     really = Path.open
 
     def to_open(file: Path, mode: str) -> None:
@@ -108,18 +110,18 @@ def full_disk() -> Iterator[None]:
 
 
 def hanging_disk(folder: Path) -> Path:
-    """To open the file takes until somebody reads."""
+    """Opening the record's file blocks until a reader opens it."""
     pipe = folder / "default-50051.jsonl"
     os.mkfifo(pipe)
     return pipe
 
 
 async def many(services: Services) -> None:
-    """As much as a file may hold."""
+    """Writes as many requests as a file may hold."""
     assert services.recorder is not None
     for number in range(400):
         services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
-    await written(services)
+    await write_record(services)
 
 
 async def test_full_disk_keeps_earlier_records(services: Services, folder: Path) -> None:
@@ -152,7 +154,7 @@ async def test_hanging_disk_does_not_delay_shutdown(
 ) -> None:
     monkeypatch.setattr("extproc.observe.recorder._LAST_S", 0.05)
     pipe = hanging_disk(folder)
-    await written(services)
+    await write_record(services)
     assert b'"kind":"start"' in await asyncio.to_thread(pipe.read_bytes)
 
 
@@ -183,13 +185,13 @@ async def test_hanging_disk_bounds_record_memory(
 async def test_record_survives_time_jump(services: Services, config: Config, folder: Path) -> None:
     clock, wall = ManualClock(100.0), ManualClock(1e9)
     recorder = Recorder(config, folder, services.fleet, clock, wall)
-    there = replace(services, recorder=recorder)
+    moved = replace(services, recorder=recorder)
     for _ in range(3):
-        await written(there)
+        await write_record(moved)
         clock.advance(10.0)
         wall.advance(-3600.0)
-    told = {line for line in text_in(folder).splitlines() if '"kind":"replica"' in line}
-    assert len(told) == 2 * 3
+    states = {line for line in text_in(folder).splitlines() if '"kind":"replica"' in line}
+    assert len(states) == 2 * 3
 
 
 async def test_record_keeps_no_words(services: Services, envoy: EnvoySide, folder: Path) -> None:
@@ -224,12 +226,12 @@ async def test_restart_continues_record(
 ) -> None:
     await ask(envoy, CHAT)
     await until(lambda: services.fleet.in_flight == 0)
-    await written(services)
+    await write_record(services)
     cut(folder)
     again = build(config, CollectorRegistry())
     assert again.recorder is not None
     again.recorder.ended(chat(10), RequestOutcome(completion_s=1.0), replica(1), 0.0, 5.0)
-    await written(again)
+    await write_record(again)
     record = read(folder)
     assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
     assert record.left_out == {"whose line cannot be read": 1}
@@ -240,7 +242,7 @@ async def test_record_files_are_bounded_and_readable(services: Services, folder:
     for _ in range(20):
         for number in range(500):
             services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
-        await written(services)
+        await write_record(services)
     files = files_in(folder)
     assert len(files) == 4
     assert LEAST / 2 < sum(file.stat().st_size for file in files) <= LEAST
@@ -254,7 +256,7 @@ async def test_unwritable_record_is_logged_once(
     spoil(folder)
     for _ in range(2):
         await ask(envoy, CHAT)
-        await written(services)
+        await write_record(services)
     (said,) = [one for one in caplog.records if "record of traffic is not written" in one.message]
     assert said.levelname == "ERROR"
 
@@ -267,7 +269,7 @@ def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
 
 
 async def test_record_keeps_half_keys(services: Services, envoy: EnvoySide, folder: Path) -> None:
-    """From whole ones the sum of a unit's words can be computed."""
+    """Whole keys would reveal the sum of a unit's words."""
     content = "".join(map(str, range(1000)))
     await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})
     (asked,) = (await recorded(services, folder, envoy)).requests

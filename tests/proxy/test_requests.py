@@ -1,4 +1,4 @@
-"""Requests in each of Envoy's protocols: booked, renamed, ordered and route on, or refused."""
+"""Requests in each of Envoy's protocols are dispatched with model name and priority, or refused."""
 
 import gzip
 import json
@@ -62,7 +62,7 @@ def config() -> Config:
 
 
 def without(**sections: Any) -> pytest.MarkDecorator:
-    """A configuration without names of models, and with these sections."""
+    """Runs the test with a configuration of these sections, without ``route.models``."""
     settings = {"hold": {"empty_s": 0}, "route": ROUTE, "serve": SERVE} | sections
     return pytest.mark.parametrize("config", [config_of(**settings)])
 
@@ -77,7 +77,7 @@ def named(**fields: Any) -> dict[str, Any]:
 
 
 def compact(body: dict[str, Any]) -> bytes:
-    """The bytes of each value as ``json.dumps`` writes them, and none between them."""
+    """JSON without spaces between fields, and the values as ``json.dumps`` writes them."""
     fields = (f'"{name}":{json.dumps(value)}' for name, value in body.items())
     return f"{{{','.join(fields)}}}".encode()
 
@@ -96,7 +96,7 @@ SENT_ON: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (CHAT | {"max_tokens": 5}, "urgent", "/v1/messages", {}),
     (CHAT | {"max_tokens": 5}, "urgent", "/v1/responses", {"priority": -10}),
 ]
-"""A body, an objective, a path, and the fields of the body that the replica gets otherwise."""
+"""A body, an objective, a path, and the fields that differ in the body for the replica."""
 
 
 @in_each_protocol
@@ -131,10 +131,12 @@ async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
     assert body_of(await stream.request_body(named())) == compact(named(model="llama"))
 
 
-@pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_cut_body_named(stream: Stream, told: dict[str, str], length: str | None) -> None:
+@pytest.mark.parametrize(("sent", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
+async def test_cut_body_gets_model_name(
+    stream: Stream, sent: dict[str, str], length: str | None
+) -> None:
     begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
-    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=told)
+    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=sent)
     reply = await stream.request_body(begin, end_of_stream=False)
     assert body_of(reply) == begin.replace(b"chat", b"llama")
     assert header_of(reply, "content-length") == length
@@ -197,7 +199,7 @@ async def test_alias_whose_replicas_are_down_gets_503(
     first: dict[str, Any],
     second: dict[str, Any],
 ) -> None:
-    """Envoy's fallback would send it as it is, and a replica that is just back answer 404."""
+    """Envoy's fallback would send the alias, and a replica that is just back would answer 404."""
     clock = ManualClock(services.wall())
     for number, figures in ((1, first), (2, second)):
         services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
@@ -228,11 +230,11 @@ PATHS: list[tuple[str, dict[str, Any], Endpoint, float]] = [
     ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": TEXT}]}]}, Endpoint.EMBEDDINGS,
      TOKENS_OF_TEXT),
 ]  # fmt: skip
-"""Paths that make vLLM compute, with a body, its endpoint and about as many tokens."""
+"""Paths of inference, each with a body, its endpoint and the approximate tokens."""
 
 
 @pytest.mark.parametrize(("path", "body", "endpoint", "tokens"), PATHS)
-async def test_request_is_booked_renamed_and_ordered(
+async def test_each_inference_path_is_routed_with_model_and_priority(
     stream: Stream,
     services: Services,
     path: str,
@@ -377,7 +379,7 @@ async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Servic
 async def test_model_that_a_replica_may_serve_is_routed(
     envoy: EnvoySide, services: Services, figures: dict[str, Any], known: bool
 ) -> None:
-    """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
+    """A replica without a list, or whose metrics alone name a model, may serve others, too."""
     put_replicas(services, 2, **figures)
     if not known:
         services.fleet.members_known.clear()
@@ -407,7 +409,7 @@ async def test_headers_name_tenant_session_and_policy(
 
 
 async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:
-    """Envoy tells them as they came, though the message's field is text."""
+    """Envoy copies header bytes into a text field."""
     async with envoy.stream() as stream:
         message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
         reply = await stream.send_bytes(bytes(message).replace(b"s?", b"s\xff"))
@@ -481,7 +483,7 @@ async def test_compressed_body_is_routed_by_length(
 async def test_truncated_body_is_routed(
     stream: Stream, services: Services, body_first: bool
 ) -> None:
-    """No more fits into Envoy's buffer."""
+    """Envoy's buffer holds only the beginning of the body."""
     start, mode = json.dumps(CHAT).encode()[:-20], BodyMode.BUFFERED_PARTIAL
     if body_first:
         assert (
@@ -515,7 +517,7 @@ async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -
     (record,) = services.log.after(0)
     assert record.decision.profile.model == "llama"
     assert record.decision.profile.prompt_tokens == 40 * 576
-    # An Envoy that allows no mode override sends it all the same.
+    # Without allow_mode_override, Envoy sends the body all the same.
     assert destination(await stream.request_body(b"{")) == []
     await stream.answer()
 
@@ -526,4 +528,4 @@ async def test_large_body_is_read_to_choose_model(stream: Stream, services: Serv
     reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
     assert destination(reply) == []
     reply = await stream.request_body(CHAT | {"model": "other"})
-    assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
+    assert set(destination(reply)) == {replica(2)}  # a retry elsewhere would fail

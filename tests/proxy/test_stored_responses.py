@@ -1,3 +1,5 @@
+"""Requests that continue a stored response go to the replica that owns it."""
+
 import json
 from typing import Any
 
@@ -11,7 +13,7 @@ from tests.proxy.envoy_side import EnvoySide, Local
 from tests.proxy.replies import BodyMode, chosen, destination, mode_of
 
 RESPONSES = "/v1/responses"
-ASKED = {"model": "llama", "input": "Tell me of the sea."}
+REQUEST = {"model": "llama", "input": "Tell me of the sea."}
 
 
 @pytest.fixture
@@ -26,17 +28,17 @@ async def respond(
 ) -> BodyMode | None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(RESPONSES)
-        assert reply.mode_override is None  # Envoy is to tell of the response
-        await stream.request_body(ASKED | body)
+        assert reply.mode_override is None  # Envoy forwards the response
+        await stream.request_body(REQUEST | body)
         kind = "text/event-stream" if streamed else "application/json"
         reply = await stream.response_headers(upstream=upstream, content_type=kind)
-        asked = None if reply.mode_override is None else mode_of(reply).response_body_mode
+        mode = None if reply.mode_override is None else mode_of(reply).response_body_mode
         whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
         created = b'event: response.created\ndata: {"response":' + whole + b"}\n\n"
-        if asked is not None:
+        if mode is not None:
             await stream.response_body(created if streamed else whole)
         await stream.end()
-    return asked
+    return mode
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -44,12 +46,12 @@ async def respond(
 async def test_stored_response_continues_on_its_owner(
     envoy: EnvoySide, services: Services, streamed: bool, second: bool
 ) -> None:
-    """Whoever was chosen: Envoy may have tried that one in vain."""
+    """The owner is the replica that served, even where another was chosen."""
     served = replica(2 if second else 1)
     await respond(envoy, served, {"stream": streamed}, streamed=streamed)
     for _ in range(5):
-        reply = await envoy.ask(ASKED | {"previous_response_id": "resp_1"}, RESPONSES)
-        assert destination(reply) == [served, served]  # a second try anywhere else is a 404
+        reply = await envoy.ask(REQUEST | {"previous_response_id": "resp_1"}, RESPONSES)
+        assert destination(reply) == [served, served]  # another replica would answer 404
     for method, path in (("GET", "/resp_1"), ("POST", "/resp_1/cancel"), ("GET", "/resp_1?a=b")):
         async with envoy.stream() as stream:
             reply = await stream.request_headers(RESPONSES + path, method)
@@ -65,14 +67,14 @@ async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
     services = router_of(unread)
     envoy = EnvoySide(Local(services))
     while services.responses.takes(services.clock(), 1.0):
-        pass  # of other responses nothing is looked at for now
+        pass  # the budget for other responses is spent
     for number in range(5):
-        asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
-        assert asked is BodyMode.STREAMED
-    held = [services.fleet.response_owner(f"resp_{number}") for number in range(5)]
-    assert held == [replica(1)] * 5
-    not_kept = {"stream": True, "store": False}
-    assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
+        mode = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+        assert mode is BodyMode.STREAMED
+    owners = [services.fleet.response_owner(f"resp_{number}") for number in range(5)]
+    assert owners == [replica(1)] * 5
+    unstored = {"stream": True, "store": False}
+    assert await respond(envoy, replica(1), unstored, 200, streamed=True) is None
     assert services.fleet.response_owner("resp_200") is None
 
 

@@ -1,4 +1,4 @@
-"""A stream without gRPC: messages in, messages out, and the ledger after."""
+"""Any messages of a stream get their replies, and leave ledger, queue and memory as before."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ KV_TOKENS = 42_000
 
 
 async def settle() -> None:
-    """Lets every stream go on as far as it can."""
+    """Lets every stream proceed as far as it can."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -55,8 +55,8 @@ def chunk(body: bytes, end: bool = True) -> ProcessingRequest:
 
 
 def answer(status: str, end: bool = False) -> ProcessingRequest:
-    told = {":status": status, "content-type": "text/event-stream"}
-    return ProcessingRequest(response_headers=headers_message(told, end_of_stream=end))
+    values = {":status": status, "content-type": "text/event-stream"}
+    return ProcessingRequest(response_headers=headers_message(values, end_of_stream=end))
 
 
 async def stop_reading(call: LocalCall) -> None:
@@ -79,7 +79,7 @@ CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
 }
 
 
-def said(body: bytes, end: bool = True) -> ProcessingRequest:
+def response_chunk(body: bytes, end: bool = True) -> ProcessingRequest:
     return ProcessingRequest(response_body=HttpBody(body=body, end_of_stream=end))
 
 
@@ -91,7 +91,7 @@ GZIPPED.request_headers.headers.headers.append(
 )
 AFTER = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
 TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
-USAGE = said(b'{"usage": {"completion_tokens": 3}}')
+USAGE = response_chunk(b'{"usage": {"completion_tokens": 3}}')
 
 CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int]]] = [
     ([], [], 0, {}),
@@ -101,7 +101,7 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
     ([BUFFERED, chunk(BODY)], ["request_headers", "request_body"], 1, {"routed": 1}),
     ([BUFFERED, chunk(BODY), answer("200")],
      ["request_headers", "request_body", "response_headers"], 1, {"routed": 1}),
-    ([BUFFERED, chunk(BODY), answer("200"), said(b"{", False)],
+    ([BUFFERED, chunk(BODY), answer("200"), response_chunk(b"{", False)],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
     ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
     ([answer("200"), USAGE, TRAILERS, AFTER, ProcessingRequest()],
@@ -167,7 +167,7 @@ def poll(services: Services, clock: ManualClock) -> None:
 
 
 def long(name: str) -> bytes:
-    """A body of about 25,000 tokens: a replica carries one of them."""
+    """A body of about 25,000 tokens: a replica has room for one."""
     return json.dumps({"model": "llama", "prompt": f"{name} sea " * 17_000}).encode()
 
 
@@ -184,13 +184,16 @@ SOME = [
     *([DUPLEX, chunk(LONG[:70_000], False)], [chunk(LONG[70_000:])], [DUPLEX, chunk(BODY, False)]),
     *([FIRST], [DUPLEX, chunk(b"x" * 90_000, False)], [DUPLEX], [BUFFERED]),
     *([answer("200"), USAGE], [answer("503", end=True)], [TRAILERS], [headers(BodyMode.NONE)]),
-    *([answer("?")], [said(b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n', False)]),
-    *([said(b'{"id": "resp_1"}')], [said(b"\xff", False)], [AFTER]),
+    *(
+        [answer("?")],
+        [response_chunk(b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n', False)],
+    ),
+    *([response_chunk(b'{"id": "resp_1"}')], [response_chunk(b"\xff", False)], [AFTER]),
     *([BUFFERED, chunk(json.dumps(CHAT | more).encode())] for more in FIELDS),
     *([headers(BodyMode.STREAMED, path=path)] for path in ("/v1/responses", "/v1/models")),
     *([chunk(b"{", False)], [chunk(b"\xff")], [ProcessingRequest()]),
 ]
-"""Messages that a stream gets at once, in whichever state it is."""
+"""Messages that a stream receives together, in any state."""
 WHO = st.integers(0, 4)
 EVENTS = st.one_of(
     *(st.tuples(WHO, st.integers(0, len(SOME) - 1)) for _ in range(4)),

@@ -1,3 +1,5 @@
+"""TLS of the gRPC ports of router and EDS server."""
+
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,7 +24,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Files:
-    """The three files of a router's settings, which a test replaces."""
+    """Certificate, key and client authority of a server, which a test replaces."""
 
     def __init__(self, directory: Path) -> None:
         self.ours, self.others = Authority(directory / "ours"), Authority(directory / "others")
@@ -102,7 +104,7 @@ async def test_client_ca_admits_only_signed_clients(serving: Serving, files: Fil
         assert await health(port, files.ours, files.ours.sign("envoy")) == SERVING
         assert await refused(port, files.ours, files.others.sign("stranger"))
         assert await refused(port, files.ours)
-        assert await refused(port, files.others, files.ours.sign("envoy"))  # not to be trusted
+        assert await refused(port, files.others, files.ours.sign("envoy"))  # distrusted
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as plain:
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest())
@@ -162,7 +164,7 @@ async def test_expired_certificate_logs(serving: Serving, files: Files, logged: 
     assert line["reason"] == f"{files.cert}: certificate has expired"
 
 
-def of(files: Files, problem: str) -> None:
+def spoil(files: Files, problem: str) -> None:
     match problem:
         case "missing":
             files.key.unlink()
@@ -203,7 +205,7 @@ def test_unusable_tls_file_is_named(
     setting: str,
     said: str,
 ) -> None:
-    of(files, problem)
+    spoil(files, problem)
     assert main([command, "--serve.admin=127.0.0.1:0", *files.flags(section)]) == 2
     error = capsys.readouterr().err
     assert f"{section}.{setting}: {files.settings[setting]}" in error

@@ -1,3 +1,5 @@
+"""Spans of requests, and the collector that receives them."""
+
 import asyncio
 import sys
 import threading
@@ -37,8 +39,8 @@ def traced(services: Services, spans: Spans) -> Services:
     return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/"))
 
 
-async def sent(services: Services, spans: Spans) -> dict[str, Span]:
-    """All that was made, by name."""
+async def exported(services: Services, spans: Spans) -> dict[str, Span]:
+    """All spans, by name."""
     assert services.traces is not None
     await asyncio.to_thread(services.traces.close)
     return {one.name: one for _, one in spans.all}
@@ -49,16 +51,16 @@ async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans
         reply = await stream.body_first(CHAT | {"max_tokens": 50}, headers={"x-request-id": "one"})
         (first, second) = chosen(reply)
         await stream.answer(status=503, upstream=second)
-    found = await sent(services, spans)
+    found = await exported(services, spans)
     route, request = found["route"], found["chat llama"]
     assert {one.trace_id.hex() for one in (route, request)} == {TRACE}
     assert {one.parent_span_id.hex() for one in (route, request)} == {CALLER}
-    told = attributes(route)
-    assert told["extproc.result"] == "routed"
-    assert f"{told['server.address']}:{told['server.port']}" == first
-    assert told["gen_ai.request.max_tokens"] == 50
-    assert told["extproc.request_id"] == "one"
-    assert told["extproc.held_s"] == 0.0
+    shown = attributes(route)
+    assert shown["extproc.result"] == "routed"
+    assert f"{shown['server.address']}:{shown['server.port']}" == first
+    assert shown["gen_ai.request.max_tokens"] == 50
+    assert shown["extproc.request_id"] == "one"
+    assert shown["extproc.held_s"] == 0.0
     outcome = attributes(request)
     assert f"{outcome['server.address']}:{outcome['server.port']}" == second
     assert (outcome["http.response.status_code"], outcome["error.type"]) == (503, "503")
@@ -71,7 +73,7 @@ async def test_missing_traceparent_starts_own_trace(
     envoy: EnvoySide, services: Services, spans: Spans, traceparent: str
 ) -> None:
     await envoy.ask_body_first(CHAT, traceparent=traceparent)
-    assert (await sent(services, spans))["route"].parent_span_id == b""
+    assert (await exported(services, spans))["route"].parent_span_id == b""
 
 
 async def test_unsampled_and_other_requests_have_no_span(
@@ -79,7 +81,7 @@ async def test_unsampled_and_other_requests_have_no_span(
 ) -> None:
     await envoy.ask_body_first(CHAT, traceparent=SAMPLED.removesuffix("1") + "0")
     await envoy.ask_body_first({}, path="/v1/files", traceparent=SAMPLED)
-    assert await sent(services, spans) == {}
+    assert await exported(services, spans) == {}
 
 
 async def test_span_shows_left_request(envoy: EnvoySide, services: Services, spans: Spans) -> None:
@@ -93,7 +95,7 @@ async def test_span_shows_left_request(envoy: EnvoySide, services: Services, spa
         reply = await stream.body_first(CHAT | {"messages": [long], "max_tokens": 50})
         assert reply.override_message_timeout
         await stream.end()
-    route = (await sent(services, spans))["route"]
+    route = (await exported(services, spans))["route"]
     assert attributes(route)["extproc.result"] == "gave_up"
     (held,) = route.events
     assert held.name == "held"
@@ -107,7 +109,7 @@ async def test_spans_show_refused_and_unrouted_requests(
     for number in (1, 2):
         services.fleet.remove(replica(number))
     await envoy.ask_body_first(CHAT, traceparent=SAMPLED)
-    await sent(services, spans)
+    await exported(services, spans)
     refused, unrouted = (one for _, one in spans.all)
     assert attributes(refused)["error.type"] == "invalid_type"
     assert [one.name for one in refused.events] == ["refused"]

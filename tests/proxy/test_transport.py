@@ -1,4 +1,4 @@
-"""Memory and threads of gRPC: requests leave nothing behind that grows with them."""
+"""Memory and threads of gRPC: requests leave no memory behind."""
 
 import ctypes
 import gc
@@ -19,7 +19,7 @@ from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from extproc.proxy.transport import batch_scheduled_threads
 
-BATCH = 96  # bytes of C's memory that gRPC takes for what it does in one go
+BATCH = 96  # bytes that gRPC allocates for each batch of operations
 
 
 class _InUse(ctypes.Structure):
@@ -33,18 +33,18 @@ class _InUse(ctypes.Structure):
 
 
 def in_use() -> int:
-    """Bytes that C's ``malloc`` has given away, of which Python's small objects are none."""
+    """Bytes allocated by C's ``malloc``, which does not serve Python's small objects."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        pytest.skip("only glibc tells what malloc has given away")
+        pytest.skip("only glibc reports allocated bytes")
     mallinfo.restype = _InUse
     gc.collect()
     return int(mallinfo().uordblks)
 
 
 async def left_by(times: int, ask: Callable[[], Awaitable[None]]) -> float:
-    """Bytes that each time leaves behind, after as many that fill caches."""
+    """Bytes that each call leaves behind, once as many calls have filled caches."""
     for _ in range(times):
         await ask()
     before = in_use()
@@ -54,8 +54,7 @@ async def left_by(times: int, ask: Callable[[], Awaitable[None]]) -> float:
 
 
 class _Bytes(CodecBase):
-    """A codec that leaves messages as they are, for grpclib, which comes with betterproto2: the
-    memory of a client in Python is not mixed with that of gRPC's server."""
+    """Codec without effect for grpclib, whose client in Python allocates no memory of gRPC."""
 
     __content_subtype__ = "proto"
 
@@ -78,7 +77,7 @@ async def test_reply_leaks_no_memory() -> None:
 
 
 async def left_by_streams(port: int, reset: bool) -> float:
-    """Bytes that each leaves behind, in its client, too; closed, and reset at once or not."""
+    """Bytes that each closed stream leaves behind, in its client, too; perhaps reset at once."""
     raw = bytes(ProcessingRequest(request_body=HttpBody(body=b"{}", end_of_stream=True)))
     channel = Channel("127.0.0.1", port, codec=_Bytes())
 
@@ -99,7 +98,7 @@ async def left_by_streams(port: int, reset: bool) -> float:
 
 
 async def test_reset_stream_leaks_no_memory(services: Services) -> None:
-    """Envoy closes each, and resets it at once."""
+    """Envoy resets each stream as soon as it has closed it."""
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     try:
@@ -144,7 +143,7 @@ def test_patient_restores_scheduling_after_error() -> None:
 
 @linux
 def test_patient_tolerates_missing_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on musl, which has the call and never does it."""
+    """On musl the call always fails."""
 
     def refuse(_: int) -> int:
         raise OSError(ENOSYS, "Function not implemented")

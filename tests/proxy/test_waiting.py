@@ -1,3 +1,5 @@
+"""Requests that wait at the router while replicas are full or gone."""
+
 import asyncio
 import gc
 import json
@@ -63,16 +65,16 @@ def services(services: Services, clock: ManualClock) -> Services:
 
 
 def long(name: str) -> dict[str, Any]:
-    """About 25,000 tokens of the 42,000 that fit: a replica carries one of them."""
+    """A request of about 25,000 tokens: a replica has room for one, with 42,000."""
     message = {"role": "user", "content": f"{name} sea " * 11_000}
     return {**CHAT, "messages": [message], "max_tokens": 50}
 
 
 async def queued(stream: Stream, name: str, headers: dict[str, str] | None = None) -> None:
-    assert told_to_wait(await stream.body_first(long(name), headers=headers))
+    assert asks_envoy_to_wait(await stream.body_first(long(name), headers=headers))
 
 
-def told_to_wait(reply: ProcessingResponse) -> bool:
+def asks_envoy_to_wait(reply: ProcessingResponse) -> bool:
     timeout = reply.override_message_timeout
     return timeout is not None and timeout.total_seconds() == 120.0
 
@@ -96,7 +98,7 @@ async def test_queued_request_is_sent_to_freed_replica(
     reply = await stream.body_first(
         long("third") | {"model": "chat"}, headers={"x-request-id": "abc"}
     )
-    assert told_to_wait(reply)
+    assert asks_envoy_to_wait(reply)
     assert len(services.queue) == 1
     one, other = (record.decision.replica for record in services.log.last(2))
     clock.advance(0.5)
@@ -120,7 +122,7 @@ async def test_queued_body_is_held_once(stream: Stream, services: Services, full
     message = bytes(stream.body_message(body))
     tracemalloc.start()
     try:
-        assert told_to_wait(await stream.send_bytes(message))
+        assert asks_envoy_to_wait(await stream.send_bytes(message))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -177,7 +179,7 @@ async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full
 
 
 async def test_late_request_is_refused(envoy: EnvoySide, services: Services, full: Full) -> None:
-    """By what waits before it: on its replica the first token would come in time."""
+    """The requests before it make it late: on its replica the first token would be in time."""
     soon = {"x-objective": "soon"}
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
         await queued(one, "third")
@@ -216,7 +218,7 @@ async def test_request_waits_for_replica_to_come_back(
     stream: Stream, services: Services, full: Full, clock: ManualClock, unusable: dict[str, bool]
 ) -> None:
     put_replicas(services, **unusable)
-    assert told_to_wait(await stream.body_first(CHAT))
+    assert asks_envoy_to_wait(await stream.body_first(CHAT))
     clock.advance(4.0)
     put_replicas(services, 2)
     assert chosen(await stream.read())[0] == replica(2)
@@ -227,7 +229,7 @@ async def test_request_waits_for_next_replica(
 ) -> None:
     for number in (1, 2):
         services.fleet.remove(replica(number))
-    assert told_to_wait(await stream.body_first(CHAT))
+    assert asks_envoy_to_wait(await stream.body_first(CHAT))
     assert services.queue.unserved_by_model() == {"llama": 1}
     clock.advance(0.5)
     put_replicas(services, 3)
@@ -259,15 +261,6 @@ async def test_longest_s_bounds_empty_s(
     await stream.body_first(CHAT)
     clock.advance(10.0)
     assert status_of(await stream.read()) == 503
-
-
-async def test_model_never_served_gets_404_at_once(
-    envoy: EnvoySide, services: Services, full: Full
-) -> None:
-    for number in (1, 2):
-        services.fleet.remove(replica(number))
-    put_replicas(services, 3, models=("other",))
-    assert status_of(await envoy.ask_body_first(CHAT | {"model": "nobody's"})) == 404
 
 
 async def test_error_in_one_look_stops_neither_the_queue_nor_the_router(

@@ -1,3 +1,5 @@
+"""Budgets of responses and chunks that the router reads."""
+
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,9 @@ from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
 MARK = {"x-extproc-unseen": "1"}
 PER_S = 100
-TOKENS = 20  # of a streamed answer, each of them a chunk
+TOKENS = 20  # of a streamed response, each a chunk
 CHUNKS_PER_S = 2.0
-"""Chunks of six answers are saved at this rate, half of them for answers that load an adapter."""
+"""This rate saves the chunks of six responses, half of them for responses that load an adapter."""
 STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
 
 
@@ -32,34 +34,34 @@ def services(services: Services, clock: ManualClock) -> Services:
 async def ask(
     envoy: EnvoySide, status: int = 200, body_mode: BodyMode = BodyMode.BUFFERED
 ) -> tuple[bool, str]:
-    """One request to its end: whether Envoy was to tell of its response, and the replica."""
+    """Sends a request; returns whether Envoy shows its response, and the replica."""
     async with envoy.stream() as stream:
         mode = (await stream.request_headers(body_mode=body_mode)).mode_override
-        unseen = mode is not None and mode.response_header_mode == HeaderMode.SKIP
-        if unseen:
+        skipped = mode is not None and mode.response_header_mode == HeaderMode.SKIP
+        if skipped:
             assert mode is not None
             assert mode.request_body_mode == body_mode
         replica = destination(await stream.request_body(CHAT))[0]
-        if not unseen:
+        if not skipped:
             await stream.response_headers(status, upstream=replica)
         await stream.end()
-    return not unseen, replica
+    return not skipped, replica
 
 
-async def test_headers_follow_limit(
+async def test_a_hundred_responses_a_second_are_visible(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
-    seen = [(await ask(envoy))[0] for _ in range(PER_S + 10)]
-    assert seen == [True] * PER_S + [False] * 10
+    visible = [(await ask(envoy))[0] for _ in range(PER_S + 10)]
+    assert visible == [True] * PER_S + [False] * 10
     clock.advance(0.055)
-    seen = [(await ask(envoy))[0] for _ in range(10)]
-    assert seen == [True] * 5 + [False] * 5
+    visible = [(await ask(envoy))[0] for _ in range(10)]
+    assert visible == [True] * 5 + [False] * 5
     assert services.fleet.in_flight == 0
     assert {*samples(services.metrics.requests)} == {("routed",)}
 
 
 async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
-    """Envoy takes a mode that is overridden as a whole: ``ask`` looks at the body's."""
+    """Envoy replaces the whole mode by an override: ``ask`` checks the mode of the body."""
     for _ in range(PER_S):
         await ask(envoy)
     for mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
@@ -69,12 +71,12 @@ async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
 async def test_failed_replica_shows_all_responses(envoy: EnvoySide) -> None:
     for _ in range(PER_S - 1):
         await ask(envoy)
-    seen, failed = await ask(envoy, status=503)
-    assert seen
+    visible, failed = await ask(envoy, status=503)
+    assert visible
     answered = ""
     while answered != failed:
-        seen, answered = await ask(envoy)
-        assert seen
+        visible, answered = await ask(envoy)
+        assert visible
     assert not (await ask(envoy))[0]
 
 
@@ -120,7 +122,7 @@ async def test_long_stream_uses_up_later_budget(envoy: EnvoySide, clock: ManualC
 
 
 class TestSkippedResponses:
-    """Envoy marks requests whose responses the router is not to see."""
+    """Envoy marks requests whose responses it does not forward."""
 
     @pytest.fixture
     def config(self) -> Config:
@@ -137,10 +139,10 @@ class TestSkippedResponses:
         for _ in range(3):
             services.fleet.eligibility.failed(replica(1))
         clock.advance(1.1)
-        async with envoy.stream() as first, envoy.stream() as told, envoy.stream() as last:
+        async with envoy.stream() as first, envoy.stream() as visible, envoy.stream() as last:
             assert chosen(await first.body_first(CHAT, headers=MARK)) == [replica(2)]
-            assert chosen(await told.body_first(CHAT))[0] == replica(1)
-            await told.answer(upstream=replica(1))
+            assert chosen(await visible.body_first(CHAT))[0] == replica(1)
+            await visible.answer(upstream=replica(1))
             assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
     async def test_skipped_response_is_not_unanswered(
