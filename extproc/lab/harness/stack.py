@@ -92,25 +92,14 @@ class Stack:
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
         self.ready_s = 0.0  # seconds from the start until requests could be routed
+        self.url = self._url("envoy")
+        self.envoy_admin = self._url("envoy-admin")
+        self.router_admin = self.admin("router")
+        self.redis_url = f"redis://{self.address('redis')}/0"
+        self.names = {self.address(each.name): each.name for each in replicas}  # by `ip:port`
         self._settings = settings
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()
-
-    @property
-    def url(self) -> str:
-        return self._url("envoy")
-
-    @property
-    def envoy_admin(self) -> str:
-        return self._url("envoy-admin")
-
-    @property
-    def router_admin(self) -> str:
-        return self.admin("router")
-
-    @property
-    def redis_url(self) -> str:
-        return f"redis://{self.address('redis')}/0"
 
     @property
     def router_command(self) -> str:
@@ -127,11 +116,6 @@ class Stack:
     def address(self, name: str) -> str:
         """``ip:port`` of a name in ``ports``."""
         return f"127.0.0.1:{self.ports[name]}"
-
-    @property
-    def names(self) -> dict[str, str]:
-        """``ip:port`` → name of the replica."""
-        return {self.address(replica.name): replica.name for replica in self.replicas}
 
     def name_of(self, address: str) -> str:
         """Name of the replica at ``ip:port``; the address itself if no replica has it."""

@@ -126,14 +126,8 @@ class MachinePoller:
     ) -> None:
         """Create a poller that scrapes every ``interval`` seconds.
 
-        Args:
-            machine: the machine to scrape.
-            base: state with the fields that no scrape changes.
-            believed: step times from which learning starts; None: nothing is learned, and the step
-                times are those of ``base``, or the true ones.
-            prior: step times of the fleet.
-            interval: seconds between scrapes.
-            random: source of the jitter of failing scrapes.
+        ``base`` has the fields that no scrape changes. Learning starts from the step times
+        ``believed``; None: the step times are those of ``base``, or the true step times.
         """
         self.base = base
         self._machine = machine

@@ -34,13 +34,9 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Play a scene.
+    """Play a scene; ``forced``: dispatch each request when and where the record has it.
 
-    Args:
-        scene: requests, replicas and configuration.
-        seed: seed of the policy and of the jitter.
-        forced: dispatch each request when and where it was dispatched in the record.
-        show: called with the share of requests that have ended.
+    ``seed`` is of the policy and of the jitter; ``show`` gets the share of ended requests.
 
     Raises:
         ValueError: the replicas are overloaded.

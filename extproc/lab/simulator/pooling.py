@@ -36,7 +36,7 @@ class PoolingBody(Body, ABC):
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
         prompts = self.prompts()
-        items = [{"index": index, **self.item(one)} for index, one in enumerate(prompts)]
+        items = [{"index": index, **self.item(each)} for index, each in enumerate(prompts)]
         head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
         total = sum(tokens.count(prompt) for prompt in prompts)
         usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}

@@ -170,7 +170,7 @@ class ReplicaServer:
             self.replica.live.abort(generation)
             self._responses.store(body, reply, generation)
 
-    async def _whole(self, generation: Generation) -> None:
+    async def _complete(self, generation: Generation) -> None:
         try:
             await generation.done()
         finally:
@@ -178,7 +178,7 @@ class ReplicaServer:
 
     async def _pool(self, request: web.Request) -> web.Response:
         body = await self._inference(request, POOLING[request.path])
-        await self._whole(self.replica.pool(body))
+        await self._complete(self.replica.pool(body))
         return web.json_response(body.reply(*self._head(body)))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
@@ -189,7 +189,7 @@ class ReplicaServer:
         body = asks.AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
-        await self._whole(generation)
+        await self._complete(generation)
         text = "".join(answer.text for answer in generation.answers)
         usage = {"type": "duration", "seconds": body.seconds}
         return web.json_response({"text": text, "usage": usage})
