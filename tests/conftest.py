@@ -1,3 +1,5 @@
+"""Fixtures of all tests: captured logs, and a real Redis."""
+
 import asyncio
 import logging
 import os
@@ -18,18 +20,18 @@ from tests.waiting import PATIENCE_S
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# How long an example takes is up to who else runs on this machine.
+# A busy machine may take long for an example.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Tests with real processes wait more than they compute; their files keep 16 busy."""
+    """Twice the cores, since tests with real processes mostly wait; at most 16."""
     return min(2 * len(os.sched_getaffinity(0)), 16)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest first: at the end no worker is left with one of them."""
+    """Runs slow files first, so that no worker starts a slow file at the end."""
     slow = {
         item.path
         for item in items
@@ -40,42 +42,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_handlers_end() -> Iterator[None]:
-    """A command's handler writes to the stderr of its test, which is closed after it."""
+    """Removes log handlers of commands: they write to a stderr that is closed after the test."""
     yield
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
-        root.removeHandler(handler)
+    for handler in [*root.handlers]:
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 class Logged(logging.Handler):
-    """What the package logs, to be looked at or waited for."""
+    """Log lines of the package, to inspect or to wait for."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._records: list[logging.LogRecord] = []
-        self._more = asyncio.Event()
+        self._added = asyncio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         assert not record.exc_info, "an expected failure is logged without a traceback"
         self._records.append(record)
-        self._more.set()
+        self._added.set()
 
     def lines(self, message: str = "") -> list[dict[str, object]]:
-        """Fields of the lines with this message; of all lines without one."""
+        """Returns the fields of the lines with this message; empty: of all lines."""
         return [vars(line) for line in self._records if message in ("", line.getMessage())]
 
     async def line(self, message: str, times: int = 1) -> dict[str, object]:
-        """Wait until this message was logged so many times; returns the first."""
+        """Waits until the message was logged that often; returns the fields of the first line."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.lines(message)) < times:
-                self._more.clear()
-                await self._more.wait()
+                self._added.clear()
+                await self._added.wait()
         return self.lines(message)[0]
 
 
 @contextmanager
 def too_many_open_files() -> Iterator[None]:
-    """Within the block this process can open no file."""
+    """Lets this process open no file within the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -97,7 +100,7 @@ def logged() -> Iterator[Logged]:
 
 
 class RedisServer:
-    """A real Redis on a port of its own, which tests may kill and start again, empty."""
+    """A real Redis on its own port; tests may kill it and start it again, empty."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -119,7 +122,7 @@ class RedisServer:
 
 
 def wait_for_redis(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """How long this process waits for an answer of Redis before it is lost."""
+    """Sets how long this process waits for an answer of Redis."""
     for module in (connection, reader):
         monkeypatch.setattr(module, "TIMEOUT_S", seconds)
     monkeypatch.setitem(connection._ONCE, "socket_connect_timeout", seconds)
@@ -129,7 +132,7 @@ def wait_for_redis(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 async def stopped_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RedisServer]:
-    """A Redis that is not started yet; that a machine is busy is no reason to take it for lost."""
+    """A Redis that is not started yet; clients wait long enough for a busy machine."""
     wait_for_redis(monkeypatch, 10.0)
     server = RedisServer(tmp_path / "redis")
     yield server

@@ -1,8 +1,8 @@
-"""The Envoy configuration that Envoy Gateway makes of our resources for it.
+"""Translates our Envoy Gateway resources to Envoy's configuration, as Envoy Gateway 1.9 does.
 
-``data/gateways/envoy_gateway.yaml`` holds what its translator (release 1.9) writes, with
-``$how path`` in place of what it takes from a field of a resource (API v1alpha1). Fields that it
-names nowhere are refused. Members and routes are in the configuration, not from xDS.
+``data/gateways/envoy_gateway.yaml`` is the output of Envoy Gateway's translator, with ``$how path``
+for each value that comes from a field of a resource (API v1alpha1). A resource with another field
+is refused. Endpoints and routes are in the configuration, not from xDS.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +23,18 @@ def bootstrap(
     replicas: Sequence[str],
     routers: Sequence[str],
 ) -> dict[str, Any]:
-    """The whole configuration of an Envoy; addresses are ``ip:port``.
+    """Returns a whole Envoy configuration; addresses are ``ip:port``.
 
     Raises:
-        ValueError: a resource has a field that is not known here.
-        KeyError: a resource, or a field that is needed, is missing.
+        ValueError: a resource has an unknown field.
+        KeyError: a resource or a required field is missing.
     """
     names, translated = yaml.safe_load_all(TRANSLATED.read_text(encoding="utf-8"))
-    fields = {path: value for one in resources for path, value in _fields(one["spec"], one["kind"])}
+    fields = {
+        path: value
+        for resource in resources
+        for path, value in _fields(resource["spec"], resource["kind"])
+    }
     used = dict(_fields(names))
     for path, value in used.items():
         assert fields[path] == value
@@ -45,7 +49,7 @@ def bootstrap(
 
 
 def _fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field with its path from the kind on, as ``BackendTrafficPolicy.retry.numRetries``."""
+    """Yields each field with its path, such as ``BackendTrafficPolicy.retry.numRetries``."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _fields(inner, f"{path}.{name}".lstrip("."))
@@ -68,20 +72,20 @@ def _filled(value: Any, fields: Mapping[str, Any], used: dict[str, Any]) -> Any:
     return value
 
 
-def _duration(said: str) -> str:
-    """As protobuf writes one; the API has hours and milliseconds too, but no fractions."""
+def _duration(value: str) -> str:
+    """Converts a duration of the Gateway API (``ms``, ``s`` or ``h``) to protobuf's form."""
     for unit, factor in (("ms", 0.001), ("h", 3600), ("s", 1)):
-        if said.endswith(unit):
-            return f"{int(said.removesuffix(unit)) * factor:g}s"
-    raise ValueError(f"no duration of Gateway API: {said!r}")
+        if value.endswith(unit):
+            return f"{int(value.removesuffix(unit)) * factor:g}s"
+    raise ValueError(f"no duration of Gateway API: {value!r}")
 
 
 _HOW: dict[str, Callable[[Any], Any]] = {
-    "same": lambda said: said,
+    "same": lambda value: value,
     "duration": _duration,
-    "seconds": lambda said: int(_duration(said).removesuffix("s")),
-    "bytes": lambda said: int(said.removesuffix("Mi")) * 2**20,
+    "seconds": lambda value: int(_duration(value).removesuffix("s")),
+    "bytes": lambda value: int(value.removesuffix("Mi")) * 2**20,
     "joined": ",".join,
-    "removals": lambda said: [{"remove": name} for name in said],
+    "removals": lambda value: [{"remove": name} for name in value],
     "body_mode": {"Buffered": "BUFFERED"}.__getitem__,
 }

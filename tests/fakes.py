@@ -1,4 +1,4 @@
-"""A clock that a test moves, and fleets to try things on."""
+"""A clock that a test moves, and builders of fleets, states and requests."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +18,7 @@ _POLLS = count()
 
 @dataclass
 class ManualClock:
-    """A clock that stands still until told."""
+    """Clock that moves only by :meth:`advance`."""
 
     time: float = 100.0
 
@@ -30,7 +30,7 @@ class ManualClock:
 
 
 def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None) -> Fleet:
-    """Idle replicas ``10.0.0.1:8000``, ``10.0.0.2:8000``, … with these hardware profiles."""
+    """Returns a fleet of idle replicas ``10.0.0.1:8000``, … with these hardware profiles."""
     fleet = Fleet(OutputLengths(), clock, names=names)
     for number, profile in enumerate(profiles, start=1):
         fleet.put(state(number, profile, clock))
@@ -38,8 +38,8 @@ def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None
 
 
 def excluded(fleet: Fleet) -> dict[str, str]:
-    """By replica, why it is no candidate."""
-    return {one.id: one.why for one in fleet.view(MODEL).excluded}
+    """Returns the reason for each replica that is not a candidate."""
+    return {replica.id: replica.why for replica in fleet.view(MODEL).excluded}
 
 
 def replica(number: int) -> str:
@@ -59,7 +59,7 @@ def state(
         "models": (MODEL,),
         "listed": bool(figures.get("models", True)),
         "max_model_len": 65_536,
-        "scraped_at": clock() + next(_POLLS) * 1e-9,  # each is a poll of its own
+        "scraped_at": clock() + next(_POLLS) * 1e-9,  # differs for each poll
     } | figures
     if isinstance(learned := fields.get("learned"), dict):
         fields["learned"] = StepModel(**learned)

@@ -1,7 +1,7 @@
-"""What Istio makes of our EnvoyFilter: its patches, applied to a gateway that has the two Services.
+"""Applies the patches of our EnvoyFilter to a gateway's Envoy configuration, as Istio does.
 
-``data/gateways/istio.yaml`` is the gateway before: Istio's own listeners and clusters, and the
-route of the VirtualService that the file's comment names.
+``data/gateways/istio.yaml`` is the gateway before the patches: Istio's listeners and clusters, and
+the route of the VirtualService that the file's comment names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ def bootstrap(
     replicas: Sequence[str],
     routers: Sequence[str],
 ) -> dict[str, Any]:
-    """The whole configuration of an Envoy; addresses are ``ip:port``.
+    """Returns a whole Envoy configuration; addresses are ``ip:port``.
 
     Raises:
-        ValueError: a patch is about nothing that is there.
+        ValueError: a patch matches nothing, or is of an unknown kind.
     """
     gateway = yaml.safe_load(GATEWAY.read_text(encoding="utf-8"))
     (listener,), clusters = gateway.values()
@@ -42,31 +42,31 @@ def bootstrap(
 def _apply(patch: Mapping[str, Any], listener: Any, clusters: list[Any]) -> None:
     manager = listener["filter_chains"][0]["filters"][0]
     match, change = patch["match"], patch["patch"]
-    way = patch["applyTo"], change["operation"]
+    kind = patch["applyTo"], change["operation"]
     assert match["context"] == "GATEWAY"
-    if way == ("LISTENER", "MERGE"):
+    if kind == ("LISTENER", "MERGE"):
         _merge(listener, change["value"])
         return
-    if way == ("CLUSTER", "MERGE"):
+    if kind == ("CLUSTER", "MERGE"):
         wanted = match["cluster"]
         name = f"outbound|{wanted['portNumber']}||{wanted['service']}"
-        (cluster,) = (one for one in clusters if one["name"] == name)
+        (cluster,) = (cluster for cluster in clusters if cluster["name"] == name)
         _merge(cluster, change["value"])
         return
     chosen = match["listener"]["filterChain"]["filter"]
     assert chosen["name"] == _MANAGER
-    if way == ("NETWORK_FILTER", "MERGE"):
+    if kind == ("NETWORK_FILTER", "MERGE"):
         _merge(manager, change["value"])
-    elif way == ("HTTP_FILTER", "INSERT_BEFORE"):
+    elif kind == ("HTTP_FILTER", "INSERT_BEFORE"):
         filters = manager["typed_config"]["http_filters"]
-        names = [one["name"] for one in filters]
+        names = [filter_["name"] for filter_ in filters]
         filters.insert(names.index(chosen["subFilter"]["name"]), change["value"])
     else:
-        raise ValueError(f"no patch of this kind is known here: {way}")
+        raise ValueError(f"unknown kind of patch: {kind}")
 
 
 def _merge(target: dict[str, Any], change: Mapping[str, Any]) -> None:
-    """As protobuf merges messages: lists grow, what is a message is merged, all else replaced."""
+    """Merges as protobuf does: extends lists, merges messages, replaces all other values."""
     for key, value in change.items():
         if isinstance(value, Mapping) and isinstance(target.get(key), dict):
             _merge(target[key], value)

@@ -1,4 +1,4 @@
-"""A large fleet, and whether a router is kept from its requests by it."""
+"""A large fleet, and a check that work on it does not block the event loop."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ from tests.fakes import ManualClock, state
 REPLICAS = 1000
 _TIMES = 5
 A_FEW_MS = 0.02
-"""Seconds, on a machine that is slow or busy; a tenth of what Envoy waits for the router."""
+"""Seconds, generous for a slow or busy machine; a tenth of Envoy's timeout for the router."""
 
 
 def thousand_states() -> tuple[ReplicaState, ...]:
@@ -24,11 +24,13 @@ def thousand_states() -> tuple[ReplicaState, ...]:
 
 
 async def assert_event_loop_is_free(work: Callable[[], Awaitable[object]]) -> None:
-    """The event loop does a little of the work in each turn. What takes long once of several times
-    is not the work: some of what others do on a busy machine is counted as this thread's."""
+    """Asserts that no turn of the event loop takes ``A_FEW_MS`` of CPU time.
+
+    A single run out of ``_TIMES`` suffices: other processes of a busy machine add to CPU times.
+    """
     pieces: list[float] = []
     while not pieces or pieces[-1] >= A_FEW_MS:
-        assert len(pieces) < _TIMES, f"it takes {pieces} s"
+        assert len(pieces) < _TIMES, f"the event loop is blocked for {pieces} s"
         async with _longest_piece() as longest:
             await work()
         pieces.append(longest[0])
@@ -36,7 +38,7 @@ async def assert_event_loop_is_free(work: Callable[[], Awaitable[object]]) -> No
 
 @asynccontextmanager
 async def _longest_piece() -> AsyncIterator[list[float]]:
-    """What the event loop did between two turns, at most: seconds of this thread's CPU."""
+    """Measures the longest turn of the event loop, in CPU seconds of this thread."""
     longest = [0.0]
 
     async def measure() -> None:
@@ -46,7 +48,7 @@ async def _longest_piece() -> AsyncIterator[list[float]]:
             longest[0] = max(longest[0], time.thread_time() - before)
 
     gc.collect()
-    gc.freeze()  # as a router does at its start; of the tests before there may be much
+    gc.freeze()  # as a router does at its start: earlier tests may have left many objects
     task = asyncio.create_task(measure())
     try:
         yield longest

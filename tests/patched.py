@@ -1,4 +1,4 @@
-"""A command of the package in which some constants have other values."""
+"""Runs a command of the package with other values for some constants."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from extproc.cli import main
 
 
 def patched(constants: Mapping[str, object], *arguments: str) -> list[str]:
-    """What to start for ``extproc ARGUMENTS`` with these constants, by ``module.NAME``."""
+    """Returns the command line of ``extproc ARGUMENTS`` with these ``module.NAME`` constants."""
     values = {name: str(value) for name, value in constants.items()}
     return [sys.executable, "-P", __file__, json.dumps(values), *arguments]
 

@@ -1,4 +1,4 @@
-"""Spans that were sent, as they arrive."""
+"""Collector of OpenTelemetry spans."""
 
 from typing import Any, Self
 
@@ -11,12 +11,12 @@ from tests.waiting import until
 
 
 class Spans:
-    """Takes what a router, or a collector, sends by OTLP over HTTP."""
+    """Server that receives spans by OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.all: list[tuple[str, Span]] = []  # each with the name of its service
-        self.status = 200  # that it answers
+        self.all: list[tuple[str, Span]] = []  # with the name of the service
+        self.status = 200  # of its answers
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**26)
@@ -30,23 +30,23 @@ class Spans:
         await self._runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
-        told = ExportTraceServiceRequest.FromString(await request.read())
-        for one in told.resource_spans:
-            service = attributes(one.resource)["service.name"]
-            self.all += [(service, span) for scope in one.scope_spans for span in scope.spans]
+        export = ExportTraceServiceRequest.FromString(await request.read())
+        for sent in export.resource_spans:
+            service = attributes(sent.resource)["service.name"]
+            self.all += [(service, span) for scope in sent.scope_spans for span in scope.spans]
         return web.Response(status=self.status, content_type="application/x-protobuf")
 
     async def of(self, trace: str, count: int) -> dict[str, Span]:
-        """So many of a trace, by service and name, once they are there."""
+        """Waits for ``count`` spans of a trace; returns them by ``service: name``."""
         await until(lambda: len(self._of(trace)) >= count)
         return self._of(trace)
 
     def _of(self, trace: str) -> dict[str, Span]:
-        found = [(service, one) for service, one in self.all if one.trace_id.hex() == trace]
-        return {f"{service}: {one.name}": one for service, one in found}
+        found = [(service, span) for service, span in self.all if span.trace_id.hex() == trace]
+        return {f"{service}: {span.name}": span for service, span in found}
 
 
-def attributes(one: Any) -> dict[str, Any]:
+def attributes(message: Any) -> dict[str, Any]:
     return {
-        pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in one.attributes
+        pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in message.attributes
     }

@@ -1,8 +1,8 @@
-"""The rooms of ``extproc``: imports between them go down only, and the map shows what is there.
+"""Rooms of ``extproc`` import only rooms below them, and the map in the docs is current.
 
     python -m tests.test_architecture
 
-writes picture and map into ``docs/architecture.md`` anew.
+rewrites picture and map in ``docs/architecture.md``.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "extproc"
 DOC = ROOT / "docs" / "architecture.md"
-BEGIN, END = (f"<!-- {what}: python -m tests.test_architecture -->" for what in ("made by", "end"))
+BEGIN, END = (f"<!-- {word}: python -m tests.test_architecture -->" for word in ("made by", "end"))
 ROOMS = (
     "cli",
     "lab",
@@ -32,22 +32,22 @@ ROOMS = (
     "predict",
     "request",
 )
-"""From the top down; each may import those below it. Below all stand the other single files."""
+"""Rooms from the top down; a room may import the rooms below it. Other single files are GROUND."""
 GROUND = "ground"
 LAZY = {"cli"}
-"""Rooms that may import another one only when they need it: a command starts without the others."""
+"""Rooms that may import within functions: a command starts without the code of other commands."""
 GENERATED = {"ext_proc_pb2.py"}
 
 
 @cache
 def files() -> dict[Path, ast.Module]:
-    """Every file of the package, parsed."""
+    """Parses every file of the package."""
     found = (path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in GENERATED)
     return {path: ast.parse(path.read_text()) for path in found}
 
 
 def room_of(path: Path) -> str:
-    """The room that a file or a module stands in."""
+    """Returns the room of a file or module."""
     first = path.relative_to(PACKAGE).with_suffix("").parts[0]
     if first in ("__init__", "__main__"):
         return ROOMS[0]
@@ -56,15 +56,16 @@ def room_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> list[tuple[ast.stmt, str]]:
-    """What a file imports of other rooms, and the statement that does."""
+    """Returns the other rooms that a file imports, each with its import statement."""
     found = []
     for node in ast.walk(files()[path]):
         modules: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            whole = node.module != "extproc"
-            modules = [node.module] if whole else [f"extproc.{one.name}" for one in node.names]
+            modules = [node.module]
+            if node.module == "extproc":
+                modules = [f"extproc.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            modules = [one.name for one in node.names]
+            modules = [alias.name for alias in node.names]
         for module in modules:
             package, *rest = module.split(".")
             if package == "extproc" and rest and not rest[0].startswith("__"):
@@ -76,11 +77,11 @@ def imports(path: Path) -> list[tuple[ast.stmt, str]]:
 
 
 def level(room: str) -> int:
-    assert room in (*ROOMS, GROUND), f"{room} is a new room: name it in ROOMS, where it belongs"
+    assert room in (*ROOMS, GROUND), f"{room} is a new room: add it to ROOMS"
     return (*ROOMS, GROUND).index(room)
 
 
-def test_imports_go_down_and_none_is_hidden() -> None:
+def test_rooms_import_only_lower_rooms_at_the_top_of_files() -> None:
     wrong = []
     for path, module in files().items():
         for node, other in imports(path):
@@ -92,12 +93,12 @@ def test_imports_go_down_and_none_is_hidden() -> None:
     assert not wrong
 
 
-def test_the_picture_and_the_map_show_what_is_there() -> None:
+def test_architecture_map_is_current() -> None:
     _, drawn, _ = _parts(DOC.read_text())
     assert drawn == _drawn(), "run: python -m tests.test_architecture"
 
 
-def test_the_files_that_the_text_sends_readers_to_are_there() -> None:
+def test_files_named_in_the_architecture_docs_exist() -> None:
     before, _, after = _parts(DOC.read_text())
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", before + after))
     assert named
@@ -107,7 +108,7 @@ def test_the_files_that_the_text_sends_readers_to_are_there() -> None:
 
 
 def _arrows() -> dict[str, set[str]]:
-    """Which rooms below it each room imports."""
+    """Returns the lower rooms that each room imports."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for path in files():
         room = room_of(path)
@@ -116,7 +117,7 @@ def _arrows() -> dict[str, set[str]]:
 
 
 def _picture() -> Iterator[str]:
-    """Arrows that others imply are left out, and those to the ground."""
+    """Draws the imports, without arrows that others imply and arrows to the ground."""
     arrows, reach = _arrows(), dict[str, set[str]]()
     yield "```mermaid"
     yield "flowchart TD"

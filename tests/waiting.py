@@ -1,4 +1,4 @@
-"""How long tests wait for what has to come: a busy machine is slow, not wrong."""
+"""Waits of tests, long enough for a busy machine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
-    """Returns when something is so that nobody signals; it may have to be awaited.
+    """Polls a condition, awaited if necessary, until it holds.
 
     Raises:
-        TimeoutError: it is not so in time.
+        TimeoutError: the condition does not hold in time.
     """
     async with asyncio.timeout(seconds):
         while True:
@@ -25,9 +25,9 @@ async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> Non
 
 
 async def until_read(read: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> None:
-    """Reads again and again until a reading is as wanted."""
+    """Reads repeatedly until the condition holds for the value."""
 
-    async def so() -> bool:
+    async def holds_now() -> bool:
         return bool(holds(await read()))
 
-    await until(so)
+    await until(holds_now)

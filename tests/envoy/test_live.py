@@ -227,7 +227,7 @@ async def test_kubernetes_error_is_reported(check: Check) -> None:
     source = {"kubernetes": {"service": "vllm", "namespace": "gpu", "port": 8000}}
     error, _ = bad(await check(alone(source), status=1))
     assert "Service gpu/vllm, port 8000: has no address (" in error
-    assert "a pod has it that has a service account" in error
+    assert "give the pod a service account" in error
 
 
 class WatchingStack(EdsStack):

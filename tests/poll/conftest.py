@@ -1,9 +1,11 @@
+"""A replica whose answers a test chooses, and a poller that scrapes it."""
+
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.conftest import RedisServer
-from tests.poll.polling import Seen, config, watching
+from tests.poll.polling import RouterView, config, watching
 from tests.poll.replica import Replica, serving
 
 
@@ -14,7 +16,7 @@ async def replica() -> AsyncIterator[Replica]:
 
 
 @pytest.fixture
-async def seen(redis_server: RedisServer, replica: Replica) -> AsyncIterator[Seen]:
-    """States of the replica, which a poller scrapes."""
-    async with watching(config(redis_server, replica)) as seen:
-        yield seen
+async def router(redis_server: RedisServer, replica: Replica) -> AsyncIterator[RouterView]:
+    """View of a router whose poller scrapes the replica."""
+    async with watching(config(redis_server, replica)) as router:
+        yield router

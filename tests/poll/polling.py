@@ -1,3 +1,5 @@
+"""Pollers that run in the test's process, and the states that a router would hold."""
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -20,12 +22,13 @@ from tests.waiting import PATIENCE_S
 
 QUICK_AND_PATIENT = {
     "replica.BACKOFF_MOST_S": 0.05,
-    "poller.RESOLVE_S": 0.07,  # no fraction of a heartbeat: their phases vary
+    "poller.RESOLVE_S": 0.07,  # no fraction of a heartbeat, so that their phases vary
     "replica.TTL_S": 100.0,
     "into_redis.TTL_S": 100.0,
 }
 SOON = {"timeout_s": 0.8}
-"""What hangs is given up after three times as long, and what a busy machine answers late is not."""
+"""Long enough for a busy machine, and short enough to wait for a request that hangs: it ends after
+three times as long."""
 
 
 def config(
@@ -56,12 +59,12 @@ async def polling(settings: Config) -> AsyncIterator[None]:
                 await task
 
 
-class Seen:
-    """The states a router would hold now."""
+class RouterView:
+    """States that a router holds."""
 
     def __init__(self) -> None:
         self.states: dict[str, ReplicaState] = {}
-        self.history: list[ReplicaState] = []  # all that were pushed
+        self.history: list[ReplicaState] = []  # all pushed states
         self.removed: list[str] = []
         self._changed = asyncio.Event()
 
@@ -95,22 +98,23 @@ class Seen:
         /,
         **fields: object,
     ) -> ReplicaState:
-        """The first state with these fields for which the condition holds."""
+        """Waits until the replica's state has these fields and the condition holds for it."""
 
-        def so(state: ReplicaState) -> bool:
-            return holds(state) and fields.items() <= structs.asdict(state).items()
+        def is_reached(states: dict[str, ReplicaState]) -> bool:
+            state = states.get(replica.id)
+            return bool(state and holds(state) and fields.items() <= structs.asdict(state).items())
 
-        await self.until(lambda states: replica.id in states and so(states[replica.id]))
+        await self.until(is_reached)
         return self.states[replica.id]
 
 
 @asynccontextmanager
-async def watching(settings: Config) -> AsyncIterator[Seen]:
-    seen = Seen()
+async def watching(settings: Config) -> AsyncIterator[RouterView]:
+    router = RouterView()
     async with polling(settings):
-        following = asyncio.create_task(seen.follow(settings))
+        following = asyncio.create_task(router.follow(settings))
         try:
-            yield seen
+            yield router
         finally:
             following.cancel()
             with suppress(asyncio.CancelledError):

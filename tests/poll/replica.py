@@ -1,4 +1,4 @@
-"""A replica whose every answer a test may choose."""
+"""A replica whose answers a test chooses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -58,32 +58,32 @@ async def hang(_: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
-class Once:
-    """Answers the first request in one way, and all others in another."""
+class FirstAnswer:
+    """Answers the first request by ``first``, and all others by ``then``."""
 
     def __init__(self, first: Handler, then: Handler) -> None:
         self._first = first
         self._then = then
-        self._asked = False
-        self.over = asyncio.Event()  # the first was answered, or given up
+        self._is_used = False
+        self.over = asyncio.Event()  # the second request has arrived
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
-        if self._asked:
+        if self._is_used:
             self.over.set()
             return await self._then(request)
-        self._asked = True
+        self._is_used = True
         return await self._first(request)
 
 
-class Held:
-    """Answers when it is released."""
+class HeldAnswer:
+    """Answers once released."""
 
     def __init__(self, then: Handler) -> None:
         self._then = then
-        self.asked, self.released = asyncio.Event(), asyncio.Event()
+        self.requested, self.released = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
-        self.asked.set()
+        self.requested.set()
         await self.released.wait()
         return await self._then(request)
 
@@ -97,7 +97,6 @@ def late(seconds: float, body: str) -> Handler:
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
-    """Sends metrics until the other side hangs up."""
     response = web.StreamResponse()
     await response.prepare(request)
     while True:
@@ -130,7 +129,7 @@ async def disconnect(request: web.Request) -> web.StreamResponse:
 
 
 class Replica:
-    """Answers well until told otherwise; may be stopped and started again on its port."""
+    """A healthy vLLM until a test changes ``answers``; restarts on the same port."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -141,8 +140,8 @@ class Replica:
             "/v1/models": models("tiny", adapters=("adapter",)),
             "/version": text('{"version": "0.32.0"}'),
         }
-        self.asked: list[str] = []
-        self._asked = asyncio.Event()
+        self.paths: list[str] = []  # of all requests
+        self._requested = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -156,15 +155,17 @@ class Replica:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def asked_for(self, path: str, times: int) -> None:
+    async def requested(self, path: str, more: int) -> None:
+        """Waits for this many more requests."""
+        count = self.paths.count(path) + more
         async with asyncio.timeout(PATIENCE_S):
-            while self.asked.count(path) < times:
-                self._asked.clear()
-                await self._asked.wait()
+            while self.paths.count(path) < count:
+                self._requested.clear()
+                await self._requested.wait()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request.path)
-        self._asked.set()
+        self.paths.append(request.path)
+        self._requested.set()
         return await self.answers[request.path](request)
 
 

@@ -1,3 +1,5 @@
+"""Pods of a Service are found by list and watch, and stay known while the API server fails."""
+
 import asyncio
 import gc
 import json
@@ -43,7 +45,7 @@ TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
     monkeypatch.setattr(kubernetes, "_FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(kubernetes, "_LONGEST_WAIT_S", 0.02)
-    monkeypatch.setattr(kubernetes, "_WATCH_S", 600)  # none ends by itself
+    monkeypatch.setattr(kubernetes, "_WATCH_S", 600)  # no watch ends by itself
     server = ApiServer(tmp_path)
     server.put(endpoint_slice(*TWO))
     enter_pod(server, monkeypatch)
@@ -56,22 +58,22 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 class Found:
-    """What discovery finds, each time it is woken."""
+    """Pods that discovery finds in a Service."""
 
-    def __init__(self, **said: Any) -> None:
-        said = {"service": "vllm", "port": 8000} | said
-        source = ReplicaSource.model_validate({"kubernetes": said})
+    def __init__(self, **service: Any) -> None:
+        service = {"service": "vllm", "port": 8000} | service
+        source = ReplicaSource.model_validate({"kubernetes": service})
         self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
 
     async def pods(self) -> dict[str, str]:
         return {
-            one.name: "drains" if one.draining else "serves" if one.ready else "not ready"
-            for one in await self.discovery.targets()
+            pod.name: "drains" if pod.draining else "serves" if pod.ready else "not ready"
+            for pod in await self.discovery.targets()
         }
 
     async def has(self, **pods: str) -> None:
-        wanted = {name.replace("_", "-"): how for name, how in pods.items()}
-        await until_read(self.pods, lambda now: now == wanted)
+        expected = {name.replace("_", "-"): state for name, state in pods.items()}
+        await until_read(self.pods, lambda now: now == expected)
 
 
 @pytest.fixture
@@ -90,11 +92,11 @@ async def watched(api: ApiServer, found: Found) -> Found:
 
 
 class Recorded:
-    """Answers as a real server did: a list, then watches, one after the other."""
+    """Answers of a real API server: a list, then watches, one after the other."""
 
     def __init__(self, *watches: list[dict[str, Any]]) -> None:
         self._watches = list(watches)
-        self.step = asyncio.Semaphore(0)  # an event is told for each release
+        self.step = asyncio.Semaphore(0)  # each release sends an event
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -110,7 +112,7 @@ class Recorded:
         return response
 
 
-async def test_what_a_real_server_told(api: ApiServer, found: Found) -> None:
+async def test_recorded_watch_of_a_real_server_is_followed(api: ApiServer, found: Found) -> None:
     real = Recorded(recorded_watch("endpointslices-watch"), recorded_watch("watch-too-old"))
     api.handler = real.answer
     await found.has(vllm_0="serves", vllm_1="serves")
@@ -130,13 +132,15 @@ async def test_what_a_real_server_told(api: ApiServer, found: Found) -> None:
         real.step.release()
     await until(lambda: len(api.asked_for("watch")) == 2)
     await found.has(vllm_0="serves", vllm_1="serves")
-    real.step.release()  # too old
+    real.step.release()  # the error event: resourceVersion too old
     await until(lambda: len(api.asked_for("watch")) == 3)
-    assert [one["resourceVersion"] for one in api.asked_for("watch")] == ["91"] * 3
+    assert [query["resourceVersion"] for query in api.asked_for("watch")] == ["91"] * 3
     await found.has(vllm_0="serves", vllm_1="serves")
 
 
-async def test_it_asks_as_the_api_wants_to_be_asked(api: ApiServer, found: Found) -> None:
+async def test_list_and_watch_send_the_query_of_the_kubernetes_api(
+    api: ApiServer, found: Found
+) -> None:
     await found.has(vllm_0="serves", vllm_1="serves")
     watch = await api.watched()
     path = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
@@ -149,17 +153,17 @@ async def test_it_asks_as_the_api_wants_to_be_asked(api: ApiServer, found: Found
     }
 
 
-async def test_another_namespace_and_names_for_people(api: ApiServer) -> None:
+async def test_source_sets_namespace_and_name_prefix(api: ApiServer) -> None:
     source = {"kubernetes": {"service": "vllm", "port": 8000, "namespace": "gpu"}, "name": "fast"}
     discovery = Discovery([ReplicaSource.model_validate(source)], None, PATIENCE_S)
-    assert [one.name for one in await discovery.targets()] == ["fast/vllm-0", "fast/vllm-1"]
+    assert [target.name for target in await discovery.targets()] == ["fast/vllm-0", "fast/vllm-1"]
     assert api.asked[0]["path"].split("/")[5] == "gpu"
     discovery.stop()
 
 
 @pytest.mark.parametrize("last", [b"", b'{"type": "MODIFIED", "object": {"kind": "EndpointSl'])
 @pytest.mark.parametrize("cut", [ApiServer.drop_watches, ApiServer.end_watches])
-async def test_what_happens_between_two_watches_is_found_out(
+async def test_change_between_two_watches_is_found_by_the_next_list(
     api: ApiServer,
     watched: Found,
     logged: Logged,
@@ -175,7 +179,7 @@ async def test_what_happens_between_two_watches_is_found_out(
     assert not logged.lines(LOST)
 
 
-async def test_vanished_watch_ends(
+async def test_watch_of_a_vanished_server_ends(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "_WATCH_S", 0.05)
@@ -194,7 +198,7 @@ async def test_vanished_watch_ends(
     await found.has()
 
 
-async def test_a_server_that_takes_a_connection_and_says_nothing(
+async def test_server_that_accepts_and_never_answers_is_logged(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     monkeypatch.setattr(kubernetes, "_LIST_S", 600)
@@ -205,7 +209,9 @@ async def test_a_server_that_takes_a_connection_and_says_nothing(
     assert (await logged.line(LOST))["error"] == "no answer from the API server: ConnectTimeout"
 
 
-async def test_server_that_went_back_in_time_is_listed_anew(api: ApiServer, watched: Found) -> None:
+async def test_server_restored_from_a_backup_is_listed_again(
+    api: ApiServer, watched: Found
+) -> None:
     api.put(endpoint_slice(TWO[1]))
     await watched.has(vllm_1="serves")
     api.go_back(50)
@@ -214,7 +220,9 @@ async def test_server_that_went_back_in_time_is_listed_anew(api: ApiServer, watc
     await watched.has(vllm_0="serves", vllm_1="serves")
 
 
-async def test_known_pods_stay_without_api(api: ApiServer, found: Found, logged: Logged) -> None:
+async def test_pods_stay_known_while_the_api_server_is_down(
+    api: ApiServer, found: Found, logged: Logged
+) -> None:
     api.put(endpoint_slice(TWO[0], endpoint("10.1.0.2", "vllm-1", ready=False)))
     api.put(endpoint_slice(terminating("10.1.0.3", "vllm-2"), name="vllm-second"))
     await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
@@ -229,7 +237,9 @@ async def test_known_pods_stay_without_api(api: ApiServer, found: Found, logged:
     assert len(logged.lines(LOST)) == len(logged.lines(FOUND)) == 1
 
 
-async def test_renewed_token_is_used(api: ApiServer, watched: Found, logged: Logged) -> None:
+async def test_renewed_service_account_token_is_used(
+    api: ApiServer, watched: Found, logged: Logged
+) -> None:
     api.token = "token-2"
     api.drop_watches()
     line = await logged.line(LOST)
@@ -242,7 +252,7 @@ async def test_renewed_token_is_used(api: ApiServer, watched: Found, logged: Log
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
-async def test_missing_right_is_named(
+async def test_missing_rbac_right_is_named_in_the_log(
     api: ApiServer, found: Found, logged: Logged, verb: str
 ) -> None:
     api.forbidden = {verb}
@@ -255,12 +265,12 @@ async def test_missing_right_is_named(
     assert len(logged.lines(LOST)) == 1
 
 
-async def test_what_it_lacks_in_a_pod_is_named(
+async def test_missing_service_account_file_is_named_in_the_log(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     async def problem(times: int) -> str:
         found = Found()
-        assert await found.pods() == {}  # at once
+        assert await found.pods() == {}
         await logged.line(LOST, times)
         found.discovery.stop()
         return str(logged.lines(LOST)[-1]["error"])
@@ -277,53 +287,57 @@ async def test_what_it_lacks_in_a_pod_is_named(
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("service", "problem"),
     [
         ({"service": "vlm"}, "does the Service exist"),
         ({"port": "grpc"}, "none of its endpoints has an IP address and the port grpc"),
     ],
 )
 async def test_service_without_replicas_is_logged_with_the_reason(
-    api: ApiServer, logged: Logged, said: dict[str, str], problem: str
+    api: ApiServer, logged: Logged, service: dict[str, str], problem: str
 ) -> None:
-    found = Found(**said)
+    found = Found(**service)
     assert await found.pods() == {}
     line = await logged.line("Service has no replicas")
     assert problem in str(line["error"])
-    service = said.get("service", "vllm")
-    assert line["service"] == f"Service {service}, port {said.get('port', 8000)}"
+    name = service.get("service", "vllm")
+    assert line["service"] == f"Service {name}, port {service.get('port', 8000)}"
     await api.watched()
-    api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=service))
+    api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=name))
     await found.has(vllm_0="serves")
     found.discovery.stop()
 
 
-async def test_a_slice_as_large_as_they_get(api: ApiServer, watched: Found) -> None:
+async def test_largest_endpoint_slice_is_read_from_a_watch(api: ApiServer, watched: Found) -> None:
     many = [endpoint(f"10.1.{n // 250}.{n % 250}", f"vllm-{n}") for n in range(1000)]
     large = endpoint_slice(*many)
     large["metadata"]["annotations"] = {"what": "x" * 1_000_000}
     api.put(large)
     await until_read(watched.pods, lambda now: len(now) == 1000)
-    assert len(api.asked_for("list")) == 1  # the event itself told
+    assert len(api.asked_for("list")) == 1  # read from the watch
 
 
-async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, watched: Found) -> None:
+async def test_unreadable_watch_event_causes_a_new_list(api: ApiServer, watched: Found) -> None:
     api.send("MODIFIED", metadata=None)
     await until(lambda: len(api.asked_for("list")) == 2)
     await watched.has(vllm_0="serves", vllm_1="serves")
 
 
-async def test_failures_in_a_row_are_ever_further_apart_until_a_watch_begins(
+async def test_attempts_back_off_until_a_watch_begins(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     waits: list[float] = []
 
-    class Noted(Backoff):
+    class RecordedBackoff(Backoff):
         def next(self) -> float:
             waits.append(super().next())
             return 0.0
 
-    for name, value in (("_FIRST_WAIT_S", 0.5), ("_LONGEST_WAIT_S", 10.0), ("Backoff", Noted)):
+    for name, value in (
+        ("_FIRST_WAIT_S", 0.5),
+        ("_LONGEST_WAIT_S", 10.0),
+        ("Backoff", RecordedBackoff),
+    ):
         monkeypatch.setattr(kubernetes, name, value)
     await api.stop()
     await found.pods()
@@ -340,14 +354,16 @@ async def test_failures_in_a_row_are_ever_further_apart_until_a_watch_begins(
     assert waits[0] <= 0.5
 
 
-async def test_services_of_the_replicas_file_come_and_go(api: ApiServer, tmp_path: Path) -> None:
+async def test_service_removed_from_the_replicas_file_is_no_longer_watched(
+    api: ApiServer, tmp_path: Path
+) -> None:
     file = tmp_path / "replicas.yaml"
     file.write_text("[{kubernetes: {service: vllm, port: http}}]")
     discovery = Discovery([], file, PATIENCE_S)
-    assert [one.id for one in await discovery.targets()] == ["10.1.0.1:8000", "10.1.0.2:8000"]
+    assert [target.id for target in await discovery.targets()] == ["10.1.0.1:8000", "10.1.0.2:8000"]
     await api.watched()
     file.write_text('["10.9.0.1:8000"]')
-    assert [one.id for one in await discovery.targets()] == ["10.9.0.1:8000"]
+    assert [target.id for target in await discovery.targets()] == ["10.9.0.1:8000"]
     await until(lambda: not api.watches)
     discovery.stop()
 
@@ -355,20 +371,21 @@ async def test_services_of_the_replicas_file_come_and_go(api: ApiServer, tmp_pat
 @pytest.mark.parametrize(
     ("conditions", "ready", "ends"),
     [
-        ({}, True, False),  # what is not said: ready
+        ({}, True, False),
         ({"ready": None, "serving": None, "terminating": None}, True, False),
         ({"ready": False}, False, False),
         ({"ready": False, "serving": False, "terminating": False}, False, False),
-        # publishNotReadyAddresses: somebody wants those that are not ready
+        # publishNotReadyAddresses: pods count although they are not ready
         ({"ready": True, "serving": False, "terminating": False}, True, False),
         ({"ready": False, "serving": True, "terminating": True}, True, True),
         ({"ready": False, "serving": False, "terminating": True}, False, True),
         ({"ready": False, "terminating": True}, False, True),
     ],
 )
-def test_conditions(conditions: dict[str, Any], ready: bool, ends: bool) -> None:
-    one = endpoint_slice({"addresses": ["10.1.0.1"], "conditions": conditions})
-    (pod,) = pods([one]).values()
+def test_endpoint_conditions_decide_readiness(
+    conditions: dict[str, Any], ready: bool, ends: bool
+) -> None:
+    (pod,) = pods([endpoint_slice({"addresses": ["10.1.0.1"], "conditions": conditions})]).values()
     assert (pod.ready, pod.terminating) == (ready, ends)
 
 
@@ -376,7 +393,7 @@ def pods(slices: list[dict[str, Any]], port: int | str = 8000) -> dict[str, Pod]
     return pods_of(msgspec.convert(slices, list[EndpointSlice]), port)
 
 
-def test_slices_of_a_service_are_one_list_of_pods() -> None:
+def test_slices_of_a_service_are_merged() -> None:
     moved = endpoint("10.1.0.2", "vllm-1", ready=False)
     slices = [
         endpoint_slice(*TWO, name="a"),
@@ -392,7 +409,7 @@ def test_slices_of_a_service_are_one_list_of_pods() -> None:
         }
 
 
-def test_a_pod_with_two_families_counts_once() -> None:
+def test_pod_with_two_address_families_counts_once() -> None:
     six = endpoint_slice(endpoint("fd00::1", "vllm-0"), name="six", family="IPv6")
     four = endpoint_slice(TWO[0], name="four")
     name = endpoint_slice(endpoint("vllm.example.org", ""), name="name", family="FQDN")
@@ -400,7 +417,7 @@ def test_a_pod_with_two_families_counts_once() -> None:
     assert list(pods([six, name])) == ["[fd00::1]:8000"]
 
 
-def test_pods_are_found_by_the_family_that_each_has() -> None:
+def test_each_pod_is_found_by_the_address_family_it_has() -> None:
     six = endpoint_slice(
         endpoint("fd00::1", "vllm-0"), endpoint("fd00::2", "vllm-1"), name="six", family="IPv6"
     )
@@ -411,7 +428,7 @@ def test_pods_are_found_by_the_family_that_each_has() -> None:
     assert list(pods([six, four])) == ["10.1.0.2:8000", "10.1.0.3:8000", "[fd00::1]:8000"]
 
 
-def test_a_port_by_its_name_is_each_slices_own() -> None:
+def test_named_port_is_resolved_in_each_slice() -> None:
     slices = [
         endpoint_slice(TWO[0], name="a", ports=[("metrics", 9000), ("http", 8000)]),
         endpoint_slice(TWO[1], name="b", ports=[("http", 8001)]),
@@ -422,7 +439,7 @@ def test_a_port_by_its_name_is_each_slices_own() -> None:
 
 
 @pytest.mark.process
-async def test_routers_hear_of_pod_changes(api: ApiServer, redis_server: RedisServer) -> None:
+async def test_pod_conditions_reach_routers(api: ApiServer, redis_server: RedisServer) -> None:
     async with serving() as first, serving() as second:
 
         def put(replica: Replica, **conditions: bool) -> None:
@@ -433,41 +450,43 @@ async def test_routers_hear_of_pod_changes(api: ApiServer, redis_server: RedisSe
         put(first)
         put(second, ready=False)
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
-        async with watching(config(redis_server, replicas=[source])) as seen:
-            state = await seen.replica(first, healthy=True)
+        async with watching(config(redis_server, replicas=[source])) as router:
+            state = await router.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
-            state = await seen.replica(second, lambda state: bool(state.models))
+            state = await router.replica(second, lambda state: bool(state.models))
             assert (state.healthy, state.problem) == (False, "not ready, by its EndpointSlice")
             put(second)
-            assert (await seen.replica(second, healthy=True)).problem == ""
+            assert (await router.replica(second, healthy=True)).problem == ""
             put(first, ready=False, serving=True, terminating=True)
-            state = await seen.replica(first, draining=True)
+            state = await router.replica(first, draining=True)
             assert state.healthy
             await first.stop()
-            state = await seen.replica(first, healthy=False)
+            state = await router.replica(first, healthy=False)
             assert state.draining
             api.delete(str(first.port))
-            await seen.until(lambda states: [*states] == [second.id])
+            await router.until(lambda states: [*states] == [second.id])
 
 
 @pytest.mark.process
-async def test_terminating_pod_is_told_at_once(api: ApiServer, redis_server: RedisServer) -> None:
+async def test_terminating_pod_drains_before_the_next_scrape_ends(
+    api: ApiServer, redis_server: RedisServer
+) -> None:
     async with serving() as replica:
         ports = [("http", replica.port)]
         api.put(endpoint_slice(endpoint("127.0.0.1", "vllm-0"), ports=ports))
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
         settings = config(redis_server, replicas=[source])
-        async with watching(settings) as seen:
-            await seen.replica(replica, healthy=True)
+        async with watching(settings) as router:
+            await router.replica(replica, healthy=True)
             replica.answers["/metrics"] = hang  # no scrape ends from now on
-            await replica.asked_for("/metrics", replica.asked.count("/metrics") + 1)
+            await replica.requested("/metrics", more=1)
             api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
-            state = await seen.replica(replica, draining=True)
+            state = await router.replica(replica, draining=True)
             assert state.healthy
 
 
 @pytest.mark.process
-async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
+async def test_poller_is_not_ready_until_its_service_was_listed(
     api: ApiServer, redis_server: RedisServer, logged: Logged
 ) -> None:
     api.forbidden = {"list"}
@@ -486,7 +505,7 @@ async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
         await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
         api.forbidden = set()
         await says("ok\n")
-        await until(lambda: api.watches)  # one that begins while it stops is not cut
+        await until(lambda: api.watches)  # the server cuts no watch that begins while it stops
         await api.stop()
         await logged.line(LOST, 2)
         assert await ready() == "ok\n"

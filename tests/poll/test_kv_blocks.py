@@ -1,4 +1,4 @@
-"""What is held, by events in both encodings: made by msgspec as vLLM's versions make them."""
+"""A router that receives all updates holds the blocks that an engine's events report."""
 
 import tracemalloc
 from collections import Counter
@@ -57,8 +57,8 @@ def all_maps(events: list[dict[str, Any]]) -> bytes:
     return msgspec.msgpack.encode({"ts": 1.5, "events": events, "data_parallel_rank": 0})
 
 
-class Told:
-    """What somebody holds to be held who was told all news."""
+class ReceivedBlocks:
+    """Blocks of a router that receives every update."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -67,29 +67,29 @@ class Told:
         self._held: set[int] = set()
         self.wholes = 0
 
-    def hear(self, *events: dict[str, Any], encode: Any = as_maps) -> None:
+    def apply(self, *events: dict[str, Any], encode: Any = as_maps) -> None:
         for event in read_batch(encode([*events])):
             self.blocks.apply(event)
 
     def held(self) -> set[int]:
-        if told := self.blocks.next_update():
-            news, whole = told
+        if due := self.blocks.next_update():
+            update, whole = due
             self.wholes += whole is not None
-            if news.whole:
+            if update.whole:
                 self._held = set()
-            self._held -= {*news.removed.tolist()}
-            self._held |= {*news.stored.tolist()}
+            self._held -= {*update.removed.tolist()}
+            self._held |= {*update.stored.tolist()}
             if whole:
                 assert {*whole.stored.tolist()} == self._held
         return self._held
 
 
-class Machine(RuleBasedStateMachine):
-    """An engine with a chain of two blocks, its pollers, and a router that hears their updates."""
+class EngineAndRouter(RuleBasedStateMachine):
+    """An engine with a chain of two blocks, its pollers, and a router that receives updates."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Told()
+        self.router = ReceivedBlocks()
         self.copies: Counter[int] = Counter()
         self.known = True
 
@@ -106,14 +106,14 @@ class Machine(RuleBasedStateMachine):
                 self.copies[block] = max(self.copies[block] - 1, 0)
             elif self.known and (parent is None or self.copies[parent]):
                 self.copies[block] += 1
-        self.router.hear(*batch, encode=encode)
+        self.router.apply(*batch, encode=encode)
 
     @rule(restart=st.booleans())
     def clear(self, restart: bool) -> None:
         if restart:
             self.router.blocks.reset(complete=True)
         else:
-            self.router.hear(CLEARED)
+            self.router.apply(CLEARED)
         self.known = True
         self.copies.clear()
 
@@ -130,9 +130,9 @@ class Machine(RuleBasedStateMachine):
         self.router.blocks = KvBlocks(Random(seed), self.router.clock)
         assert self.router.blocks.restore(before.dump(mark)) == mark
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, 901.0]), kept=st.booleans())
-    def wait(self, seconds: float, kept: bool) -> None:
-        if not kept:
+    @rule(seconds=st.sampled_from([0.5, 2.0, 901.0]), is_stored=st.booleans())
+    def wait(self, seconds: float, is_stored: bool) -> None:
+        if not is_stored:
             self.router.blocks.resend_all(backs_off=True)
         self.router.clock.advance(seconds)
 
@@ -145,8 +145,10 @@ class Machine(RuleBasedStateMachine):
             assert self.router.blocks.next_update() is None
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
-TestBlocks = Machine.TestCase
+EngineAndRouter.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=20, deadline=None
+)
+TestBlocks = EngineAndRouter.TestCase
 
 
 LONG = [bytes(24) + number.to_bytes(8, "big") for number in (11, 12)]
@@ -181,14 +183,14 @@ IMAGE = {"extra_keys": [None, [["digest", 20]], None]}
     ],
 )
 def test_blocks_held_after_events(events: list[dict[str, Any]], held: list[int]) -> None:
-    told = Told()
-    told.hear(*events)
-    assert told.held() == {KEYS[number] for number in held}
+    received = ReceivedBlocks()
+    received.apply(*events)
+    assert received.held() == {KEYS[number] for number in held}
 
 
-def test_adapters_and_salts_set_blocks_apart() -> None:
-    told = Told()
-    told.hear(
+def test_adapters_and_salts_change_block_keys() -> None:
+    received = ReceivedBlocks()
+    received.apply(
         stored(0, [1], lora_name="sql", extra_keys=[["sql"]]),
         stored(0, [2], lora_name="sql", extra_keys=[["sql", "pepper"]]),
         stored(0, [3, 4], extra_keys=[["pepper"], None]),
@@ -196,69 +198,69 @@ def test_adapters_and_salts_set_blocks_apart() -> None:
     seeds = [("sql", ""), ("sql", "pepper"), ("", "pepper")]
     expected = [token_keys(IDS[:16], 16, seed_of(*seed))[0] for seed in seeds]
     expected.append(token_keys(IDS[:32], 16, seed_of("", "pepper"))[1])
-    assert told.held() == {*map(int, expected)}
+    assert received.held() == {*map(int, expected)}
 
 
 @pytest.mark.parametrize("encode", [as_maps, as_arrays])
-def test_blocks_of_an_adapter_that_has_a_number_only_are_left_out(encode: Any) -> None:
-    told, event = Told(), stored(0, [1, 2], lora_id=1)
-    del event["lora_name"]  # older vLLMs do not tell it
-    told.hear(event, stored(2, [3], parent=2, lora_id=1), encode=encode)
-    assert told.held() == set()
+def test_blocks_of_an_adapter_without_a_name_are_left_out(encode: Any) -> None:
+    received, event = ReceivedBlocks(), stored(0, [1, 2], lora_id=1)
+    del event["lora_name"]  # as in older versions of vLLM
+    received.apply(event, stored(2, [3], parent=2, lora_id=1), encode=encode)
+    assert received.held() == set()
 
 
-def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None:
-    told = Told()
-    assert told.held() == set()
-    assert told.wholes == 1
+def test_whole_update_follows_many_changes_and_a_long_time() -> None:
+    received = ReceivedBlocks()
+    assert received.held() == set()
+    assert received.wholes == 1
     for _ in range(300):
-        told.hear(stored(0, [11, 12]))
-        told.held()
-        told.hear(removed(11, 12))
-        told.held()
-    assert told.wholes == 7
-    assert told.blocks.next_update() is None
-    told.clock.advance(901)
-    assert told.held() == set()
-    assert told.wholes == 8
+        received.apply(stored(0, [11, 12]))
+        received.held()
+        received.apply(removed(11, 12))
+        received.held()
+    assert received.wholes == 7
+    assert received.blocks.next_update() is None
+    received.clock.advance(901)
+    assert received.held() == set()
+    assert received.wholes == 8
 
 
-def test_who_heard_of_a_process_that_is_gone_is_not_up_to_date_before_all_is_told_anew() -> None:
-    told = Told()
-    told.hear(stored(0, [11, 12]))
-    told.held()
-    heard = told.blocks.number
-    assert is_up_to(heard, told.blocks.number)
-    told.blocks.reset(complete=True)
-    assert not is_up_to(heard, told.blocks.number)
-    assert told.held() == set()
-    assert is_up_to(told.blocks.number, heard)
+def test_reset_invalidates_earlier_updates_until_a_whole_update() -> None:
+    received = ReceivedBlocks()
+    received.apply(stored(0, [11, 12]))
+    received.held()
+    last = received.blocks.number
+    assert is_up_to(last, received.blocks.number)
+    received.blocks.reset(complete=True)
+    assert not is_up_to(last, received.blocks.number)
+    assert received.held() == set()
+    assert is_up_to(received.blocks.number, last)
 
 
-def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_once() -> None:
-    told = Told()
-    told.held()
+def test_whole_updates_back_off_while_redis_stores_nothing_and_changes_are_sent_at_once() -> None:
+    received = ReceivedBlocks()
+    received.held()
     for second in range(60):
-        told.blocks.resend_all(backs_off=True)
-        told.clock.advance(1)
+        received.blocks.resend_all(backs_off=True)
+        received.clock.advance(1)
         odd = second % 2
-        told.hear(removed(11) if odd else stored(0, [11]))
-        assert told.held() == ({KEYS[0]} if not odd else set())
-    assert 5 < told.wholes < 9
-    told.blocks.resend_all()
-    told.clock.advance(1)
-    wholes = told.wholes
-    told.held()
-    assert told.wholes == wholes + 1
+        received.apply(removed(11) if odd else stored(0, [11]))
+        assert received.held() == ({KEYS[0]} if not odd else set())
+    assert 5 < received.wholes < 9
+    received.blocks.resend_all()
+    received.clock.advance(1)
+    wholes = received.wholes
+    received.held()
+    assert received.wholes == wholes + 1
 
 
-def test_of_what_is_not_told_nothing_is_kept() -> None:
-    told = Told()
-    told.blocks.reset(complete=False)
+def test_unknown_blocks_take_no_memory() -> None:
+    received = ReceivedBlocks()
+    received.blocks.reset(complete=False)
     tracemalloc.start()
     try:
         for number in range(2_000):
-            told.hear(stored(0, [number]) | {"token_ids": [number] * 16}, removed(number))
+            received.apply(stored(0, [number]) | {"token_ids": [number] * 16}, removed(number))
         now, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -282,7 +284,7 @@ def test_of_what_is_not_told_nothing_is_kept() -> None:
         b"\x91" * 5_000 + b"\xc0",
     ],
 )
-def test_garbage_is_refused(content: bytes) -> None:
+def test_malformed_batch_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="not a batch of KV events"):
         list(read_batch(content))
 
@@ -291,7 +293,7 @@ def test_garbage_is_refused(content: bytes) -> None:
     "odd",
     [{"block_size": 0}, {"block_size": -1}, {"token_ids": [-5] * 16}, {"token_ids": [2**40] * 16}],
 )
-def test_tokens_that_are_none_are_refused(odd: dict[str, Any]) -> None:
-    told = Told()
+def test_invalid_block_sizes_and_token_ids_are_refused(odd: dict[str, Any]) -> None:
+    received = ReceivedBlocks()
     with pytest.raises((OverflowError, ValueError)):
-        told.hear(stored(0, [1]) | odd)
+        received.apply(stored(0, [1]) | odd)

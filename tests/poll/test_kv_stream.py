@@ -1,4 +1,4 @@
-"""The stream of KV events over real sockets: gaps, replays, publishers that start anew or hang."""
+"""KV events over real sockets: gaps are replayed, restarts and losses make blocks unknown."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,27 +24,27 @@ from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
 
-UNTOLD = "replica's KV blocks are unknown: routers estimate its prefix cache"
-TOLD = "replica's KV blocks are known again"
+UNKNOWN = "replica's KV blocks are unknown: routers estimate its prefix cache"
+KNOWN = "replica's KV blocks are known again"
 
 
 class Engine:
-    """Publishes as vLLM does, and loses what a test wants lost."""
+    """Publisher of KV events as vLLM's; a test may withhold or drop batches."""
 
     def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
         self._context = context
         self._ports = ports
         self._encode: Callable[[list[dict[str, Any]]], bytes] = as_maps
-        self.old = False  # whether it is a version that replays without a topic
+        self.old = False  # a version of vLLM that replays without a topic
         self.silent = False
         self.replays = 0
 
     async def start(self, first: int = 0) -> None:
         self._encode = as_arrays if self.old else as_maps
         self._number = first
-        self.kept: list[tuple[bytes, bytes]] = []
-        self._pushes, self._asked = map(self._context.socket, (zmq.PUB, zmq.ROUTER))
-        for socket, port in zip((self._pushes, self._asked), self._ports, strict=True):
+        self.replayable: list[tuple[bytes, bytes]] = []
+        self._pushes, self._replay = map(self._context.socket, (zmq.PUB, zmq.ROUTER))
+        for socket, port in zip((self._pushes, self._replay), self._ports, strict=True):
             socket.linger = 0
             await _bind(socket, port)
         self._answering = asyncio.create_task(self._answer())
@@ -53,32 +53,32 @@ class Engine:
         self._answering.cancel()
         await asyncio.wait([self._answering])
         self._pushes.close()
-        self._asked.close()
+        self._replay.close()
 
-    async def tell(self, *events: dict[str, Any], pushed: bool = True) -> None:
+    async def publish(self, *events: dict[str, Any], pushed: bool = True) -> None:
         number = self._number.to_bytes(8, "big")
         self._number += 1
-        self.kept.append((number, self._encode([*events])))
+        self.replayable.append((number, self._encode([*events])))
         if pushed:
-            await self._pushes.send_multipart((b"kv@pod", *self.kept[-1]))
+            await self._pushes.send_multipart((b"kv@pod", *self.replayable[-1]))
 
     async def _answer(self) -> None:
         topic = () if self.old else (b"kv@pod",)
         while True:
-            asker, empty, start = await self._asked.recv_multipart()
+            client, empty, start = await self._replay.recv_multipart()
             assert empty == b""
             if self.silent:
                 continue
             self.replays += 1
-            for number, content in self.kept:
+            for number, content in self.replayable:
                 if number >= start:
-                    await self._asked.send_multipart((asker, b"", *topic, number, content))
+                    await self._replay.send_multipart((client, b"", *topic, number, content))
             end = (-1).to_bytes(8, "big", signed=True)
-            await self._asked.send_multipart((asker, b"", *((b"",) if topic else ()), end, b""))
+            await self._replay.send_multipart((client, b"", *((b"",) if topic else ()), end, b""))
 
 
 async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
-    """A socket that was closed lets go of its port a moment later."""
+    """Binds as soon as a closed socket has released the port."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
@@ -89,40 +89,40 @@ async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
 
 
 class Followed(Destination):
-    """What a poller makes of it."""
+    """A poller's stream of the engine, and the blocks that its updates say the engine holds."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
+        self, context: zmq.asyncio.Context, ports: tuple[int, int], saved: bytes = b""
     ) -> None:
         super().__init__()
-        self.kept = kept
+        self.saved = saved
         self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
         self.stream = KvStream(context, target, ports, self._blocks, self, monotonic)
         self.held: set[int] = set()
-        self._some = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def load_blocks(self, replica: str) -> bytes:
-        return self.kept
+        return self.saved
 
     async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
-        self.kept = dump()
+        self.saved = dump()
         self.saves += 1
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
-        if told := self._blocks.next_update():
-            if told[0].whole:
+        if update := self._blocks.next_update():
+            if update[0].whole:
                 self.held.clear()
-            self.held -= {*told[0].removed.tolist()}
-            self.held |= {*told[0].stored.tolist()}
-        self._some.set()
+            self.held -= {*update[0].removed.tolist()}
+            self.held |= {*update[0].stored.tolist()}
+        self._changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
-                self._some.clear()
-                await self._some.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     async def holds(self, *keys: int) -> None:
         await self.until(lambda: self.held == {*keys} and self.stream.number is not None)
@@ -139,7 +139,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an answer that does not come."""
     monkeypatch.setattr(kv_stream, "_ANSWER_S", 0.2)
 
 
@@ -159,9 +158,9 @@ async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def following(
-    context: zmq.asyncio.Context, engine: Engine, kept: bytes = b""
+    context: zmq.asyncio.Context, engine: Engine, saved: bytes = b""
 ) -> AsyncIterator[Followed]:
-    followed = Followed(context, engine._ports, kept)
+    followed = Followed(context, engine._ports, saved)
     task = asyncio.create_task(followed.stream.run())
     try:
         yield followed
@@ -178,50 +177,54 @@ async def followed(context: zmq.asyncio.Context, engine: Engine) -> AsyncIterato
 
 
 @pytest.mark.parametrize("old", [False, True])
-async def test_late_poller_hears_all(
+async def test_late_poller_replays_all_events(
     context: zmq.asyncio.Context, engine: Engine, old: bool
 ) -> None:
     engine.old = old
     await engine.stop()
     await engine.start()
-    await engine.tell(stored(0, [11, 12]))
-    await engine.tell(removed(12))
+    await engine.publish(stored(0, [11, 12]))
+    await engine.publish(removed(12))
     async with following(context, engine) as followed:
         await followed.holds(KEYS[0])
-        await engine.tell(stored(1, [12], parent=11))
+        await engine.publish(stored(1, [12], parent=11))
         await followed.holds(*KEYS[:2])
 
 
-async def test_silent_new_replica_is_known(followed: Followed, engine: Engine) -> None:
+async def test_replica_without_events_holds_no_blocks(followed: Followed, engine: Engine) -> None:
     await followed.holds()
-    await engine.tell(stored(0, [11]))
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
 
 
-async def test_what_was_lost_is_had_again(followed: Followed, engine: Engine) -> None:
-    await engine.tell(stored(0, [11]))
+async def test_lost_batches_are_replayed(followed: Followed, engine: Engine) -> None:
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
-    await engine.tell(stored(1, [12], parent=11), pushed=False)
-    await engine.tell(stored(2, [13], parent=12))
+    await engine.publish(stored(1, [12], parent=11), pushed=False)
+    await engine.publish(stored(2, [13], parent=12))
     await followed.holds(*KEYS[:3])
-    await engine.tell(removed(13), pushed=False)  # the last: no gap shows
+    await engine.publish(removed(13), pushed=False)  # the last batch: no later batch shows the gap
     await followed.holds(*KEYS[:2])
 
 
 @pytest.mark.parametrize("more", [0, 5])
-async def test_restarted_engine_is_empty(followed: Followed, engine: Engine, more: int) -> None:
-    await engine.tell(stored(0, [11]))
-    await engine.tell(stored(1, [12], parent=11))
+async def test_restarted_engine_holds_only_new_blocks(
+    followed: Followed, engine: Engine, more: int
+) -> None:
+    await engine.publish(stored(0, [11]))
+    await engine.publish(stored(1, [12], parent=11))
     await followed.holds(*KEYS[:2])
     await engine.stop()
     await engine.start()
-    for _ in range(more):  # its numbers go beyond those before
-        await engine.tell(stored(0, [21]))
+    for _ in range(more):  # batch numbers exceed those before the restart
+        await engine.publish(stored(0, [21]))
     await followed.holds(*KEYS[: more > 0])
 
 
-async def test_doubted_replica_is_believed_later(followed: Followed, engine: Engine) -> None:
-    await engine.tell(stored(0, [11]))
+async def test_invalidated_blocks_are_known_after_the_next_check(
+    followed: Followed, engine: Engine
+) -> None:
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
     followed.stream.invalidate()
     assert followed.stream.number is None
@@ -231,154 +234,153 @@ async def test_doubted_replica_is_believed_later(followed: Followed, engine: Eng
     await followed.holds()
 
 
-async def test_what_the_replica_no_longer_keeps_is_not_made_up(
+async def test_blocks_are_unknown_if_the_oldest_events_cannot_be_replayed(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
-    await engine.tell(stored(0, [11]))
-    await engine.tell(stored(1, [12], parent=11))
-    del engine.kept[0]
+    await engine.publish(stored(0, [11]))
+    await engine.publish(stored(1, [12], parent=11))
+    del engine.replayable[0]
     async with following(context, engine) as followed:
-        line = await logged.line(UNTOLD)
+        line = await logged.line(UNKNOWN)
         assert line["replica"] == "one (127.0.0.1:8000)"
         assert "buffer_steps" in str(line["error"])
         assert followed.stream.number is None
-        await engine.tell(CLEARED)
-        await engine.tell(stored(0, [11]))
+        await engine.publish(CLEARED)
+        await engine.publish(stored(0, [11]))
         await followed.holds(KEYS[0])
     assert len(logged.lines()) == 2
 
 
-async def test_next_poller_goes_on_from_save(context: zmq.asyncio.Context, engine: Engine) -> None:
-    await engine.tell(stored(0, [11]), stored(0, [11]))
-    await engine.tell(stored(1, [12], parent=11))
+async def test_next_poller_continues_from_saved_blocks(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    await engine.publish(stored(0, [11]), stored(0, [11]))
+    await engine.publish(stored(1, [12], parent=11))
     async with following(context, engine) as first:
         await first.holds(*KEYS[:2])
-        await first.until(lambda: bool(first.kept))
-    await engine.tell(stored(2, [13], parent=12), removed(11))
-    del engine.kept[0]
-    async with following(context, engine, first.kept) as second:
+        await first.until(lambda: bool(first.saved))
+    await engine.publish(stored(2, [13], parent=12), removed(11))
+    del engine.replayable[0]
+    async with following(context, engine, first.saved) as second:
         await second.holds(*KEYS[:3])
-    del engine.kept[0]  # too late: what follows is not all there
-    async with following(context, engine, first.kept) as third:
+    del engine.replayable[0]  # events after the save are missing
+    async with following(context, engine, first.saved) as third:
         await third.until(lambda: bool(third.stream._outage.problem))
         assert third.stream.number is None
     await engine.stop()
     await engine.start()
-    await engine.tell(stored(0, [21]))
-    await engine.tell(stored(1, [22], parent=21))
-    async with following(context, engine, first.kept) as fourth:  # of another process
+    await engine.publish(stored(0, [21]))
+    await engine.publish(stored(1, [22], parent=21))
+    async with following(context, engine, first.saved) as fourth:  # saved from another process
         await fourth.holds(*KEYS[:2])
-    for garbage in (b"x", first.kept[:-1], first.kept[:-9]):
+    for garbage in (b"x", first.saved[:-1], first.saved[:-9]):
         async with following(context, engine, garbage) as fifth:
             await fifth.holds(*KEYS[:2])
 
 
-async def test_what_has_not_changed_is_not_saved_again(
+async def test_unchanged_blocks_are_not_saved_again(
     context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_stream, "SAVE_S", 0.0)
-    await engine.tell(stored(0, [11]))
+    await engine.publish(stored(0, [11]))
     async with following(context, engine) as followed:
         await followed.until(lambda: followed.saves == 1)
-        await engine.tell(stored(1, [12], parent=11))
+        await engine.publish(stored(1, [12], parent=11))
         await followed.until(lambda: followed.saves == 2)
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
         assert followed.saves == 2
-        followed.stream.resend_all()  # nobody may have it any more
+        followed.stream.resend_all()  # Redis may have lost the save
         await followed.until(lambda: followed.saves == 3)
 
 
-class Itself(IntoFleet):
-    """A router that polls."""
+class PollingRouter(IntoFleet):
+    """Destination of a router that polls by itself."""
 
     def __init__(self) -> None:
         super().__init__(Fleet(OutputLengths()))
-        self.looks: asyncio.Queue[None] = asyncio.Queue()
+        self.changes: asyncio.Queue[None] = asyncio.Queue()
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
         await super().blocks_changed(replica, blocks)
-        self.looks.put_nowait(None)
+        self.changes.put_nowait(None)
 
 
-async def test_a_router_that_polls_itself_dumps_nothing(
+async def test_router_that_polls_by_itself_encodes_no_save(
     context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumps: list[Mark] = []
     monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
     async with following(context, engine) as followed:
         await followed.holds()
-        followed.stream._into = router = Itself()
+        followed.stream._into = router = PollingRouter()
         followed.stream.resend_all()
         dumps.clear()
         for _ in range(4):
-            await asyncio.wait_for(router.looks.get(), PATIENCE_S)
+            await asyncio.wait_for(router.changes.get(), PATIENCE_S)
     assert not dumps
 
 
 async def skip_a_number(engine: Engine) -> None:
-    """As vLLM does where it cannot encode a batch."""
+    """Does as vLLM if it cannot encode a batch."""
     engine._number += 1
-    await engine.tell(stored(1, [12], parent=11))
+    await engine.publish(stored(1, [12], parent=11))
 
 
-async def tell_garbage(engine: Engine) -> None:
-    await engine.tell({"type": "BlockStored"})
+async def publish_garbage(engine: Engine) -> None:
+    await engine.publish({"type": "BlockStored"})
 
 
 @pytest.mark.parametrize(
-    ("mislead", "error"),
+    ("corrupt", "error"),
     [
         (skip_a_number, "a batch of its events is lost"),
-        (tell_garbage, "malformed"),
+        (publish_garbage, "malformed"),
     ],
 )
-async def test_misleading_engine_is_logged_once_until_it_clears_its_cache(
+async def test_lost_or_malformed_batch_is_logged_once_until_the_cache_is_cleared(
     followed: Followed,
     engine: Engine,
     logged: Logged,
-    mislead: Callable[[Engine], Awaitable[None]],
+    corrupt: Callable[[Engine], Awaitable[None]],
     error: str,
 ) -> None:
-    await engine.tell(stored(0, [11]))
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
-    await mislead(engine)
-    line = await logged.line(UNTOLD)
+    await corrupt(engine)
+    line = await logged.line(UNKNOWN)
     assert error in str(line["error"])
     replays = engine.replays
     await followed.until(lambda: engine.replays > replays + 2)
     assert followed.stream.number is None
-    await engine.tell(CLEARED)
+    await engine.publish(CLEARED)
     await followed.holds()
-    assert [line["msg"] for line in logged.lines()] == [UNTOLD, TOLD]
+    assert [line["msg"] for line in logged.lines()] == [UNKNOWN, KNOWN]
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_one_that_does_not_answer_is_not_believed_until_it_does(
+async def test_blocks_are_unknown_while_no_replay_is_answered(
     followed: Followed, engine: Engine, logged: Logged
 ) -> None:
-    await engine.tell(stored(0, [11]))
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
     engine.silent = True
     await followed.knows_nothing()
-    await engine.tell(stored(1, [12], parent=11))
+    await engine.publish(stored(1, [12], parent=11))
     engine.silent = False
     await followed.holds(*KEYS[:2])
-    assert [line["msg"] for line in logged.lines()][:2] == [
-        UNTOLD,
-        TOLD,
-    ]
+    assert [line["msg"] for line in logged.lines()][:2] == [UNKNOWN, KNOWN]
 
 
-async def test_bad_frames_are_passed_over(followed: Followed, engine: Engine) -> None:
+async def test_malformed_frames_are_skipped(followed: Followed, engine: Engine) -> None:
     await followed.holds()
     for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
         await engine._pushes.send_multipart(frames)
-    await engine.tell(stored(0, [11]))
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
 
 
-async def test_many_batches_are_all_had_and_others_have_their_turns_between_them(
+async def test_long_replay_is_complete_and_yields_to_other_tasks(
     context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_turn = most = 0
@@ -401,39 +403,41 @@ async def test_many_batches_are_all_had_and_others_have_their_turns_between_them
     async with following(context, engine) as followed:
         await followed.holds()
         for number in range(5_000):
-            of_its_own = {"token_ids": [number] * 16}
-            await engine.tell(stored(0, [number]) | of_its_own, pushed=False)
+            tokens = {"token_ids": [number] * 16}
+            await engine.publish(stored(0, [number]) | tokens, pushed=False)
         await followed.until(lambda: len(followed.held) == 5_000)
     turning.cancel()
     assert most <= 2
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_too_large_is_refused(followed: Followed, engine: Engine, logged: Logged) -> None:
+async def test_oversized_batch_is_refused(
+    followed: Followed, engine: Engine, logged: Logged
+) -> None:
     await followed.holds()
-    engine.kept.append((bytes(8), bytes(2**26 + 1)))
-    await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
-    line = await logged.line(UNTOLD)
+    engine.replayable.append((bytes(8), bytes(2**26 + 1)))
+    await engine._pushes.send_multipart((b"kv@pod", *engine.replayable[-1]))
+    line = await logged.line(UNKNOWN)
     assert "does not answer" in str(line["error"])
-    engine.kept.clear()
-    await engine.tell(stored(0, [11]))
+    engine.replayable.clear()
+    await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
 
 
-async def test_bad_number_is_skipped(
+async def test_malformed_batch_number_is_skipped(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
-    engine.kept.append(((2**70).to_bytes(9, "big"), as_maps([])))
+    engine.replayable.append(((2**70).to_bytes(9, "big"), as_maps([])))
     async with following(context, engine) as followed:
-        await logged.line(UNTOLD)
+        await logged.line(UNKNOWN)
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
-        engine.kept.clear()
-        await engine.tell(stored(0, [11]))
+        engine.replayable.clear()
+        await engine.publish(stored(0, [11]))
         await followed.holds(KEYS[0])
 
 
-async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
+async def test_unexpected_error_is_logged_once_and_the_stream_continues(
     context: zmq.asyncio.Context,
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
@@ -449,13 +453,10 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
     await followed.holds()
     with monkeypatch.context() as broken:
         broken.setattr(KvBlocks, "apply", fail)
-        await engine.tell(stored(0, [11]))
+        await engine.publish(stored(0, [11]))
         for _ in range(3):
             await asyncio.wait_for(failures.get(), PATIENCE_S)
         assert followed.stream.number is None
     await followed.holds(KEYS[0])
-    assert [line.getMessage() for line in caplog.records] == [
-        UNTOLD,
-        TOLD,
-    ]
+    assert [line.getMessage() for line in caplog.records] == [UNKNOWN, KNOWN]
     assert vars(caplog.records[0])["error"] == "RuntimeError: odd"

@@ -1,3 +1,5 @@
+"""Figures are read from pages of several vLLM versions; any other page is refused."""
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ encoder     bert  0       0       0                    0         128   2     120
 0.31        tiny  8       4       0.6349206349206349   8192      128   118   13500  2048   971
 0.10        llama 2       0       0.19                 432000    16    3     3200   64     10
 """
-"""Of two engines the label num_gpu_blocks of each says 128, and each has 64 blocks; the encoder has
-no KV cache, though its label says 1."""
+"""With two engines the label num_gpu_blocks of each is 128, though each has 64 blocks. The encoder
+has no KV cache, though its label is 1."""
 # First tokens, accepted, preempted, finished; seconds of prefill and of decoding.
 OTHERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "idle": ([0, 0, 0, 0], {}),
@@ -56,15 +58,14 @@ def test_figures_of_vllm_page(line: str) -> None:
     assert replace(read, output_lengths=(), started_at=0.0) == expected
 
 
-def test_output_lengths_of_a_real_vllm_per_bucket_and_summed_over_engines() -> None:
-    seen = dict(read_metrics(sample("kv-pressure")).output_lengths)
-    assert seen[500.0] == 5
-    assert sum(seen.values()) == 5
+def test_output_lengths_are_read_per_bucket_and_summed_over_engines() -> None:
+    lengths = dict(read_metrics(sample("kv-pressure")).output_lengths)
+    assert lengths[500.0] == sum(lengths.values()) == 5
     assert sum(count for _, count in read_metrics(sample("two-engines")).output_lengths) == 16
 
 
 @pytest.mark.parametrize("state", ["weights_offloaded", "discard_all", "paused"])
-def test_engine_that_is_not_awake_sleeps(state: str) -> None:
+def test_server_is_asleep_if_any_engine_is_not_awake(state: str) -> None:
     awake = b'engine="1",model_name="tiny",sleep_state="awake"} '
     other = f'engine="1",model_name="tiny",sleep_state="{state}"}} '.encode()
     page = sample("two-engines")
@@ -73,12 +74,12 @@ def test_engine_that_is_not_awake_sleeps(state: str) -> None:
     assert read_metrics(page).asleep
 
 
-def test_start_of_process_is_read() -> None:
+def test_process_start_time_is_read_unless_several_processes_serve() -> None:
     assert read_metrics(sample("busy")).started_at == 1.79522570554e09
-    assert read_metrics(sample("two-engines")).started_at == 0.0, "several processes serve the page"
+    assert read_metrics(sample("two-engines")).started_at == 0.0
 
 
-def test_engines_are_summed_and_their_kv_usage_averaged() -> None:
+def test_engine_counters_are_summed_and_kv_usage_is_averaged() -> None:
     figures = read_metrics(
         b'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
         b'vllm:num_requests_running{engine="1",model_name="m"} 5.0\n'
@@ -92,7 +93,7 @@ def test_engines_are_summed_and_their_kv_usage_averaged() -> None:
     assert figures.generated_tokens == 1_000_005
 
 
-def test_names_of_older_versions() -> None:
+def test_series_names_of_older_vllm_versions_are_read() -> None:
     figures = read_metrics(
         b'vllm:num_requests_running{model_name="m"} 1.0\n'
         b'vllm:num_requests_waiting{model_name="m"} 2.0\n'
@@ -109,7 +110,7 @@ def test_names_of_older_versions() -> None:
     assert figures == EngineFigures(("m",), 1, 2, 0.5, *counts, cached_early=True)
 
 
-def test_labels_that_look_like_others_and_values_with_timestamps() -> None:
+def test_similar_label_names_escapes_and_timestamps_are_told_apart() -> None:
     figures = read_metrics(
         b'vllm:num_requests_running{model_name="a \\"b}\\" \\\\ c",e="0"} 7.0 1700000000000\r\n'
         b'vllm:num_requests_waiting_by_reason{model_name="x"} 9.0\n'
@@ -121,8 +122,7 @@ def test_labels_that_look_like_others_and_values_with_timestamps() -> None:
 
 
 @pytest.mark.parametrize("size", [b"0", b"None", b""])
-def test_a_block_that_holds_nothing_is_not_believed(size: bytes) -> None:
-    """What is cached is counted in whole blocks."""
+def test_invalid_block_size_defaults_to_16_tokens(size: bytes) -> None:
     config = b'vllm:cache_config_info{block_size="' + size + b'"} 1.0\n'
     page = b'vllm:num_requests_running{model_name="m"} 1.0\n' + config
     assert read_metrics(page).block_size == 16
@@ -138,13 +138,13 @@ def test_a_block_that_holds_nothing_is_not_believed(size: bytes) -> None:
         b"\xff" * 1000,
     ],
 )
-def test_a_page_that_is_not_vllms_says_so(page: bytes) -> None:
+def test_page_of_another_server_is_refused(page: bytes) -> None:
     with pytest.raises(MetricsError, match="is this vLLM"):
         read_metrics(page)
 
 
 @pytest.mark.parametrize("value", [b"", b"many", b"NaN", b"+Inf", b"-1.0", b"1e300", b"\xff"])
-def test_a_value_without_sense_is_an_error(value: bytes) -> None:
+def test_value_that_no_vllm_reports_is_refused(value: bytes) -> None:
     with pytest.raises(MetricsError, match="num_requests_running"):
         read_metrics(b'vllm:num_requests_running{model_name="m"} ' + value + b"\n")
 
@@ -157,7 +157,7 @@ vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adap
 vllm:lora_requests_info{max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters="a,b"} 1.795325106372747e+09
 vllm:lora_requests_info{max_lora="2",running_lora_adapters="c",waiting_lora_adapters="c"} 1.7953251069359317e+09
 """  # noqa: E501 - a page of vLLM 0.32
-"""What was so once stays there; the value is when it was so last."""
+"""vLLM keeps the line of every set; the value is the time at which the set ran last."""
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,14 @@ vllm:lora_requests_info{max_lora="2",running_lora_adapters="c",waiting_lora_adap
     [
         (b"", ()),
         (b'running_lora_adapters="b,a",waiting_lora_adapters="b,a"} 1.795325107e+09', ("b", "a")),
-        # Older ones tell which run and which wait.
+        # Older versions list running and waiting adapters apart.
         (b'running_lora_adapters="b",waiting_lora_adapters="a"} 1.795325107e+09', ("b", "a")),
         (rb'running_lora_adapters="x\"y",waiting_lora_adapters=""} 1.795325107e+09', ('x"y',)),
     ],
 )
-def test_adapters_in_use_are_those_of_the_newest_line(line: bytes, in_use: tuple[str, ...]) -> None:
+def test_adapters_in_use_are_read_from_the_latest_line(
+    line: bytes, in_use: tuple[str, ...]
+) -> None:
     added = b'vllm:lora_requests_info{max_lora="2",' + line + b"\n" if line else b""
     figures = read_metrics(sample("idle") + ADAPTERS + added)
     assert (figures.max_loras, figures.adapters_in_use) == (2, in_use)
@@ -188,13 +190,13 @@ LINE = st.tuples(
 
 LINES = st.lists(LINE.map(b" ".join)).map(b"\n".join)
 BUSY, PLACE = sample("busy"), st.integers(0, 60_000)
-WITH_A_HOLE = st.builds(lambda start, size: BUSY[:start] + BUSY[start + size :], PLACE, PLACE)
+DAMAGED = st.builds(lambda start, size: BUSY[:start] + BUSY[start + size :], PLACE, PLACE)
 
 
 @settings(max_examples=300)
-@given(st.binary() | LINES | WITH_A_HOLE)
+@given(st.binary() | LINES | DAMAGED)
 def test_any_page_is_read_or_refused(page: bytes) -> None:
-    """Figures that are read make a state that survives the way through Redis."""
+    """Accepted figures make a state that Redis can carry."""
     try:
         figures = read_metrics(page)
     except MetricsError:
@@ -205,13 +207,9 @@ def test_any_page_is_read_or_refused(page: bytes) -> None:
     assert min(state.running, state.waiting, state.steps, state.kv_tokens) >= 0
 
 
-def test_the_last_block_of_a_sequence_is_taken_to_be_half_full() -> None:
-    """64 blocks of 128 tokens; 4 sequences run."""
+def test_last_block_of_each_sequence_counts_as_half_full() -> None:
     figures = read_metrics(sample("busy"))
     assert (figures.running, figures.block_size) == (4, 128)
     in_blocks = figures.kv_usage * figures.kv_tokens
     assert figures.counts(at=1.0).kv_tokens == pytest.approx(in_blocks - 4 * 64)
-
-
-def test_an_idle_engine_holds_no_tokens() -> None:
     assert read_metrics(sample("idle")).counts(at=1.0).kv_tokens == 0.0

@@ -1,3 +1,5 @@
+"""A poller's states follow what a replica answers, through restarts and outages."""
+
 import asyncio
 import os
 import signal
@@ -25,11 +27,11 @@ from extproc.share.connection import connect
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
-from tests.poll.polling import SOON, Seen, config, polling, watching
+from tests.poll.polling import SOON, RouterView, config, polling, watching
 from tests.poll.replica import (
+    FirstAnswer,
     Handler,
-    Held,
-    Once,
+    HeldAnswer,
     Replica,
     hang,
     late,
@@ -42,11 +44,11 @@ from tests.waiting import PATIENCE_S, until, until_read
 
 pytestmark = pytest.mark.process
 
-MODELS = ("tiny", "adapter")  # that the replica lists
+MODELS = ("tiny", "adapter")  # listed by the replica
 
 
-async def published(settings: Config, *states: ReplicaState) -> None:
-    """Puts states of an earlier poller into Redis."""
+async def write_states(settings: Config, *states: ReplicaState) -> None:
+    """Writes states as an earlier poller."""
     async with connect(settings.redis, settings.pool) as redis:
         await StateWriter(redis, settings.pool, ttl_s=10).put(states)
 
@@ -59,13 +61,15 @@ async def metrics_of(settings: Config) -> str:
         return await response.text()
 
 
-async def test_a_routers_view_of_a_replica(redis_server: RedisServer, replica: Replica) -> None:
+async def test_state_has_every_field_that_a_scrape_reads(
+    redis_server: RedisServer, replica: Replica
+) -> None:
     source = {"url": replica.id, "name": "one", "profile": "llama-8b-a10"}
-    async with watching(config(redis_server, replicas=[source])) as seen:
-        state = await seen.replica(replica, lambda state: state.max_model_len is not None)
+    async with watching(config(redis_server, replicas=[source])) as router:
+        state = await router.replica(replica, lambda state: state.max_model_len is not None)
         assert state.scrape_seconds > 0
         assert state.scraped_at > 1.7e9
-        assert state.learned is not None  # nothing is known better yet than the profile
+        assert state.learned is not None  # still the profile
         assert state.learned.c0 == pytest.approx(PROFILES["llama-8b-a10"].step.c0)
         times = {"scraped_at": 0.0, "scrape_seconds": 0.0, "learned": None}
         assert structs.replace(state, **times) == ReplicaState(
@@ -86,23 +90,23 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer, replica: R
             life_s=100.0,
         )
         replica.answers["/metrics"] = text(page(running=9, steps=101))
-        await seen.replica(replica, running=9)
+        await router.replica(replica, running=9)
 
 
-async def test_poller_knows_what_the_one_before_learned(
+async def test_poller_continues_from_step_times_learned_before(
     redis_server: RedisServer, replica: Replica
 ) -> None:
     learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
     settings = config(redis_server, replica)
     known: dict[str, Any] = {"learned": learned, "measured": True, "running": 7}
-    await published(settings, ReplicaState(id=replica.id, profile=DEFAULT_PROFILE, **known))
-    async with watching(settings) as seen:
-        state = await seen.replica(replica, running=2)
+    await write_states(settings, ReplicaState(id=replica.id, profile=DEFAULT_PROFILE, **known))
+    async with watching(settings) as router:
+        state = await router.replica(replica, running=2)
         assert state.learned is not None
         assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
 
 
-async def test_limit_of_sequences_outlives_the_poller_and_ends_with_the_process(
+async def test_learned_batch_limit_outlives_the_poller_and_ends_with_the_engine(
     redis_server: RedisServer,
 ) -> None:
     def learned(limit: int, steps: int, state: ReplicaState) -> bool:
@@ -110,31 +114,31 @@ async def test_limit_of_sequences_outlives_the_poller_and_ends_with_the_process(
 
     async with serving() as replica:
         settings = config(redis_server, replica)
-        async with watching(settings) as seen:
-            await seen.replica(replica, partial(learned, 0, 100))
+        async with watching(settings) as router:
+            await router.replica(replica, partial(learned, 0, 100))
             replica.answers["/metrics"] = text(page(steps=200, generated=200))
-            await seen.replica(replica, partial(learned, 2, 200))
+            await router.replica(replica, partial(learned, 2, 200))
         replica.answers["/metrics"] = text(page(running=1, waiting=0, steps=300, generated=250))
-        async with watching(settings) as seen:
-            await seen.replica(replica, partial(learned, 2, 300))
+        async with watching(settings) as router:
+            await router.replica(replica, partial(learned, 2, 300))
             replica.answers["/metrics"] = text(page(steps=3))
-            await seen.replica(replica, partial(learned, 0, 3))
+            await router.replica(replica, partial(learned, 0, 3))
 
 
-async def test_poller_knows_whether_list_was_read_before(redis_server: RedisServer) -> None:
-    async with serving() as secret, serving() as told:
-        secret.answers["/v1/models"] = text("", 401)
-        told.answers["/v1/models"] = hang
-        settings = config(redis_server, secret, told)
-        await published(
+async def test_poller_continues_from_models_listed_before(redis_server: RedisServer) -> None:
+    async with serving() as unlisted, serving() as listed:
+        unlisted.answers["/v1/models"] = text("", 401)
+        listed.answers["/v1/models"] = hang
+        settings = config(redis_server, unlisted, listed)
+        await write_states(
             settings,
-            ReplicaState(id=secret.id, models=("tiny",)),
-            ReplicaState(id=told.id, models=MODELS, listed=True),
+            ReplicaState(id=unlisted.id, models=("tiny",)),
+            ReplicaState(id=listed.id, models=MODELS, listed=True),
         )
-        async with watching(settings) as seen:
-            state = await seen.replica(secret, running=2)
+        async with watching(settings) as router:
+            state = await router.replica(unlisted, running=2)
             assert (state.models, state.listed) == (("tiny",), False)
-            state = await seen.replica(told, running=2)
+            state = await router.replica(listed, running=2)
             assert (state.models, state.listed) == (MODELS, True)
 
 
@@ -145,20 +149,20 @@ async def test_poller_knows_whether_list_was_read_before(redis_server: RedisServ
         ("/metrics", hang, "/metrics did not answer in full in 2.4 s"),
     ],
 )
-async def test_a_sick_replica_is_told_of_and_comes_back(
+async def test_failing_replica_becomes_unhealthy_and_recovers(
     redis_server: RedisServer, logged: Logged, path: str, answer: Handler, problem: str
 ) -> None:
     async with serving() as sick, serving() as well:
-        async with watching(config(redis_server, sick, well, poll=SOON)) as seen:
-            await seen.replica(sick, models=MODELS)
+        async with watching(config(redis_server, sick, well, poll=SOON)) as router:
+            await router.replica(sick, models=MODELS)
             good = sick.answers[path]
             sick.answers[path] = answer
-            state = await seen.replica(sick, healthy=False)
+            state = await router.replica(sick, healthy=False)
             assert problem in state.problem
             assert (state.running, state.models) == (2, MODELS)  # last known figures
-            assert (await seen.replica(well, healthy=True)).problem == ""
+            assert (await router.replica(well, healthy=True)).problem == ""
             sick.answers[path] = good
-            assert (await seen.replica(sick, healthy=True)).problem == ""
+            assert (await router.replica(sick, healthy=True)).problem == ""
         (line,) = logged.lines("replica became unhealthy: routers avoid it until a scrape succeeds")
         assert line["replica"] == sick.id
         assert problem in str(line["problem"])
@@ -167,97 +171,107 @@ async def test_a_sick_replica_is_told_of_and_comes_back(
         ) == 2
 
 
-async def test_late_replica_stays_in(
+async def test_late_answers_keep_the_replica_healthy(
     redis_server: RedisServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(redis_server, replica, poll={"timeout_s": 0.5})
-    monkeypatch.setattr("extproc.config._TIMEOUTS", 30)  # none is too late on a busy machine
+    monkeypatch.setattr(
+        "extproc.config._TIMEOUTS", 30
+    )  # a busy machine must not exceed the timeout
     monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
-    async with watching(settings) as seen:
-        await seen.replica(replica, models=MODELS)
-        for running in (7, 8):  # one after the other, and each counts when it comes
+    async with watching(settings) as router:
+        await router.replica(replica, models=MODELS)
+        for running in (7, 8):
             replica.answers["/metrics"] = late(settings.poll.timeout_s, page(running=running))
-            await seen.replica(replica, running=running)
-        assert all(state.healthy for state in seen.history)
-        assert all(state.models == MODELS for state in seen.history[-2:])
-        assert replica.asked.count("/v1/models") == 1
-        metrics = await metrics_of(settings)
-    assert 'extproc_poll_scrapes_total{result="late"}' in metrics
-    assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
+            await router.replica(replica, running=running)
+        assert all(state.healthy for state in router.history)
+        assert all(state.models == MODELS for state in router.history[-2:])
+        assert replica.paths.count("/v1/models") == 1
+        page_of_poller = await metrics_of(settings)
+    assert 'extproc_poll_scrapes_total{result="late"}' in page_of_poller
+    assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in page_of_poller
 
 
-async def test_single_failed_scrape_does_not_make_unhealthy(
+async def test_single_silent_scrape_keeps_the_replica_healthy(
     redis_server: RedisServer, replica: Replica
 ) -> None:
-    async with watching(config(redis_server, replica, poll=SOON)) as seen:
-        await seen.replica(replica, models=MODELS)
+    async with watching(config(redis_server, replica, poll=SOON)) as router:
+        await router.replica(replica, models=MODELS)
         for _ in range(2):
-            silent = Once(hang, text(page(running=7)))
+            silent = FirstAnswer(hang, text(page(running=7)))
             replica.answers["/metrics"] = silent
             await silent.over.wait()
-            await seen.replica(replica, running=7)
+            await router.replica(replica, running=7)
             replica.answers["/metrics"] = text(page(running=2))
-            await seen.replica(replica, running=2)
-        assert all(state.healthy for state in seen.history)
+            await router.replica(replica, running=2)
+        assert all(state.healthy for state in router.history)
 
 
-async def test_stalls_are_not_told(
-    replica: Replica, seen: Seen, monkeypatch: pytest.MonkeyPatch
+async def test_stall_shorter_than_the_limit_is_not_write_states(
+    replica: Replica, router: RouterView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.poll.replica.STALL_S", 10.0)  # far more, on a busy machine
-    await seen.replica(replica, healthy=True)
+    monkeypatch.setattr(
+        "extproc.poll.replica.STALL_S", 10.0
+    )  # far above the delays of a busy machine
+    await router.replica(replica, healthy=True)
     replica.answers |= {"/metrics": late(0.5, page(running=7)), "/health": late(0.5, "")}
-    await seen.replica(replica, running=7)
-    await replica.asked_for("/health", replica.asked.count("/health") + 4)
-    assert all(state.healthy and not state.unanswered_s for state in seen.history)
+    await router.replica(replica, running=7)
+    await replica.requested("/health", more=4)
+    assert all(state.healthy and not state.unanswered_s for state in router.history)
 
 
-async def test_state_says_that_replica_refuses_connections(replica: Replica, seen: Seen) -> None:
-    await seen.replica(replica, healthy=True)
+async def test_state_says_that_the_replica_refuses_connections(
+    replica: Replica, router: RouterView
+) -> None:
+    await router.replica(replica, healthy=True)
     replica.answers["/health"] = text("", 503)
-    assert not (await seen.replica(replica, healthy=False)).refuses
+    assert not (await router.replica(replica, healthy=False)).refuses
     await replica.stop()
-    state = await seen.replica(replica, refuses=True)
+    state = await router.replica(replica, refuses=True)
     assert not state.healthy
     replica.answers["/health"] = text("")
     await replica.start()
-    assert not (await seen.replica(replica, healthy=True)).refuses
+    assert not (await router.replica(replica, healthy=True)).refuses
 
 
-async def test_seconds_without_answer_are_told_meanwhile(replica: Replica, seen: Seen) -> None:
-    await seen.replica(replica, models=MODELS)
+async def test_seconds_without_answer_are_published_while_a_replica_hangs(
+    replica: Replica, router: RouterView
+) -> None:
+    await router.replica(replica, models=MODELS)
     replica.answers |= {"/metrics": hang, "/health": hang}
-    state = await seen.replica(replica, lambda state: state.unanswered_s > 0.2)
+    state = await router.replica(replica, lambda state: state.unanswered_s > 0.2)
     assert (state.healthy, state.running) == (True, 2)  # last known figures
-    last = (await seen.replica(replica, healthy=False)).unanswered_s
-    await seen.replica(replica, lambda state: state.unanswered_s > last)
+    last = (await router.replica(replica, healthy=False)).unanswered_s
+    await router.replica(replica, lambda state: state.unanswered_s > last)
     replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
-    state = await seen.replica(replica, running=7)
+    state = await router.replica(replica, running=7)
     assert (state.healthy, state.unanswered_s) == (True, 0.0)
 
 
-async def test_a_replica_that_is_gone_owes_no_answer(replica: Replica, seen: Seen) -> None:
-    await seen.replica(replica, healthy=True)
+async def test_silence_ends_when_connections_are_refused(
+    replica: Replica, router: RouterView
+) -> None:
+    await router.replica(replica, healthy=True)
     replica.answers |= {"/metrics": hang, "/health": hang}
-    await seen.replica(replica, lambda state: state.unanswered_s > 0.0)
+    await router.replica(replica, lambda state: state.unanswered_s > 0.0)
     await replica.stop()
-    state = await seen.replica(replica, lambda state: "refused" in state.problem)
+    state = await router.replica(replica, lambda state: "refused" in state.problem)
     assert state.unanswered_s == 0.0
 
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])
-async def test_a_replica_that_answers_one_of_two_is_not_silent(
-    replica: Replica, seen: Seen, monkeypatch: pytest.MonkeyPatch, late: str
+async def test_replica_that_answers_metrics_or_health_is_not_silent(
+    replica: Replica, router: RouterView, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    # Longer than a busy machine takes.
+    # Longer than an answer takes on a busy machine.
     monkeypatch.setattr("extproc.poll.replica.SILENCE_STEP_S", 0.5)
-    await seen.replica(replica, healthy=True)
+    await router.replica(replica, healthy=True)
     replica.answers[late] = hang
-    await replica.asked_for("/health", replica.asked.count("/health") + 3)
-    assert not any(state.unanswered_s for state in seen.history)
+    await replica.requested("/health", more=3)
+    assert not any(state.unanswered_s for state in router.history)
 
 
-async def test_an_error_nobody_foresaw_is_one_replicas_alone(
+async def test_unexpected_error_makes_only_its_replica_unhealthy(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as odd, serving() as well:
@@ -267,24 +281,23 @@ async def test_an_error_nobody_foresaw_is_one_replicas_alone(
             return figures if figures.running != 13 else replace(figures, kv_usage=inf)
 
         monkeypatch.setattr("extproc.poll.scrape.read_metrics", read)
-        async with watching(config(redis_server, odd, well)) as seen:
-            await seen.until(lambda states: len(states) == 2)
+        async with watching(config(redis_server, odd, well)) as router:
+            await router.until(lambda states: len(states) == 2)
             odd.answers["/metrics"] = text(page(running=13))
-            state = await seen.replica(odd, healthy=False)
+            state = await router.replica(odd, healthy=False)
             assert "led to an error: ValidationError" in state.problem
-            odd.asked.clear()
-            await odd.asked_for("/metrics", times=5)  # again and again
+            await odd.requested("/metrics", more=5)
             well.answers["/metrics"] = text(page(running=7))
-            await seen.replica(well, running=7)
+            await router.replica(well, running=7)
             odd.answers["/metrics"] = text(page(running=8))
-            state = await seen.replica(odd, healthy=True)
+            state = await router.replica(odd, healthy=True)
             assert (state.running, state.problem) == (8, "")
     (line,) = [line for line in caplog.records if line.levelname == "ERROR"]
     assert line.exc_info
     assert vars(line)["replica"] == odd.id
 
 
-async def test_replica_that_dns_names_now_and_then_stays_while_it_answers(
+async def test_replica_that_dns_names_at_times_stays_while_it_answers(
     redis_server: RedisServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers_of_dns, answer = cycle(["127.0.0.1", "127.0.0.2"]), socket.getaddrinfo
@@ -293,19 +306,19 @@ async def test_replica_that_dns_names_now_and_then_stays_while_it_answers(
         return answer(next(answers_of_dns) if host == "vllm" else host, *args, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    other = f"127.0.0.2:{replica.port}"  # nobody is there
-    async with watching(config(redis_server, replicas=[{"dns": f"vllm:{replica.port}"}])) as seen:
-        await seen.until(lambda _: seen.removed.count(other) == 3)
-        assert {*seen.removed} == {other}
+    other = f"127.0.0.2:{replica.port}"  # no process listens
+    async with watching(config(redis_server, replicas=[{"dns": f"vllm:{replica.port}"}])) as router:
+        await router.until(lambda _: router.removed.count(other) == 3)
+        assert {*router.removed} == {other}
         await replica.stop()
-        await seen.until(lambda _: replica.id in seen.removed)
+        await router.until(lambda _: replica.id in router.removed)
 
 
 class Phase(NamedTuple):
-    """Answers of a replica, and fields of the first state with them, which has others, too."""
+    """Answers of a replica, and fields of the first state that results."""
 
     answers: Mapping[str, Handler]
-    first: Mapping[str, object]
+    awaited: Mapping[str, object]
     others: Mapping[str, object] = {}
 
 
@@ -315,98 +328,101 @@ OTHER = {"/v1/models": models("tiny", adapters=("other",))}
 DOWN, UP = {"/health": text("", 503)}, {"/health": text("")}
 
 
-def told(**figures: Any) -> dict[str, Handler]:
+def metrics(**figures: Any) -> dict[str, Handler]:
     return {"/metrics": text(page(**figures))}
 
 
 LIVES = {
     f"restarts as another model, steps from 100 to {steps}": [
         KNOWN,
-        Phase(LARGE | told(steps=steps, model="large"), {"steps": steps}, {"models": ("large",)}),
+        Phase(
+            LARGE | metrics(steps=steps, model="large"), {"steps": steps}, {"models": ("large",)}
+        ),
         Phase({}, {"max_model_len": 131_072}),
     ]
     for steps in (3, 1000)
 } | {
     "restarts, more steps, and says when": [
         KNOWN,
-        Phase(told(started_at=1.7e9), {"started_at": 1.7e9}),
-        Phase(OTHER | told(steps=1000, started_at=1.8e9), {"models": ("tiny", "other")}),
+        Phase(metrics(started_at=1.7e9), {"started_at": 1.7e9}),
+        Phase(OTHER | metrics(steps=1000, started_at=1.8e9), {"models": ("tiny", "other")}),
     ],
-    "counts nothing in one answer, and is the same process": [
+    "counts nothing in an answer, and is the same process": [
         KNOWN,
-        Phase(told(started_at=1.7e9), {"started_at": 1.7e9, "models": MODELS}),
+        Phase(metrics(started_at=1.7e9), {"started_at": 1.7e9, "models": MODELS}),
         Phase(
-            {"/v1/models": hang} | told(steps=0, started_at=1.7e9), {"steps": 0, "models": MODELS}
+            {"/v1/models": hang} | metrics(steps=0, started_at=1.7e9),
+            {"steps": 0, "models": MODELS},
         ),
     ],
     "hangs and still has its adapters": [
         KNOWN,
         Phase({"/metrics": hang, "/v1/models": hang}, {"healthy": False}),
-        Phase(told(steps=101), {"healthy": True}, {"models": MODELS}),
+        Phase(metrics(steps=101), {"healthy": True}, {"models": MODELS}),
     ],
     "returns with another model": [
         KNOWN,
         Phase(DOWN, {"healthy": False}),
         Phase(
-            UP | told(steps=1000, model="large") | {"/v1/models": hang},
+            UP | metrics(steps=1000, model="large") | {"/v1/models": hang},
             {"healthy": True},
             {"models": ("large",), "max_model_len": None, "listed": False},
         ),
     ],
-    "sleeps": [Phase(told(asleep=how), {"asleep": how}) for how in (False, True, False)],
+    "sleeps": [Phase(metrics(asleep=how), {"asleep": how}) for how in (False, True, False)],
 }
 
 
 @pytest.mark.parametrize("phases", LIVES.values(), ids=LIVES)
-async def test_state_follows_what_the_replica_becomes(
+async def test_state_follows_the_life_of_a_replica(
     redis_server: RedisServer,
     replica: Replica,
     monkeypatch: pytest.MonkeyPatch,
     phases: list[Phase],
 ) -> None:
     monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
-    async with watching(config(redis_server, replica, poll=SOON)) as seen:
-        for answers_now, first, others in phases:
+    async with watching(config(redis_server, replica, poll=SOON)) as router:
+        for answers_now, awaited, others in phases:
             replica.answers |= answers_now
-            state = structs.asdict(await seen.replica(replica, **first))
+            state = structs.asdict(await router.replica(replica, **awaited))
             assert others.items() <= state.items()
 
 
-async def test_answer_of_earlier_process_is_not_believed(
+async def test_model_list_of_an_earlier_process_is_dropped(
     redis_server: RedisServer, replica: Replica
 ) -> None:
-    replica.answers["/v1/models"] = listed = Held(replica.answers["/v1/models"])
-    async with watching(config(redis_server, replica)) as seen:
-        await listed.asked.wait()
+    replica.answers["/v1/models"] = listed = HeldAnswer(replica.answers["/v1/models"])
+    async with watching(config(redis_server, replica)) as router:
+        await listed.requested.wait()
         replica.answers |= LARGE | {"/metrics": text(page(steps=3, model="large"))}
-        await seen.replica(replica, max_model_len=131_072)
+        await router.replica(replica, max_model_len=131_072)
         listed.released.set()
         replica.answers["/metrics"] = text(page(steps=4, model="large"))
-        state = await seen.replica(replica, steps=4)
+        state = await router.replica(replica, steps=4)
         assert (state.models, state.max_model_len) == (("large",), 131_072)
 
 
-async def test_slow_models_hold_back_no_figures(
+async def test_slow_model_list_delays_no_figures(
     redis_server: RedisServer, replica: Replica
 ) -> None:
-    replica.answers["/v1/models"] = listed = Held(replica.answers["/v1/models"])
-    async with watching(config(redis_server, replica)) as seen:
-        await seen.replica(replica, healthy=True)
+    replica.answers["/v1/models"] = listed = HeldAnswer(replica.answers["/v1/models"])
+    async with watching(config(redis_server, replica)) as router:
+        await router.replica(replica, healthy=True)
         replica.answers["/metrics"] = text(page(steps=101))
-        state = await seen.replica(replica, steps=101)
+        state = await router.replica(replica, steps=101)
         assert (state.models, state.max_model_len) == (("tiny",), None)
         listed.released.set()
-        await seen.replica(replica, models=MODELS)
+        await router.replica(replica, models=MODELS)
 
 
-async def test_replica_keeps_models_secret(
+async def test_models_come_from_metrics_if_the_list_is_refused(
     redis_server: RedisServer, replica: Replica, logged: Logged
 ) -> None:
     replica.answers["/v1/models"] = text("", 401)
-    async with watching(config(redis_server, replica)) as seen:
-        state = await seen.replica(replica, healthy=True)
+    async with watching(config(redis_server, replica)) as router:
+        state = await router.replica(replica, healthy=True)
         assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
-        assert not state.listed, "it may serve others, too"
+        assert not state.listed
         line = await logged.line(
             "replica does not list its models: using the model names in its metrics"
         )
@@ -414,86 +430,89 @@ async def test_replica_keeps_models_secret(
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
-async def test_pool_sets_priority_scheduling(
+async def test_priority_scheduling_of_the_pool_overrides_the_version(
     redis_server: RedisServer, replica: Replica, version: str
 ) -> None:
     replica.answers["/version"] = text(f'{{"version": "{version}"}}')
-    async with watching(config(redis_server, replica, priority_scheduling=True)) as seen:
-        assert (await seen.replica(replica, takes_priority=True)).by_priority
+    async with watching(config(redis_server, replica, priority_scheduling=True)) as router:
+        assert (await router.replica(replica, takes_priority=True)).by_priority
 
 
-async def test_replicas_come_and_go_with_file(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_replicas_file_adds_removes_and_renames_replicas(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     file = tmp_path / "replicas.yaml"
-    async with serving() as one, serving() as two:
-        file.write_text(f"['{one.id}']")
-        async with watching(config(redis_server, replicas_file=file)) as seen:
-            await seen.until(lambda states: set(states) == {one.id})
-            file.write_text(f"['{one.id}', '{two.id}']")
-            await seen.until(lambda states: set(states) == {one.id, two.id})
-            file.write_text(f"[{{url: '{two.id}', name: renamed}}]")
-            await seen.until(
+    async with serving() as first, serving() as second:
+        file.write_text(f"['{first.id}']")
+        async with watching(config(redis_server, replicas_file=file)) as router:
+            await router.until(lambda states: set(states) == {first.id})
+            file.write_text(f"['{first.id}', '{second.id}']")
+            await router.until(lambda states: set(states) == {first.id, second.id})
+            file.write_text(f"[{{url: '{second.id}', name: renamed}}]")
+            await router.until(
                 lambda states: [state.name for state in states.values()] == ["renamed"]
             )
         async with connect(redis_server.url, "default") as redis:
-            assert await redis.keys("*:replica:*") == [f"{{default}}:replica:{two.id}".encode()]
+            assert await redis.keys("*:replica:*") == [f"{{default}}:replica:{second.id}".encode()]
 
 
-async def test_a_replica_that_leaves_while_redis_hangs(
+async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
     redis_server: RedisServer, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
     file = tmp_path / "replicas.yaml"
-    async with serving() as one, serving() as two:
-        file.write_text(f"['{one.id}', '{two.id}']")
-        async with watching(config(redis_server, replicas_file=file)) as seen:
-            await seen.until(lambda states: len(states) == 2)
+    async with serving() as first, serving() as second:
+        file.write_text(f"['{first.id}', '{second.id}']")
+        async with watching(config(redis_server, replicas_file=file)) as router:
+            await router.until(lambda states: len(states) == 2)
             os.kill(redis_server.pid, signal.SIGSTOP)
             await logged.line("redis is lost, retrying")
-            file.write_text(f"['{two.id}']")
+            file.write_text(f"['{second.id}']")
             await logged.line("replica left the pool")
             os.kill(redis_server.pid, signal.SIGCONT)
-            await seen.until(lambda states: set(states) == {two.id})
+            await router.until(lambda states: set(states) == {second.id})
 
 
-async def test_poller_goes_on_without_redis_and_fills_it_again(
+async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
     redis_server: RedisServer, replica: Replica, logged: Logged
 ) -> None:
     dead = Replica()
     settings = config(redis_server, replica, dead)
-    async with watching(settings) as seen:
+    async with watching(settings) as router:
         ready = await logged.line("poller started")
-        await seen.until(lambda states: len(states) == 2)
+        await router.until(lambda states: len(states) == 2)
         await redis_server.kill()
         await logged.line("redis is lost, retrying", times=2)  # the reader's and the poller's
-        replica.asked.clear()
-        await replica.asked_for("/metrics", times=20)
+        await replica.requested("/metrics", more=20)
         await until(answers(f"http://{ready['admin']}/healthz"))
-        metrics = await metrics_of(settings)
+        page_of_poller = await metrics_of(settings)
         replica.answers["/metrics"] = text(page(running=77))
         await redis_server.start()
-        await seen.replica(replica, running=77)
-        await seen.until(lambda states: set(states) == {replica.id, dead.id})
+        await router.replica(replica, running=77)
+        await router.until(lambda states: set(states) == {replica.id, dead.id})
         async with connect(redis_server.url, "default") as redis:
             assert len(await redis.keys("*:replica:*")) == 2
     assert len(logged.lines("redis is lost, retrying")) == len(logged.lines("redis is back")) == 2
-    assert 'extproc_poll_replicas{pool="default"} 2.0' in metrics
-    assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in metrics
-    assert 'extproc_poll_scrapes_total{result="failed"}' in metrics
-    assert "extproc_poll_scrape_seconds_count" in metrics
+    assert 'extproc_poll_replicas{pool="default"} 2.0' in page_of_poller
+    assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in page_of_poller
+    assert 'extproc_poll_scrapes_total{result="failed"}' in page_of_poller
+    assert "extproc_poll_scrape_seconds_count" in page_of_poller
 
 
-async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServer) -> None:
-    async with serving() as one, serving() as two:
-        settings = config(redis_server, one, pools={"second": {"replicas": [two.id]}})
-        async with watching(settings) as seen, connect(redis_server.url, "default") as redis:
-            await seen.until(lambda states: set(states) == {one.id})
-            pools = {"default": one, "second": two}
+async def test_every_configured_pool_is_polled(redis_server: RedisServer) -> None:
+    async with serving() as first, serving() as second:
+        settings = config(redis_server, first, pools={"second": {"replicas": [second.id]}})
+        async with watching(settings) as router, connect(redis_server.url, "default") as redis:
+            await router.until(lambda states: set(states) == {first.id})
+            pools = {"default": first, "second": second}
             keys = {f"{{{pool}}}:replica:{of.id}".encode() for pool, of in pools.items()}
             keys_now = partial(redis.keys, "*:replica:*")
             await until_read(keys_now, lambda now: {*now} == keys)
 
 
-async def test_poller_without_replicas_says_so(redis_server: RedisServer, logged: Logged) -> None:
+async def test_poller_without_replicas_logs_a_warning(
+    redis_server: RedisServer, logged: Logged
+) -> None:
     async with polling(config(redis_server)):
         await logged.line(
             "no replicas are configured: set replicas or replicas_file, else nothing is polled"
@@ -501,7 +520,7 @@ async def test_poller_without_replicas_says_so(redis_server: RedisServer, logged
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_stops_poller(
+async def test_signal_stops_the_poller_and_its_heartbeat(
     redis_server: RedisServer, replica: Replica, number: signal.Signals
 ) -> None:
     settings = config(redis_server, replica)

@@ -1,4 +1,4 @@
-"""Several pollers, one of them a process that is killed or stopped, and a real Redis."""
+"""Pollers share the replicas, and take over those of a poller that is killed or stopped."""
 
 import signal
 import sys
@@ -18,8 +18,8 @@ from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
-from tests.poll.polling import Seen, config, polling, watching
-from tests.poll.replica import Handler, Held, Replica, page, serving, text
+from tests.poll.polling import RouterView, config, polling, watching
+from tests.poll.replica import Handler, HeldAnswer, Replica, page, serving, text
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -64,10 +64,12 @@ async def replicas_of(poller: Config) -> int:
     return 0
 
 
-async def fresh(seen: Seen, replicas: list[Replica]) -> None:
-    """Wait until every replica has news that nobody had yet."""
-    before = dict(seen.states)
-    await seen.until(lambda now: all(now.get(each.id) != before.get(each.id) for each in replicas))
+async def fresh(router: RouterView, replicas: list[Replica]) -> None:
+    """Waits until the router has a newer state of every replica."""
+    before = dict(router.states)
+    await router.until(
+        lambda now: all(now.get(each.id) != before.get(each.id) for each in replicas)
+    )
 
 
 def counting(first: int = 1) -> Handler:
@@ -81,22 +83,22 @@ def counting(first: int = 1) -> Handler:
     return answer
 
 
-async def test_pollers_that_come_and_go_share_the_replicas(redis_server: RedisServer) -> None:
+async def test_starting_and_stopping_pollers_share_the_replicas(redis_server: RedisServer) -> None:
     async with several(6) as replicas:
         first, second, third = (config(redis_server, *replicas) for _ in range(3))
-        async with watching(first) as seen:
+        async with watching(first) as router:
             assert await shared(6, first) == [6]
             async with polling(second):
                 await shared(6, first, second)
                 async with polling(third):
                     await shared(6, first, second, third)
-                    await fresh(seen, replicas)
+                    await fresh(router, replicas)
                 await shared(6, first, second)
             await shared(6, first)
-            await fresh(seen, replicas)
+            await fresh(router, replicas)
 
 
-async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
+async def test_replicas_of_a_killed_poller_are_taken_over_with_learned_state(
     redis_server: RedisServer, redis_client: Redis, tmp_path: Path
 ) -> None:
     learned = PROFILES[DEFAULT_PROFILE].step.slowed(1.5)
@@ -108,46 +110,50 @@ async def test_a_killed_pollers_replicas_are_taken_over_with_what_it_learned(
             await writer.put([ReplicaState(id=each.id, profile=DEFAULT_PROFILE, **known)])
         async with poller_process(others, tmp_path) as other:
             await shared(4, others)
-            async with watching(settings) as seen:
+            async with watching(settings) as router:
                 await shared(4, others, settings)
-                await fresh(seen, replicas)
+                await fresh(router, replicas)
                 await other.kill()
                 await shared(4, settings)
-                await fresh(seen, replicas)
+                await fresh(router, replicas)
                 for replica in replicas:
-                    state = seen.states[replica.id]
+                    state = router.states[replica.id]
                     assert state.models == ("tiny", "adapter")
                     assert state.max_model_len == 4096
                     assert state.learned is not None
                     assert state.learned.c0 == pytest.approx(learned.c0, rel=0.05)
 
 
-async def test_stopped_poller_tells_no_old_state(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_stopped_poller_writes_no_old_state_when_it_continues(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     async with several(2) as replicas:
         settings, others = (config(redis_server, *replicas) for _ in range(2))
-        old = Held(text(page(steps=50)))
+        old = HeldAnswer(text(page(steps=50)))
         async with poller_process(others, tmp_path) as other:
             await shared(2, others)
             for replica in replicas:
-                old.asked.clear()
+                old.requested.clear()
                 replica.answers["/metrics"] = old
-                await old.asked.wait()
+                await old.requested.wait()
                 replica.answers["/metrics"] = counting(100)
             other.signal(signal.SIGSTOP)
             old.released.set()
-            async with watching(settings) as seen:
-                await seen.until(lambda states: len(states) == 2 and min_steps(states) > 100)
+            async with watching(settings) as router:
+                await router.until(lambda states: len(states) == 2 and min_steps(states) > 100)
                 other.signal(signal.SIGCONT)
                 await shared(2, others, settings)
-                await fresh(seen, replicas)
-                assert 50 not in [state.steps for state in seen.history]
+                await fresh(router, replicas)
+                assert 50 not in [state.steps for state in router.history]
 
 
 def min_steps(states: dict[str, ReplicaState]) -> float:
     return min(state.steps for state in states.values())
 
 
-async def test_listed_replicas_are_scraped(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_pollers_with_different_lists_scrape_their_union(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     file = tmp_path / "replicas.yaml"
     async with several(8) as replicas:
         ids = [replica.id for replica in replicas]
@@ -156,11 +162,11 @@ async def test_listed_replicas_are_scraped(redis_server: RedisServer, tmp_path: 
             config(redis_server, replicas_file=file),
             config(redis_server, *replicas[4:]),
         )
-        async with watching(first) as seen, polling(second):
+        async with watching(first) as router, polling(second):
             await shared(8, first, second)
-            await fresh(seen, replicas)
+            await fresh(router, replicas)
             file.write_text(str(ids[1:4]))
-            await seen.until(lambda states: ids[0] not in states)
+            await router.until(lambda states: ids[0] not in states)
             await shared(7, first, second)
-            await fresh(seen, replicas[1:])
-        assert seen.removed == ids[:1]
+            await fresh(router, replicas[1:])
+        assert router.removed == ids[:1]

@@ -1,3 +1,5 @@
+"""Scrapes read vLLM's pages; any other answer is an error, bounded in time and size."""
+
 import socket
 from collections.abc import AsyncIterator
 from io import BytesIO
@@ -46,10 +48,10 @@ async def compressed(_: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_a_scrape_reads_health_and_metrics(replica: Replica, session: ClientSession) -> None:
+async def test_scrape_reads_health_and_metrics(replica: Replica, session: ClientSession) -> None:
     figures = await scrape(session, replica.id)
     assert (figures.running, figures.kv_tokens, figures.models) == (2, 1600, ("tiny",))
-    assert sorted(replica.asked) == ["/health", "/metrics"]
+    assert sorted(replica.paths) == ["/health", "/metrics"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,9 @@ async def test_a_scrape_reads_health_and_metrics(replica: Replica, session: Clie
         ("/metrics", disconnect, "/metrics failed"),
     ],
 )
-async def test_bad_answer_is_error_that_says_so(path: str, answer: Handler, problem: str) -> None:
+async def test_bad_answer_raises_an_error_that_names_it(
+    path: str, answer: Handler, problem: str
+) -> None:
     patience_s = 0.2 if "0.2 s" in problem else PATIENCE_S
     async with serving() as replica, open_session(patience_s) as session:
         replica.answers[path] = answer
@@ -80,15 +84,15 @@ async def test_bad_answer_is_error_that_says_so(path: str, answer: Handler, prob
 
 @pytest.mark.parametrize("answer", [endless, huge])
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
-async def test_an_answer_without_measure_is_cut_off(path: str, answer: Handler) -> None:
+async def test_oversized_answer_is_cut_off(path: str, answer: Handler) -> None:
     async with serving() as replica, open_session(30) as session:
         replica.answers[path] = answer
         with pytest.raises(ScrapeError, match="larger than 4 MiB"):
             await scrape(session, replica.id)
 
 
-async def test_sets_of_adapters_are_no_measure_of_a_page() -> None:
-    """vLLM's page keeps each that ever ran, in whatever order they were loaded."""
+async def test_old_adapter_sets_do_not_count_towards_the_size_limit() -> None:
+    """vLLM's page keeps a line for each set of adapters that ever ran."""
 
     def line(names: str, when: str) -> str:
         labels = f'running_lora_adapters="{names}",waiting_lora_adapters="{names}"'
@@ -112,7 +116,7 @@ async def test_sets_of_adapters_are_no_measure_of_a_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "health", "anything"),
+    ("metrics", "health", "expected"),
     [
         (hang, text(""), True),
         (hang, text("", 503), True),
@@ -121,20 +125,22 @@ async def test_sets_of_adapters_are_no_measure_of_a_page() -> None:
         (hang, hang, False),
     ],
 )
-async def test_whether_it_responds(metrics: Handler, health: Handler, anything: bool) -> None:
-    async with serving() as replica, open_session(PATIENCE_S if anything else 0.2) as session:
+async def test_replica_responds_if_any_request_is_answered(
+    metrics: Handler, health: Handler, expected: bool
+) -> None:
+    async with serving() as replica, open_session(PATIENCE_S if expected else 0.2) as session:
         replica.answers |= {"/metrics": metrics, "/health": health}
-        assert await responds(session, replica.id) is anything
+        assert await responds(session, replica.id) is expected
 
 
-async def test_nobody_there() -> None:
+async def test_refused_connection_is_an_error_and_a_response() -> None:
     async with open_session(1) as session:
         with pytest.raises(ScrapeError, match="cannot connect: connection refused"):
             await scrape(session, f"127.0.0.1:{free_port()}")
-        assert await responds(session, f"127.0.0.1:{free_port()}"), "a refusal tells, too"
+        assert await responds(session, f"127.0.0.1:{free_port()}")
 
 
-async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
+async def test_machine_that_accepts_no_connection_does_not_respond() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         with socket.create_connection(address):
@@ -145,7 +151,9 @@ async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
                 assert not await responds(session, replica)
 
 
-async def test_models_and_adapters(replica: Replica, session: ClientSession) -> None:
+async def test_models_adapters_and_context_length_are_read(
+    replica: Replica, session: ClientSession
+) -> None:
     replica.answers["/v1/models"] = models("base", adapters=("adapter",), max_model_len=8192)
     listed = await read_models(session, replica.id)
     assert listed == {
@@ -171,7 +179,7 @@ async def test_models_and_adapters(replica: Replica, session: ClientSession) -> 
         (text("", 404), False),
     ],
 )
-async def test_which_versions_take_priorities(
+async def test_vllm_versions_from_0_11_take_priorities(
     replica: Replica, session: ClientSession, version: Handler, takes: bool
 ) -> None:
     replica.answers["/version"] = version
@@ -194,7 +202,7 @@ async def test_which_versions_take_priorities(
         endless,
     ],
 )
-async def test_models_that_are_none(
+async def test_malformed_model_list_is_an_error(
     replica: Replica, session: ClientSession, answer: Handler
 ) -> None:
     replica.answers["/v1/models"] = answer
@@ -202,15 +210,15 @@ async def test_models_that_are_none(
         await read_models(session, replica.id)
 
 
-async def test_connections_are_kept(replica: Replica, session: ClientSession) -> None:
+async def test_connections_are_reused(replica: Replica, session: ClientSession) -> None:
     ports = set()
 
-    async def note(request: web.Request) -> web.StreamResponse:
+    async def record_port(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         ports.add(request.transport.get_extra_info("peername")[1])
         return web.Response(text=page())
 
-    replica.answers |= {"/health": note, "/metrics": note}
+    replica.answers |= {"/health": record_port, "/metrics": record_port}
     for _ in range(5):
         await scrape(session, replica.id)
     assert len(ports) == 2

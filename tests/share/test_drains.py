@@ -11,7 +11,7 @@ from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
-from tests.poll.polling import Seen, config, polling, watching
+from tests.poll.polling import RouterView, config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
 from tests.share.servers import command
 from tests.waiting import until
@@ -40,7 +40,7 @@ async def listed(run: Run) -> dict[str, dict[str, Any]]:
     return {one["id"]: one for one in json.loads(await run("list", "--json"))}
 
 
-async def drained(run: Run, seen: Seen, replica: Replica) -> str:
+async def drained(run: Run, seen: RouterView, replica: Replica) -> str:
     printed = await run("drain", replica.id)
     await seen.replica(replica, lambda state: state.draining)
     return printed
