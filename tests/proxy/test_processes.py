@@ -81,10 +81,10 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[i
 async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
     async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
-        answers = asyncio.Event()
+        scrapes_answered = asyncio.Event()
 
         async def slow(request: web.Request) -> web.StreamResponse:
-            await answers.wait()
+            await scrapes_answered.wait()
             return await text(page(model="large"))(request)
 
         two.answers |= {"/metrics": slow, "/v1/models": models("large")}
@@ -100,17 +100,17 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[
             grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
         ):
 
-            async def asked(model: str) -> list[str] | int:
+            async def result_of(model: str) -> list[str] | int:
                 async with EnvoySide(channel).stream() as stream:
                     reply = await stream.ask(CHAT | {"model": model})
                     refused = reply.immediate_response is not None
                     return status_of(reply) if refused else destination(reply)
 
             await until(listed)
-            assert await asked("large") == [one.id, one.id]
-            answers.set()
-            await until_read(lambda: asked("nobody's"), lambda now: now == 404)
-            assert await asked("large") == [two.id, two.id]
+            assert await result_of("large") == [one.id, one.id]
+            scrapes_answered.set()
+            await until_read(lambda: result_of("nobody's"), lambda now: now == 404)
+            assert await result_of("large") == [two.id, two.id]
 
 
 def test_memory_state_refuses_separate_poller(capsys: pytest.CaptureFixture[str]) -> None:
