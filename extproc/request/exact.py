@@ -178,15 +178,15 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {n: function.get(n) for n in names} | optional}
 
 
-def _shared(one: str, other: str) -> str:
+def _shared(text: str, other: str) -> str:
     """Return the common beginning of two texts.
 
     Some templates print the head of an answer even if told not to.
     """
-    if one.startswith(other):
+    if text.startswith(other):
         return other
-    ends = range(1, min(len(one), len(other)) + 1)
-    return one[: bisect_left(ends, True, key=lambda end: one[:end] != other[:end])]
+    ends = range(1, min(len(text), len(other)) + 1)
+    return text[: bisect_left(ends, True, key=lambda end: text[:end] != other[:end])]
 
 
 def _last_answer(messages: list[dict[str, Any]]) -> tuple[int, int]:

@@ -177,7 +177,7 @@ def test_poll_decides_which_of_two_adapters_came_first() -> None:
     assert system.extra("a") == 0.0 < system.extra("b")
     system.clock.advance(0.2)
     system.poll(1, "b", running=1, waiting=1)
-    assert system.extra("a") == 0.0, "it may have seen one that ended since"
+    assert system.extra("a") == 0.0, "the poll may have seen a request that has ended since"
     system.clock.advance(0.2)
     system.poll(1, "b", running=1, waiting=1)
     assert system.extra("b") == 0.0 < system.extra("a")
@@ -199,10 +199,10 @@ def test_routers_own_last_request_does_not_count_as_of_other_clients() -> None:
     system.fleet.release(ticket)
     system.clock.advance(0.05)
     system.fleet.put(seen)
-    assert system.extra("a") == LOAD_S, "the news was on its way when the request ended"
+    assert system.extra("a") == LOAD_S, "the poll was on its way when the request ended"
     system.clock.advance(0.2)
     system.poll(1, "b", running=1)
-    assert system.extra("a") > LOAD_S, "another router's"
+    assert system.extra("a") > LOAD_S, "a request of another router"
 
 
 def test_load_time_is_learned_from_first_tokens() -> None:

@@ -466,8 +466,8 @@ def test_every_wait_ends(given: list[TimedRequest], limits: dict[str, Any]) -> N
     pool.pass_s(15.0)
     assert not any(len(node.queue) for node in pool.nodes)
     outcomes = [seen.request for seen in pool.sent] + [request for request, _, _ in pool.refused]
-    came = [seen.request for seen in pool.arrived]
-    assert Counter(map(id, outcomes + pool.left)) == Counter(map(id, came))
+    arrived = [seen.request for seen in pool.arrived]
+    assert Counter(map(id, outcomes + pool.left)) == Counter(map(id, arrived))
     for request, refusal, _ in pool.refused:
         if isinstance(refusal, Saturated):
             assert refusal.code in ("waited_too_long", "too_many_waiting")

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -111,10 +112,10 @@ def test_power_of_two_chooses_the_less_loaded_replica() -> None:
 
 def test_request_may_name_another_policy() -> None:
     router = Router(fleet_of(ManualClock(), A10), "completion", random.Random(0))
-    asked, unknown = router.decide(chat(1), "least_kv"), router.decide(chat(1), "no such")
-    assert asked is not None
+    named, unknown = router.decide(chat(1), "least_kv"), router.decide(chat(1), "no such")
+    assert named is not None
     assert unknown is not None
-    assert (asked.policy, unknown.policy) == ("least_kv", "completion")
+    assert (named.policy, unknown.policy) == ("least_kv", "completion")
 
 
 CONTINUED = replace(chat(100, 50), previous_response="resp_1")
@@ -255,49 +256,61 @@ def test_cache_aware_ignores_the_cache_if_the_load_is_uneven(
     assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
 
 
-"""The cases the default policy exists for, and what its decisions say of them."""
+Load = tuple[int, RequestProfile, int]  # number of the replica, request, times
 
 
-def test_two_requests_about_to_end_beat_one_long_request() -> None:
+class CompletionCase(NamedTuple):
+    replicas: tuple[str, str]  # their profiles
+    events: list[Load | float]  # load of the replicas, and seconds that pass
+    request: RequestProfile
+    first: int  # number of the replica chosen
+    term: str  # that makes the other replica slower
+
+
+CASES = {
+    "two requests about to end beat one long request": CompletionCase(
+        (A10, A10),
+        [(2, chat(20_000, 4000), 1), 6.0, (1, chat(100, 60), 2), 1.6],
+        *(chat(100, 100), 1, "decode"),
+    ),
+    "one request about to end beats two long requests": CompletionCase(
+        (A10, A10),
+        [(1, chat(8000, 4000), 2), 5.0, (2, chat(100, 60), 1), 1.5],
+        *(chat(100, 100), 2, "decode"),
+    ),
+    "a busy fast replica beats an idle slow replica": CompletionCase(
+        (H100, A10), [(1, chat(500, 300), 8), 0.5], chat(1000, 200), 1, "decode"
+    ),
+    "an idle slow replica beats a very busy fast replica": CompletionCase(
+        (H100, A10), [(1, chat(30_000, 300), 8)], chat(100, 100), 2, "prefill"
+    ),
+    "a long queue beats a KV cache that frees late": CompletionCase(
+        (A10, A10),
+        [(1, chat(41_500, 4000), 1), 15.0, (2, chat(1000, 100), 4)],
+        *(chat(1000, 100), 2, "admission"),
+    ),
+    "a free place beats a full batch": CompletionCase(
+        (A10, A10),
+        [(1, chat(100, 2000, sequences=256), 1), (2, chat(100, 2000), 1), 1.0],
+        *(chat(10, 10), 2, "admission"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_completion_chooses_the_replica_that_finishes_first(case: CompletionCase) -> None:
     clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.dispatch(replica(2), chat(20_000, 4000))
-    clock.advance(6.0)
-    for _ in range(2):
-        fleet.dispatch(replica(1), chat(100, 60))
-    clock.advance(1.6)
-    decision = decide(fleet, "completion", chat(100, 100))
-    assert fleet.view(MODEL).requests.tolist() == [2, 1]
-    assert decision.replica == replica(1)
-    assert decision.why == clause(decision, 1, 2, "decode")
-    assert decide(fleet, "least_request", chat(100, 100)).replica == replica(2)
-
-
-def test_one_request_about_to_end_beats_two_long_requests() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    for _ in range(2):
-        fleet.dispatch(replica(1), chat(8000, 4000))
-    clock.advance(5.0)
-    fleet.dispatch(replica(2), chat(100, 60))
-    clock.advance(1.5)
-    decision = decide(fleet, "completion", chat(100, 100))
-    assert fleet.view(MODEL).requests.tolist() == [2, 1]
-    assert decision.replica == replica(2)
-    assert decision.why == clause(decision, 2, 1, "decode")
-
-
-def test_busy_fast_replica_beats_an_idle_slow_replica() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, H100, A10)
-    for _ in range(8):
-        fleet.dispatch(replica(1), chat(500, 300))
-    clock.advance(0.5)
-    decision = decide(fleet, "completion", chat(1000, 200))
-    assert fleet.view(MODEL).requests.tolist() == [8, 0]
-    assert decision.replica == replica(1)
-    assert decision.why == clause(decision, 1, 2, "decode")
-    assert decide(fleet, "least_request", chat(1000, 200)).replica == replica(2)
+    fleet = fleet_of(clock, *case.replicas)
+    for event in case.events:
+        if isinstance(event, float):
+            clock.advance(event)
+        else:
+            number, profile, times = event
+            for _ in range(times):
+                fleet.dispatch(replica(number), profile)
+    decision = decide(fleet, "completion", case.request)
+    assert decision.replica == replica(case.first)
+    assert decision.why == clause(decision, case.first, 3 - case.first, case.term)
 
 
 def test_reason_names_a_replica_that_decodes_slower_than_predicted() -> None:
@@ -308,30 +321,6 @@ def test_reason_names_a_replica_that_decodes_slower_than_predicted() -> None:
     fleet.put(state(2, A10, clock))
     decision = decide(fleet, "completion", chat(100, 100))
     assert decision.why == clause(decision, 1, 2, "decode")
-
-
-def test_idle_slow_replica_beats_a_very_busy_fast_replica() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, H100, A10)
-    for _ in range(8):
-        fleet.dispatch(replica(1), chat(30_000, 300))
-    decision = decide(fleet, "completion", chat(100, 100))
-    assert decision.replica == replica(2)
-    assert decision.why == clause(decision, 2, 1, "prefill")
-
-
-def test_long_queue_beats_a_kv_cache_that_frees_late() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.dispatch(replica(1), chat(41_500, 4000))
-    clock.advance(15.0)
-    for _ in range(4):
-        fleet.dispatch(replica(2), chat(1000, 100))
-    decision = decide(fleet, "completion", chat(1000, 100))
-    assert fleet.view(MODEL).waiting.tolist() == [0, 4]
-    assert decision.replica == replica(2)
-    assert decision.prediction.admission[0] > decision.prediction.ttft[1]
-    assert decision.why == clause(decision, 2, 1, "admission")
 
 
 def test_kv_cache_that_frees_soon_beats_a_long_queue() -> None:
@@ -345,16 +334,6 @@ def test_kv_cache_that_frees_soon_beats_a_long_queue() -> None:
     assert decision.prediction.admission[0] > 0
     assert decision.replica == replica(1)
     assert decision.why == clause(decision, 1, 2, "prefill")
-
-
-def test_free_place_beats_a_full_batch() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.dispatch(replica(1), chat(100, 2000, sequences=256))
-    fleet.dispatch(replica(2), chat(100, 2000))
-    clock.advance(1.0)
-    decision = decide(fleet, "completion", chat(10, 10))
-    assert decision.why == clause(decision, 2, 1, "admission")
 
 
 def test_reason_names_a_slower_prefill() -> None:

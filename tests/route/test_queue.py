@@ -32,7 +32,7 @@ LARGE = 24_000  # prompt tokens: of 42,000 that a replica holds, two such reques
 
 
 class QueuedRouter:
-    """A router and its queue, in front of replicas of one kind."""
+    """A router and its queue, in front of replicas of entry kind."""
 
     def __init__(self, replicas: int = 1, **settings: object) -> None:
         self.clock = ManualClock()
@@ -82,9 +82,9 @@ class QueuedRouter:
         def decide(place: Place) -> Decision | None:
             return self.router.decide(profile, place=place)
 
-        one = Waiting(profile, decision, since, decide, resolve)
-        self.queue.enter(one)
-        return one
+        entry = Waiting(profile, decision, since, decide, resolve)
+        self.queue.enter(entry)
+        return entry
 
     def fill(self) -> None:
         """Start a request that leaves no room, and let it decode."""
@@ -224,16 +224,16 @@ def test_few_of_many_refusals_at_once_are_decided_anew() -> None:
     system.fill()
     decided: list[Place] = []
     for number in range(100):
-        one = system.send(str(number))
-        assert one is not None
+        entry = system.send(str(number))
+        assert entry is not None
 
         def waits(
-            place: Place, decide: Callable[[Place], Decision | None] = one.decide
+            place: Place, decide: Callable[[Place], Decision | None] = entry.decide
         ) -> Decision | None:
             decided.append(place)
             return decide(place)
 
-        one.decide = waits
+        entry.decide = waits
     system.clock.advance(59.5)
     system.poll(steps=1.0)
     system.queue.sweep()
@@ -357,7 +357,7 @@ def test_expected_wait_counts_all_queued_requests_ahead_at_a_full_batch() -> Non
     arrivals = [system.send(str(number), prompt=50) for number in range(30)]
     first, *queued = filter(None, arrivals)
     assert len(queued) == 24
-    cost = sum(one.cost for one in queued)
+    cost = sum(entry.cost for entry in queued)
     later = queued[-1].retry_at - first.retry_at
     assert later == pytest.approx(cost, rel=0.05)
 
@@ -411,11 +411,11 @@ def test_recent_share_counts_from_the_start_of_the_process() -> None:
 
 def test_room_includes_the_growth_of_long_answers() -> None:
     system = QueuedRouter()
-    came = [system.send(str(number), prompt=20, answer=4000) for number in range(40)]
+    arrivals = [system.send(str(number), prompt=20, answer=4000) for number in range(40)]
     assert 10 < len(system.dispatched) < 30  # 42,000 tokens
     assert len(system.queue) == 40 - len(system.dispatched)
     assert re.fullmatch(
-        r"r1 is expected to have room for it in \d+\.\d+ s", next(filter(None, came)).why
+        r"r1 is expected to have room for it in \d+\.\d+ s", next(filter(None, arrivals)).why
     )
 
 
@@ -454,7 +454,7 @@ def test_queued_request_names_its_replica_and_expected_wait() -> None:
     assert full is not None
     assert behind is not None
     expected = re.compile(r"r1 is expected to have room for it in (.*) s")
-    soon, later = (expected.fullmatch(one.why) for one in (full, behind))
+    soon, later = (expected.fullmatch(entry.why) for entry in (full, behind))
     assert soon is not None
     assert later is not None
     assert 0.0 < float(soon[1]) < float(later[1])

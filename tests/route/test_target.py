@@ -41,8 +41,8 @@ def slow_and_fast() -> Fleet:
 
 
 def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Decision:
-    came = Place(profile, router.fleet.now - waited, decode_s=0.0, cost=0.0)
-    decision = router.decide(profile, place=came)
+    place = Place(profile, router.fleet.now - waited, decode_s=0.0, cost=0.0)
+    decision = router.decide(profile, place=place)
     assert decision is not None
     return decision
 
