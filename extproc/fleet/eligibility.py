@@ -40,84 +40,59 @@ _HUNG = f"accepts connections, but has answered nothing for {_HUNG_S:g} s"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Reason that excludes a replica; the texts are for docs/operations/troubleshoot.md."""
+    """Reason that excludes a replica."""
 
     name: str
-    set_by: str
-    cleared_by: str
-    longest: str
-    trial: str  # request that may end the exclusion
-    most: str  # largest share of the replicas that it excludes
+    row: str
+    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest, request on
+    trial, largest share of the replicas."""
     covers_all: bool = False  # True: may exclude every replica
 
 
 ASLEEP = Reason(
     "asleep",
-    "a poll: the engine sleeps",
-    "a poll: the engine is awake",
-    "as long as it sleeps",
-    "none",
-    "all",
+    "a poll: the engine sleeps | a poll: the engine is awake | as long as it sleeps | none | all",
     covers_all=True,
 )
 UNHEALTHY = Reason(
     "unhealthy",
-    "a failed scrape, or two scrapes in a row without an answer",
-    "a scrape that succeeds; for 5 s, an answer to a request of this router",
-    "until either",
-    f"one request every {_TRIAL_S:g} s, if no other replica is usable and this one accepts "
-    "connections",
-    "all",
+    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; for 5 s, "
+    f"an answer to a request of this router | until either | one request every {_TRIAL_S:g} s, if "
+    "no other replica is usable and this one accepts connections | all",
     covers_all=True,
 )
 OTHER_MODEL = Reason(
     "other model",
-    "a list of models without the requested model",
-    "a list with that model",
-    "until then",
-    "none",
+    "a list of models without the requested model | a list with that model | until then | none | "
     "all, if any replica lists the model; else none",
 )
 STALLED = Reason(
     "stalled",
     f"no answer to any scrape for {_HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
-    f"replicas have some; nothing moving for {_STUCK_S:g} s in an engine with work",
-    "an answer; an update; anything that moves, or no requests",
-    "until then",
-    f"one request every {_TRIAL_S:g} s, unless no scrape is answered",
-    "all but one",
+    f"replicas have some; nothing moving for {_STUCK_S:g} s in an engine with work | an answer; an "
+    "update; anything that moves, or no requests | until then | one request every "
+    f"{_TRIAL_S:g} s, unless no scrape is answered | all but one",
 )
 FAILING = Reason(
     "failing",
-    f"{_TOLERATED} requests in a row that failed there alone",
-    "an answer below 500",
+    f"{_TOLERATED} requests in a row that failed there alone | an answer below 500 | "
     f"{_FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
-    f"{_LONGEST_EJECTION_S:g} s",
-    "one request after that time",
-    "half, at least one replica",
+    f"{_LONGEST_EJECTION_S:g} s | one request after that time | half, at least one replica",
 )
 FULL = Reason(
     "full",
-    "503 or a retry, while the engine steps",
-    "time",
-    f"{_FULL_S:g} s",
-    "any request after that time",
-    "all but one",
+    f"503 or a retry, while the engine steps | time | {_FULL_S:g} s | any request after that time "
+    "| all but one",
 )
 DRAINING = Reason(
     "draining",
-    "`extproc replicas drain`; Kubernetes or DNS that no longer lists it",
-    "`extproc replicas undrain`; Kubernetes or DNS that lists it again",
-    "until then",
-    "none",
-    "all but one",
+    "`extproc replicas drain`; Kubernetes or DNS that no longer lists it | `extproc replicas "
+    "undrain`; Kubernetes or DNS that lists it again | until then | none | all but one",
 )
 NEW = Reason(
     "new",
-    f"joining measured replicas: {_AT_FIRST} requests at a time, and one more for each that ended",
-    "the first measured second or two of work",
-    "until then",
-    "every request within that number",
+    f"joining measured replicas: {_AT_FIRST} requests at a time, and one more for each that ended "
+    "| the first measured second or two of work | until then | every request within that number | "
     "all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW

@@ -15,8 +15,7 @@ ADAPTERS: dict[str, Any] = {
 }
 
 
-def test_poll_of_a_slow_replica_extends_the_wait_for_an_adapter_slot() -> None:
-    clock = ManualClock()
+def test_poll_of_a_slow_replica_extends_the_wait_for_an_adapter_slot(clock: ManualClock) -> None:
     fleet = fleet_of(clock)
     fleet.put(state(1, A10, clock, **ADAPTERS))
     profile = replace(chat(100, 1000), model="first", least_output=1000)

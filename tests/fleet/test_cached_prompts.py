@@ -1,4 +1,4 @@
-"""The ledger where part of a prompt is in a replica's prefix cache."""
+"""Requests whose prompt is in a prefix cache in part, in the ledger and after polls."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,6 @@ from tests.fakes import MODEL, ManualClock, replica, state
 
 TOKENS = 10_000
 CACHED = 9_000.0
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
@@ -62,7 +57,6 @@ def test_end_of_a_request_frees_no_shared_blocks(fleet: Fleet, clock: ManualCloc
 def test_long_prompt_reaches_the_engine_after_it_is_tokenized(
     fleet: Fleet, clock: ManualClock
 ) -> None:
-    """Its tokens are made before the engine has it, those that are cached, too."""
     fleet.dispatch(replica(1), request(tokens=150_000), 90_000.0)
     clock.advance(1.2)
     fleet.put(state(1, "llama-8b-h100", clock))
@@ -95,13 +89,13 @@ def test_prompts_before_a_restart_are_empty_for_a_new_router(
     prefix = prompt("a")
     fleet.put(state(1, "llama-8b-h100", clock, steps=100))
     fleet.dispatch(replica(1), request(prefix))
-    told = [fleet.prompt_log.take()]
+    batches = [fleet.prompt_log.take()]
     clock.advance(1)
     fleet.put(state(1, "llama-8b-h100", clock, steps=1))
-    told.append(fleet.prompt_log.take())
+    batches.append(fleet.prompt_log.take())
     other = Fleet(OutputLengths(), clock, clock)
     other.put(state(1, "llama-8b-h100", clock, steps=1))
-    for batch in told:
+    for batch in batches:
         other.receive_prompts(fleet.router, batch)
     assert not other.prefix_hits(prefix, other.view(MODEL)).expected.any()
 

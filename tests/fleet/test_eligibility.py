@@ -16,11 +16,6 @@ Put = Callable[..., None]
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def fleet(clock: ManualClock) -> Fleet:
     return fleet_of(clock, A10, A10)
 

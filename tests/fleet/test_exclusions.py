@@ -1,4 +1,4 @@
-"""Exclusions end, whatever happens to the replicas: random events on a virtual clock."""
+"""Exclusions never stop all requests: random events on a virtual clock."""
 
 from random import Random
 
@@ -44,7 +44,7 @@ EVENTS = st.lists(
 
 
 class RouterUnderEvents:
-    """A router with its queue, and replicas that polls tell anything of."""
+    """Router with its queue, and replicas with arbitrary polled figures."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -111,7 +111,7 @@ class RouterUnderEvents:
 
     @property
     def answering(self) -> bool:
-        """A replica answers that neither drains nor sleeps, whatever its gauges say."""
+        """True if a replica is polled that neither drains nor sleeps."""
         return any(
             not (figures.get("draining") or figures.get("asleep"))
             for number, figures in self.gauges.items()

@@ -19,21 +19,6 @@ from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, 
 A10 = "llama-8b-a10"
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def fleet(clock: ManualClock) -> Fleet:
-    return fleet_of(clock, A10)
-
-
-@pytest.fixture
-def pair(clock: ManualClock) -> Fleet:
-    return fleet_of(clock, A10, A10)
-
-
 def context(fleet: Fleet) -> float:
     """KV tokens of the first sequence in flight."""
     return float(fleet.sequences(fleet.view(MODEL)).context[0])
@@ -353,7 +338,6 @@ def test_replicas_histogram_teaches_output_lengths(fleet: Fleet, clock: ManualCl
 
 
 def test_correction_of_a_slow_replica_fades(pair: Fleet, clock: ManualClock) -> None:
-    """A replica without requests cannot show that it is fast again."""
     for _ in range(10):
         pair.decoded(replica(1), 5.0, 300.0)
     pair.put(state(1, A10, clock))

@@ -1,4 +1,4 @@
-"""What replicas say they hold, as a fleet uses it."""
+"""Prefix cache hits from KV blocks that replicas report."""
 
 from collections import deque
 from collections.abc import Collection
@@ -28,7 +28,7 @@ def keys(blocks: int, salt: str = "") -> list[int]:
 
 
 class BlockReports:
-    """Three replicas, the first two of which tell."""
+    """Fleet of three replicas, of which the first two report their blocks."""
 
     def __init__(self, names: ModelNames | None = None) -> None:
         self.clock = ManualClock()
@@ -36,15 +36,15 @@ class BlockReports:
         self.numbers = {1: FIRST, 2: FIRST + NUMBERS}
         self.poll()
         for number in self.numbers:
-            self.tell(number, whole=True)
+            self.report(number, whole=True)
         self.poll()
 
     def poll(self, heard: Collection[int] = (1, 2)) -> None:
         for number in (1, 2, 3):
-            told = {"kv_news": self.numbers[number]} if number in heard else {}
-            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **told))
+            reports = {"kv_news": self.numbers[number]} if number in heard else {}
+            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **reports))
 
-    def tell(
+    def report(
         self,
         number: int,
         stored: list[int] = [],  # noqa: B006
@@ -55,15 +55,15 @@ class BlockReports:
         previous = 0 if whole else self.numbers[number]
         self.numbers[number] += 1
         arrays = (np.array(some, np.uint64) for some in (stored, removed))
-        news = BlockUpdate(self.numbers[number], previous, 16, *arrays)
-        follows = not lost and self.fleet.blocks.follows(replica(number), news)
+        update = BlockUpdate(self.numbers[number], previous, 16, *arrays)
+        follows = not lost and self.fleet.blocks.follows(replica(number), update)
         if follows:
-            deque(self.fleet.blocks.apply(replica(number), news))
+            deque(self.fleet.blocks.apply(replica(number), update))
         return follows
 
     def join(self, number: int) -> None:
-        news = self.numbers[number]
-        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_news=news))
+        update = self.numbers[number]
+        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_news=update))
 
     def held(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
@@ -72,151 +72,157 @@ class BlockReports:
 
 
 def test_hits_end_at_the_first_missing_block() -> None:
-    told = BlockReports()
-    assert told.held() == [0, 0, 0]
-    told.tell(1, keys(20))
-    told.tell(2, keys(5))
-    assert told.held() == [320, 80, 0]
-    told.tell(1, removed=keys(20)[3:])
-    assert told.held() == [48, 80, 0]
-    told.tell(2, whole=True, stored=keys(2))
-    assert told.held() == [48, 32, 0]
+    reports = BlockReports()
+    assert reports.held() == [0, 0, 0]
+    reports.report(1, keys(20))
+    reports.report(2, keys(5))
+    assert reports.held() == [320, 80, 0]
+    reports.report(1, removed=keys(20)[3:])
+    assert reports.held() == [48, 80, 0]
+    reports.report(2, whole=True, stored=keys(2))
+    assert reports.held() == [48, 32, 0]
 
 
 def test_last_token_and_other_salts_are_no_hits() -> None:
-    told = BlockReports()
-    told.tell(1, keys(20))
-    told.tell(2, keys(3, "pepper"))
-    assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
-    assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
+    reports = BlockReports()
+    reports.report(1, keys(20))
+    reports.report(2, keys(3, "pepper"))
+    assert reports.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
+    assert reports.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
 
 
 def test_blocks_of_an_adapter_are_no_hits_for_the_model() -> None:
-    told = BlockReports()
-    told.tell(1, keys(20))
-    told.tell(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
+    reports = BlockReports()
+    reports.report(1, keys(20))
+    reports.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
     adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
-    for number, news in told.numbers.items():
-        one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news)
-        told.fleet.put(structs.replace(one, **adapters))
-    view = told.fleet.view("sql")
-    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
-    assert told.fleet.prefix_hits(PREFIX, told.fleet.view(MODEL)).cached.tolist() == [320, 0, 0]
+    for number, update in reports.numbers.items():
+        polled = state(number, "llama-8b-a10", reports.clock, kv_tokens=100_000, kv_news=update)
+        reports.fleet.put(structs.replace(polled, **adapters))
+    view = reports.fleet.view("sql")
+    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
+    assert reports.fleet.prefix_hits(PREFIX, reports.fleet.view(MODEL)).cached.tolist() == [
+        320,
+        0,
+        0,
+    ]
 
 
 def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
-    told = BlockReports(ModelNames({"sql": ("sql-1", "sql-2")}))
-    for number, news in list(told.numbers.items()):
+    reports = BlockReports(ModelNames({"sql": ("sql-1", "sql-2")}))
+    for number, update in list(reports.numbers.items()):
         name = f"sql-{number}"
-        told.tell(number, keys(20))
-        told.tell(number, [int(key) for key in token_keys(IDS, 16, seed_of(name, ""))[:number]])
-        one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news + 2)
+        reports.report(number, keys(20))
+        reports.report(
+            number, [int(key) for key in token_keys(IDS, 16, seed_of(name, ""))[:number]]
+        )
+        polled = state(number, "llama-8b-a10", reports.clock, kv_tokens=100_000, kv_news=update + 2)
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
-        told.fleet.put(structs.replace(one, **adapters))
-    view = told.fleet.view("sql")
-    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
+        reports.fleet.put(structs.replace(polled, **adapters))
+    view = reports.fleet.view("sql")
+    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
     profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
-    told.fleet.dispatch(replica(2), profile)
-    assert told.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
+    reports.fleet.dispatch(replica(2), profile)
+    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
 
 
 def test_sent_blocks_count_until_the_report_is_overdue() -> None:
-    told = BlockReports()
+    reports = BlockReports()
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    told.fleet.dispatch(replica(1), profile)
-    assert told.held() == [320, 0, 0]
-    told.tell(1, keys(4))
-    told.clock.advance(11)
-    told.poll()
-    assert told.held() == [64, 0, 0]
+    reports.fleet.dispatch(replica(1), profile)
+    assert reports.held() == [320, 0, 0]
+    reports.report(1, keys(4))
+    reports.clock.advance(11)
+    reports.poll()
+    assert reports.held() == [64, 0, 0]
 
 
 @pytest.mark.parametrize("wrong", ["silent", "late", "lost"])
 def test_late_replica_is_estimated_and_logged(wrong: str, logged: Logged) -> None:
-    told = BlockReports()
-    told.tell(1, keys(20))
-    told.tell(2, keys(20))
-    told.poll()
-    assert told.fleet.blocks.count_known() == 2
-    if wrong == "silent":  # the poller hears nothing of the replica
-        told.poll(heard=[2])
+    reports = BlockReports()
+    reports.report(1, keys(20))
+    reports.report(2, keys(20))
+    reports.poll()
+    assert reports.fleet.blocks.count_known() == 2
+    if wrong == "silent":  # the poller gets no events
+        reports.poll(heard=[2])
     elif wrong == "late":  # no polls arrive
-        told.clock.advance(LATE_S + 0.1)
-    else:  # news were missed on the way
-        told.tell(1, removed=keys(20), lost=True)
-        told.tell(1, stored=keys(20)[:1])
-        told.clock.advance(LATE_S + 0.1)
-        told.poll()
+        reports.clock.advance(LATE_S + 0.1)
+    else:  # an update was lost
+        reports.report(1, removed=keys(20), lost=True)
+        reports.report(1, stored=keys(20)[:1])
+        reports.clock.advance(LATE_S + 0.1)
+        reports.poll()
     expected = [0, 0, 0] if wrong == "late" else [0, 320, 0]
-    assert told.held() == expected
+    assert reports.held() == expected
     known = sum(tokens > 0 for tokens in expected)
-    assert told.fleet.blocks.count_known() == told.fleet.blocks.count_known() == known
+    assert reports.fleet.blocks.count_known() == reports.fleet.blocks.count_known() == known
     assert len(logged.lines("replica's KV blocks are estimated")) == 2 - known
-    told.tell(1, stored=keys(2), whole=True)
-    told.poll()
-    assert told.held()[0] == 32
-    assert told.fleet.blocks.count_known() == 2
+    reports.report(1, stored=keys(2), whole=True)
+    reports.poll()
+    assert reports.held()[0] == 32
+    assert reports.fleet.blocks.count_known() == 2
 
 
 def test_hits_known_from_events_teach_the_index_nothing() -> None:
-    told = BlockReports()
+    reports = BlockReports()
     units = np.arange(1, 6, dtype=np.uint64)
     of_text = Prefix(units, 64.0, 64.0 * len(units))
     profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
-    told.fleet.dispatch(replica(1), profile)
-    before = told.held(of_text)
+    reports.fleet.dispatch(replica(1), profile)
+    before = reports.held(of_text)
     assert before[0] > 0
-    told.tell(1, keys(20))
+    reports.report(1, keys(20))
     for _ in range(20):
-        held = told.fleet.prefix_hits(
-            Prefix(units, 64.0, 64.0 * len(units), ids=IDS), told.fleet.view(MODEL)
+        held = reports.fleet.prefix_hits(
+            Prefix(units, 64.0, 64.0 * len(units), ids=IDS), reports.fleet.view(MODEL)
         )
-        told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
-    assert told.held(of_text) == before
+        reports.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
+    assert reports.held(of_text) == before
 
 
 def test_removed_replica_loses_its_blocks() -> None:
-    told = BlockReports()
-    told.tell(1, keys(20))
-    told.fleet.remove(replica(1))
-    told.tell(2, keys(1))
-    told.poll()
-    assert told.held() == [0, 16, 0]
+    reports = BlockReports()
+    reports.report(1, keys(20))
+    reports.fleet.remove(replica(1))
+    reports.report(2, keys(1))
+    reports.poll()
+    assert reports.held() == [0, 16, 0]
 
 
 def test_blocks_of_no_member_are_dropped_once_members_are_known() -> None:
-    told = BlockReports()
+    reports = BlockReports()
     for number in (5, 6):
-        told.numbers[number] = (20 + number) * NUMBERS
-        told.tell(number, keys(3), whole=True)
-    told.fleet.drop_stale(10)  # nobody said yet who the members are
-    told.join(5)
-    assert told.fleet.blocks.count(replica(5)) == 3
-    told.fleet.members_known.set()
-    told.fleet.drop_stale(10)
-    told.join(6)
-    assert told.fleet.blocks.count(replica(5)) == 3
-    assert told.fleet.blocks.count(replica(6)) is None
+        reports.numbers[number] = (20 + number) * NUMBERS
+        reports.report(number, keys(3), whole=True)
+    reports.fleet.drop_stale(10)  # the members are not known yet
+    reports.join(5)
+    assert reports.fleet.blocks.count(replica(5)) == 3
+    reports.fleet.members_known.set()
+    reports.fleet.drop_stale(10)
+    reports.join(6)
+    assert reports.fleet.blocks.count(replica(5)) == 3
+    assert reports.fleet.blocks.count(replica(6)) is None
 
 
 def test_update_follows_only_its_predecessor() -> None:
-    told = BlockReports()
-    told.numbers[5] = 20 * NUMBERS
-    assert not told.tell(5, keys(3))
-    assert told.tell(5, keys(3), whole=True)
-    assert told.tell(5, keys(4))
-    told.tell(5, keys(5), lost=True)
-    assert not told.tell(5, keys(6))
+    reports = BlockReports()
+    reports.numbers[5] = 20 * NUMBERS
+    assert not reports.report(5, keys(3))
+    assert reports.report(5, keys(3), whole=True)
+    assert reports.report(5, keys(4))
+    reports.report(5, keys(5), lost=True)
+    assert not reports.report(5, keys(6))
 
 
 def test_removed_block_ends_the_hits_of_a_sent_prompt() -> None:
-    told = BlockReports()
-    told.tell(1, keys(10))
+    reports = BlockReports()
+    reports.report(1, keys(10))
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    told.fleet.dispatch(replica(1), profile)
-    assert told.held() == [320, 0, 0]
-    told.tell(1, removed=[keys(20)[5]])
-    assert told.held() == [80, 0, 0]
+    reports.fleet.dispatch(replica(1), profile)
+    assert reports.held() == [320, 0, 0]
+    reports.report(1, removed=[keys(20)[5]])
+    assert reports.held() == [80, 0, 0]
 
 
 def whole(number: int, stored: range) -> BlockUpdate:
@@ -224,8 +230,8 @@ def whole(number: int, stored: range) -> BlockUpdate:
 
 
 def test_whole_update_is_applied_in_small_steps() -> None:
-    told = BlockReports()
-    blocks, held = told.fleet.blocks, [0]
+    reports = BlockReports()
+    blocks, held = reports.fleet.blocks, [0]
     for number, stored in ((1, range(65_536)), (2, range(30_000, 90_000))):
         for _ in blocks.apply(replica(1), whole(number, stored)):
             held.append(blocks.count(replica(1)) or 0)
@@ -234,11 +240,11 @@ def test_whole_update_is_applied_in_small_steps() -> None:
 
 
 def test_replica_forgotten_within_an_update_leaves_no_blocks() -> None:
-    told = BlockReports()
-    steps = told.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
+    reports = BlockReports()
+    steps = reports.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
     next(steps)
-    told.fleet.blocks.forget(replica(1))
+    reports.fleet.blocks.forget(replica(1))
     deque(steps)
-    assert told.fleet.blocks.count(replica(1)) is None
-    deque(told.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
-    assert not told.fleet.blocks._bitmaps.of_keys(range(10_000))[0]
+    assert reports.fleet.blocks.count(replica(1)) is None
+    deque(reports.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
+    assert not reports.fleet.blocks._bitmaps.of_keys(range(10_000))[0]

@@ -1,4 +1,4 @@
-"""Load of several routers on replicas that they share, whatever arrives, is lost or comes late."""
+"""Load on shared replicas stays right when digests and polls are late, lost or repeated."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ WHOLE_S = 0.6  # seconds after which a router's next digest is a whole one
 
 
 class Sent(NamedTuple):
-    """A request in flight."""
+    """Request in flight."""
 
     router: int
     replica: int
@@ -35,19 +35,19 @@ class Sent(NamedTuple):
 
 @dataclass
 class LastDigest:
-    """Last digest of a router."""
+    """Last digest of a router, in the model."""
 
     number: int
     at: float
     requests: dict[str, float]
 
     @property
-    def patience(self) -> float:
+    def fresh_s(self) -> float:
         return STALE_S if any(self.requests.values()) else STALE_S + WHOLE_EVERY_S
 
 
 class SharedLoad(RuleBasedStateMachine):
-    """Routers, replicas, the requests in flight on them, and senders that are no routers."""
+    """Routers, replicas, the requests in flight on them, and senders of external load."""
 
     @initialize()
     def start(self) -> None:
@@ -58,7 +58,7 @@ class SharedLoad(RuleBasedStateMachine):
         self.steps = 0
         self.late: list[Digest] = []
         self.polls: list[tuple[float, ReplicaState]] = []
-        self.heard: dict[str, LastDigest] = {}
+        self.last: dict[str, LastDigest] = {}
         self.echo_s = dict.fromkeys((fleet.router for fleet in self.fleets), 0.0)
         for number in range(REPLICAS):
             self.poll(number, 0.0, 0.0)
@@ -119,23 +119,23 @@ class SharedLoad(RuleBasedStateMachine):
         for fleet in self.fleets:
             fleet.put(poll[1], age=self.clock() - poll[0])
 
-    @rule(router=ROUTER, fate=st.sampled_from(["heard", "late", "lost"]))
+    @rule(router=ROUTER, fate=st.sampled_from(["in time", "late", "lost"]))
     def digest(self, router: int, fate: str) -> None:
         sent = self.fleets[router].digests.due(self.clock())
         if sent is not None and fate != "lost":
             self.late.append(DIGEST.unseal(DIGEST.seal(sent)))
-            if fate == "heard":
+            if fate == "in time":
                 self.hear(self.late[-1])
 
     @precondition(lambda self: self.late)
     @rule(data=st.data())
     def late_digest(self, data: st.DataObject) -> None:
-        """A digest comes late, or once more."""
+        """Delivers a digest late, or once more."""
         self.hear(self.late.pop(data.draw(st.integers(0, len(self.late) - 1))))
 
     @rule(router=ROUTER, number=REPLICA)
     def overtaken_digest(self, router: int, number: int) -> None:
-        for fate in ("late", "heard"):
+        for fate in ("late", "in time"):
             self.send(router, number, 100, 1)
             self.digest(router, fate)
         self.hear(self.late[-2])
@@ -149,18 +149,18 @@ class SharedLoad(RuleBasedStateMachine):
             fleet.receive_digest(digest)
         name, now = digest.router, self.clock()
         self.echo_s[name] = now - digest.sent_at
-        told = dict(zip(digest.replicas, digest.figures[REQUESTS].tolist(), strict=True))
-        before = self.heard.get(name) or LastDigest(0, now, {})
+        reported = dict(zip(digest.replicas, digest.figures[REQUESTS].tolist(), strict=True))
+        before = self.last.get(name) or LastDigest(0, now, {})
         if digest.number > before.number:
-            kept = before.requests if digest.kind is DigestKind.CHANGES else {}
-            self.heard[name] = LastDigest(digest.number, now, kept | told)
+            unchanged = before.requests if digest.kind is DigestKind.CHANGES else {}
+            self.last[name] = LastDigest(digest.number, now, unchanged | reported)
             if digest.kind is DigestKind.FAREWELL:
-                del self.heard[name]
+                del self.last[name]
         self.forget_the_dead()
 
     def forget_the_dead(self) -> None:
         now = self.clock()
-        self.heard = {name: one for name, one in self.heard.items() if now - one.at <= DEAD_S}
+        self.last = {name: one for name, one in self.last.items() if now - one.at <= DEAD_S}
 
     @rule(seconds=st.sampled_from([0.01, EVERY_S, 0.05, STALE_S, 0.3, DEAD_S]))
     def wait(self, seconds: float) -> None:
@@ -186,21 +186,21 @@ class SharedLoad(RuleBasedStateMachine):
     def load_is_own_and_of_fresh_peers_and_external(self) -> None:
         for router, fleet in enumerate(getattr(self, "fleets", ())):
             self.forget_the_dead()
-            peers = [one for name, one in self.heard.items() if name != fleet.router]
+            peers = [one for name, one in self.last.items() if name != fleet.router]
             age_s = self.clock() + self.echo_s[fleet.router]
-            fresh = [one for one in peers if age_s - one.at <= one.patience]
+            fresh = [one for one in peers if age_s - one.at <= one.fresh_s]
             view = fleet.overview()
             assert fleet.peers.stale == (bool(peers) and not fresh)
             assert (fleet.peers.digest_age is None) == (not peers)
             for number, found in enumerate((view.requests - view.external).tolist()):
                 own = sum(one.router == router for one in self.on(number))
-                told = sum(one.requests.get(replica(number + 1), 0.0) for one in fresh)
+                reported = sum(one.requests.get(replica(number + 1), 0.0) for one in fresh)
                 assert fleet.in_flight_on(replica(number + 1)) == own
-                assert found == pytest.approx(own + told)
+                assert found == pytest.approx(own + reported)
 
     @rule(usage=st.floats(0, 1))
-    def all_is_heard(self, usage: float) -> None:
-        """Sums equal the polls then, also while digests are late, and when they arrive again."""
+    def all_digests_arrive(self, usage: float) -> None:
+        """Checks that sums equal the polls while digests are fresh, stale, and fresh again."""
         self.late.clear()
         self.polls.clear()
         self.everybody_tells()
@@ -216,7 +216,7 @@ class SharedLoad(RuleBasedStateMachine):
     def everybody_tells(self) -> None:
         self.clock.advance(WHOLE_S)
         for router in range(ROUTERS):
-            self.digest(router, "heard")
+            self.digest(router, "in time")
 
     def sums_equal_polls(self) -> None:
         for router, fleet in enumerate(self.fleets):
@@ -230,7 +230,7 @@ class SharedLoad(RuleBasedStateMachine):
             self.fleets[sent.router].release(sent.ticket)
         self.requests.clear()
         self.external = [0] * REPLICAS
-        self.all_is_heard(0.0)
+        self.all_digests_arrive(0.0)
         for fleet in self.fleets:
             view = fleet.overview()
             for name in ("requests", "batch", "backlog", "kv_used", "waiting", "taken"):

@@ -1,4 +1,4 @@
-"""A backlog that is wrong, for whatever reason, is right again one poll later."""
+"""The next poll corrects a wrong backlog, whatever made it wrong."""
 
 from dataclasses import replace
 from random import Random
@@ -22,8 +22,7 @@ def backlog(fleet: Fleet) -> float:
     return float(fleet.view(MODEL).backlog[0])
 
 
-def test_poll_removes_cached_prompts_from_the_backlog() -> None:
-    clock = ManualClock()
+def test_poll_removes_cached_prompts_from_the_backlog(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A100)
     for sent in range(1, 37):
         fleet.dispatch(replica(1), chat(4000, 400))
@@ -35,9 +34,8 @@ def test_poll_removes_cached_prompts_from_the_backlog() -> None:
             assert fleet.view(MODEL).batch[0] == sent
 
 
-def test_poll_of_a_slow_replica_restores_the_backlog() -> None:
-    """The replica is four times slower than is believed."""
-    clock = ManualClock()
+def test_poll_of_a_slow_replica_restores_the_backlog(clock: ManualClock) -> None:
+    """The replica is four times slower than its profile."""
     fleet = fleet_of(clock, H100)
     fleet.put(state(1, H100, clock, first_tokens=7))
     for _ in range(4):
@@ -52,9 +50,7 @@ def test_poll_of_a_slow_replica_restores_the_backlog() -> None:
     assert fleet.view(MODEL).batch[0] == 2
 
 
-def test_prompt_sent_after_the_poll_stays_queued() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_prompt_sent_after_the_poll_stays_queued(fleet: Fleet, clock: ManualClock) -> None:
     fleet.put(state(1, A10, clock, first_tokens=3))
     fleet.dispatch(replica(1), chat(1000, 100))
     clock.advance(0.5)
@@ -64,9 +60,7 @@ def test_prompt_sent_after_the_poll_stays_queued() -> None:
     assert 1100 < backlog(fleet) < 1500
 
 
-def test_idle_replica_has_no_backlog() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_idle_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
     fleet.dispatch(replica(1), chat(16_000, 100))
     clock.advance(0.5)
     fleet.put(state(1, A10, clock))
@@ -76,9 +70,7 @@ def test_idle_replica_has_no_backlog() -> None:
     assert backlog(fleet) == 0
 
 
-def test_prompts_that_left_a_shared_queue_are_prefilled_but_for_a_step() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_prompts_that_left_a_shared_queue_are_prefilled(fleet: Fleet, clock: ManualClock) -> None:
     for _ in range(20):
         fleet.dispatch(replica(1), chat(1000, 100))
     clock.advance(1.5)
@@ -87,9 +79,7 @@ def test_prompts_that_left_a_shared_queue_are_prefilled_but_for_a_step() -> None
     assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
 
 
-def test_aborted_prompt_does_not_shift_the_count_of_first_tokens() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_aborted_prompt_does_not_shift_the_count(fleet: Fleet, clock: ManualClock) -> None:
     fleet.put(state(1, A10, clock, first_tokens=1))
     fleet.dispatch(replica(1), chat(2000, 100))
     gone = fleet.dispatch(replica(1), chat(2000, 100))
@@ -103,10 +93,7 @@ def test_aborted_prompt_does_not_shift_the_count_of_first_tokens() -> None:
     assert backlog(fleet) == 0
 
 
-def test_aborted_prompts_build_up_no_backlog() -> None:
-    """Their prompts were never prefilled, and nobody saw how their streams ended."""
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_aborted_prompts_build_up_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
     streams = []
     for served in range(1, 200):
         streams.append(fleet.dispatch(replica(1), chat(500, 1000)))
@@ -120,9 +107,7 @@ def test_aborted_prompts_build_up_no_backlog() -> None:
     assert backlog(fleet) <= 2048
 
 
-def test_embedding_of_many_prompts_counts_each() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_embedding_of_many_prompts_counts_each(fleet: Fleet, clock: ManualClock) -> None:
     fleet.put(state(1, A10, clock, first_tokens=1))
     fleet.dispatch(replica(1), replace(embedding(8000), prompts=50, longest_share=0.02))
     fleet.dispatch(replica(1), chat(2000, 100))
@@ -137,9 +122,7 @@ def test_embedding_of_many_prompts_counts_each() -> None:
     assert backlog(fleet) == 0
 
 
-def test_a_restarted_replica_owes_nothing_of_what_its_last_process_was_sent() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_restarted_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
     fleet.put(state(1, A10, clock, first_tokens=50, steps=500))
     fleet.dispatch(replica(1), chat(16_000, 100))
     clock.advance(0.1)
@@ -152,10 +135,8 @@ def test_a_restarted_replica_owes_nothing_of_what_its_last_process_was_sent() ->
 
 @pytest.mark.parametrize("believed", [H100, A100, A10])
 @pytest.mark.parametrize("cached", [0.0, 0.9])
-def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
-    believed: str, cached: float
-) -> None:
-    """At each poll it is what the engine has to do still, within a step and a prompt."""
+def test_backlog_follows_an_engine_of_another_profile(believed: str, cached: float) -> None:
+    """At each poll the backlog equals the engine's, within a step and a prompt."""
     random, clock = Random(3), ManualClock(0.0)
     profile = hardware_profile(A100)
     engine = Engine(profile, kv_tokens=400_000)
@@ -171,20 +152,7 @@ def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
         if number % 3 == 0:
             clock.advance(0.001)
             engine.advance(clock())
-            gauges, counters = engine.gauges, engine.counters
-            fleet.put(
-                state(
-                    1,
-                    believed,
-                    clock,
-                    running=gauges.running,
-                    waiting=gauges.waiting,
-                    kv_usage=gauges.kv_usage,
-                    steps=counters.steps,
-                    first_tokens=counters.first_tokens,
-                    generated_tokens=counters.generated_tokens,
-                )
-            )
+            fleet.put(_page([engine], clock, profile=believed))
             errors.append(backlog(fleet) - sum(s.prompt_tokens for s in engine.queued))
     slack = max(profile.token_budget, hardware_profile(believed).token_budget) + 4000
     assert all(-slack <= error <= slack for error in errors)
@@ -193,11 +161,11 @@ def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
 @pytest.mark.parametrize(
     ("late", "engines", "slack"), [(0.01, 1, 12_000), (1.0, 1, 60_000), (0.01, 4, 90_000)]
 )
-def test_a_backlog_that_stands_for_minutes_is_neither_forgotten_nor_made_up(
-    late: float, engines: int, slack: float
-) -> None:
-    """Sixty streams at a time, of which one in ten is read, on an A100 that prefills all the time;
-    each is followed by another. ``late``: seconds that a scrape takes."""
+def test_backlog_stays_right_for_minutes(late: float, engines: int, slack: float) -> None:
+    """Sixty streams at a time on an A100; one in ten has a visible response.
+
+    ``late``: seconds that a scrape takes.
+    """
     random, clock = Random(3), ManualClock(0.0)
     servers = [Engine(hardware_profile(A100), kv_tokens=2_000_000) for _ in range(engines)]
     fleet = fleet_of(clock, A100)
@@ -228,11 +196,14 @@ def test_a_backlog_that_stands_for_minutes_is_neither_forgotten_nor_made_up(
     assert all(-slack <= error <= slack for error in errors[len(errors) // 2 :])
 
 
-def _page(servers: list[Engine], clock: ManualClock, late: float) -> ReplicaState:
-    gauges, counters = [one.gauges for one in servers], [one.counters for one in servers]
+def _page(
+    servers: list[Engine], clock: ManualClock, late: float = 0.0, profile: str = A100
+) -> ReplicaState:
+    gauges = [server.gauges for server in servers]
+    counters = [server.counters for server in servers]
     return state(
         1,
-        A100,
+        profile,
         clock,
         engines=len(servers),
         scrape_seconds=late,
@@ -246,7 +217,7 @@ def _page(servers: list[Engine], clock: ManualClock, late: float) -> ReplicaStat
 
 
 def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
-    """An A10 that is believed to be an H100."""
+    """An A10 with the profile of an H100."""
     clock, begun = ManualClock(), 1
     fleet = fleet_of(clock, H100)
     for _ in range(30):
@@ -261,9 +232,7 @@ def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
 
 
 @pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
-def test_replica_that_returns_has_its_backlog(again: str) -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_replica_that_returns_has_its_backlog(again: str, fleet: Fleet, clock: ManualClock) -> None:
     counted = {"running": 1, "waiting": 9, "first_tokens": 500, "generated_tokens": 9000}
     fleet.put(state(1, A10, clock, **(counted | {"waiting": 0})))
     for _ in range(10):
@@ -280,10 +249,8 @@ def test_replica_that_returns_has_its_backlog(again: str) -> None:
     assert before > 36_000
 
 
-def test_backlog_of_a_dead_router_is_external() -> None:
-    """Fifty prompts of 4,000 tokens wait there, and nobody tells of them any more."""
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_backlog_of_a_dead_router_is_external(fleet: Fleet, clock: ManualClock) -> None:
+    """Fifty prompts of 4,000 tokens wait there, which no router reports."""
     left = {"running": 20, "waiting": 50, "first_tokens": 100, "prompt_tokens": 400_000}
     for _ in range(3):
         clock.advance(0.2)
@@ -294,9 +261,7 @@ def test_backlog_of_a_dead_router_is_external() -> None:
     assert backlog(fleet) == 0
 
 
-def test_late_page_makes_no_external_load() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10)
+def test_late_page_makes_no_external_load(fleet: Fleet, clock: ManualClock) -> None:
     for _ in range(20):
         tickets = [fleet.dispatch(replica(1), chat(100, 50)) for _ in range(8)]
         clock.advance(3.0)

@@ -1,4 +1,4 @@
-"""What replicas should hold of a prompt, by what was sent there."""
+"""The prefix index expects hits by the prompts sent to a replica, and learns from reports."""
 
 from dataclasses import replace
 from random import Random
@@ -6,7 +6,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from extproc.fleet.announcements import PromptLog, read_prompts
 from extproc.fleet.prefix_index import PrefixIndex
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
@@ -17,7 +16,7 @@ ROOM = 1000 * UNIT
 
 
 def prompt(text: str, whole: int = 0, asked: int = 0, answered: float = 0.0) -> Prefix:
-    """A letter is a unit."""
+    """Prompt with a unit for each letter."""
     data = "".join(letter * UNIT_BYTES for letter in text).encode()
     return Prefix(unit_keys(data, 1), UNIT, UNIT * len(text), whole, asked, answered)
 
@@ -80,7 +79,6 @@ def test_turn_that_is_sent_again_is_held_whole(prefixes: PrefixIndex) -> None:
 
 
 def test_replica_holds_no_more_than_its_capacity(prefixes: PrefixIndex) -> None:
-    """And forgets as it goes, whatever is sent."""
     random = Random(1)
     for _ in range(500):
         text = "".join(random.choices("abcd", k=random.randrange(1, 12)))
@@ -132,7 +130,7 @@ def test_reports_of_few_hits_lower_the_cached_tokens(prefixes: PrefixIndex) -> N
 
 
 def test_hits_are_learned_by_depth_in_the_cache(prefixes: PrefixIndex) -> None:
-    """Somebody else's prompts evict it, of which no router tells."""
+    """Prompts from outside evict the oldest blocks."""
     room = 40 * UNIT
     prefixes.enter(0, prompt("abcdefgh"), room)
     for letter in "ijklmnopqrst":
@@ -151,7 +149,7 @@ def polled(prefixes: PrefixIndex, prompts: float, cached: float) -> None:
 
 
 def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> None:
-    """One that turns out to cache nothing, by what it counts, is found out within ten prompts."""
+    """Ten prompts show that a replica caches nothing."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
     for number in range(1, 11):
@@ -165,7 +163,7 @@ def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> 
 
 
 def test_single_reporting_response_leaves_the_counters_in_use(prefixes: PrefixIndex) -> None:
-    """Responses tell always, chats only where the server was started for it."""
+    """Responses always report hits, chats only with a flag of the server."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
     prefixes.reported(0, 0, 0, 100, 0)
@@ -196,7 +194,7 @@ def test_reported_surplus_does_not_outweigh_later_misses(prefixes: PrefixIndex) 
 
 
 def test_prompt_with_a_huge_unit_evicts_nothing(prefixes: PrefixIndex) -> None:
-    """Of a prompt of empty messages a unit is 1,300 tokens."""
+    """In a prompt of empty messages, a unit has 1,300 tokens."""
     for number in range(20):
         prefixes.enter(0, prompt(f"{number:04d}" * 5), 2000 * UNIT)
     prefixes.enter(0, Prefix(unit_keys(b"?" * UNIT_BYTES, 1), 1300.0, 1300.0), 2000 * UNIT)
@@ -206,53 +204,3 @@ def test_prompt_with_a_huge_unit_evicts_nothing(prefixes: PrefixIndex) -> None:
 def test_prompt_without_tokens_enters_nothing(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, replace(prompt("ab"), unit=0.0, tokens=0.0), ROOM)
     assert units(prefixes, "ab") == [0, 0, 0]
-
-
-def test_prompt_log_announces_a_restart_as_a_prompt_without_tokens() -> None:
-    told = PromptLog()
-    told.restarted("10.0.0.1:8000")
-    [(replica, prefix)] = read_prompts(told.take())
-    assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
-
-
-def test_prompt_log_is_taken_in_batches() -> None:
-    told = PromptLog()
-    for _ in range(250):
-        told.add("10.0.0.1:8000", prompt("ab"))
-    sizes = []
-    while batch := told.take():
-        sizes.append(len(read_prompts(batch)))
-    assert sizes == [100, 100, 50]
-
-
-def test_pending_prompts_take_at_most_10_mb() -> None:
-    told, size = PromptLog(), 12_500
-    for number in range(1_000):
-        long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
-        told.add("10.0.0.1:8000", long)
-    assert 9_900_000 < size * len(told) <= 10_000_000
-    numbers = [int(prefix.keys[0]) for _ in range(8) for _, prefix in read_prompts(told.take())]
-    assert numbers == list(range(1_000 - len(numbers), 1_000)), "the newest"
-    assert not told.take()
-    told.add("10.0.0.1:8000", prompt("abc"))
-    assert len(told) == 1
-
-
-def test_taken_prompts_are_read_back() -> None:
-    told = PromptLog()
-    told.add("10.0.0.1:8000", prompt("abc", whole=5))
-    told.add("10.0.0.2:8000", prompt(""))
-    told.add("[::1]:8000", prompt("x"))
-    heard = read_prompts(told.take())
-    assert [replica for replica, _ in heard] == ["10.0.0.1:8000", "[::1]:8000"]
-    assert list(heard[0][1].keys) == list(prompt("abc").keys)
-    assert (heard[0][1].unit, heard[0][1].whole) == (UNIT, 5)
-    assert not told.take()
-
-
-@pytest.mark.parametrize("cut", [1, 20, 40])
-def test_prompts_that_are_cut_short_are_refused(cut: int) -> None:
-    told = PromptLog()
-    told.add("10.0.0.1:8000", prompt("abc"))
-    with pytest.raises(ValueError, match=r"cut short|smaller"):
-        read_prompts(told.take()[:-cut])

@@ -1,4 +1,4 @@
-"""Where a replica goes by priority, a request is predicted beside what lets it go first."""
+"""Predictions on replicas that schedule by priority."""
 
 from dataclasses import replace
 from math import inf
@@ -39,46 +39,43 @@ def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decisi
     return decision
 
 
-def test_request_overtakes_queued_prompts_of_lower_priority() -> None:
-    clock = ManualClock()
-    ours = fleet(clock, True, False)
+def test_request_overtakes_queued_prompts_of_lower_priority(clock: ManualClock) -> None:
+    fleet_ = fleet(clock, True, False)
     for number in (1, 2):
         for _ in range(4):
-            ours.dispatch(replica(number), batch_of(4000, 100))
+            fleet_.dispatch(replica(number), batch_of(4000, 100))
     clock.advance(0.05)
     alone = decide(fleet(clock, True, False), 1000, 0).prediction.prefill[0]
-    prefill = decide(ours, 1000, 0).prediction.prefill
+    prefill = decide(fleet_, 1000, 0).prediction.prefill
     # The first of the prompts is being prefilled.
     assert alone < prefill[0] < 0.5 * prefill[1]
-    lower = decide(ours, 1000, -1).prediction.prefill
+    lower = decide(fleet_, 1000, -1).prediction.prefill
     assert lower[0] == pytest.approx(lower[1])
 
 
-def test_overtaking_prompt_is_prefilled_first() -> None:
-    clock = ManualClock()
-    ours = fleet(clock, True)
-    batch = [ours.dispatch(replica(1), batch_of(4000, 100)) for _ in range(3)]
+def test_overtaking_prompt_is_prefilled_first(clock: ManualClock) -> None:
+    fleet_ = fleet(clock, True)
+    batch = [fleet_.dispatch(replica(1), batch_of(4000, 100)) for _ in range(3)]
     clock.advance(0.05)
-    urgent = ours.dispatch(replica(1), chat(1000, 100))
-    ours.first_token(urgent)
-    lower, same = (ours.view(MODEL, priority=one).backlog[0] for one in (-1, 0))
+    urgent = fleet_.dispatch(replica(1), chat(1000, 100))
+    fleet_.first_token(urgent)
+    lower, same = (fleet_.view(MODEL, priority=priority).backlog[0] for priority in (-1, 0))
     assert lower == pytest.approx(8000, abs=500), "the first was begun before it came"
     assert same == 0.0
-    ours.release(urgent)
+    fleet_.release(urgent)
     for ticket in batch:
-        ours.first_token(ticket)
-        ours.release(ticket)
-    assert ours.view(MODEL, priority=-1).backlog[0] == 0.0
+        fleet_.first_token(ticket)
+        fleet_.release(ticket)
+    assert fleet_.view(MODEL, priority=-1).backlog[0] == 0.0
 
 
-def test_requests_that_are_preempted_first_take_no_kv_tokens() -> None:
-    clock = ManualClock()
-    ours = fleet(clock, True, False)
+def test_requests_that_are_preempted_first_take_no_kv_tokens(clock: ManualClock) -> None:
+    fleet_ = fleet(clock, True, False)
     for number in (1, 2):
-        tickets = [ours.dispatch(replica(number), batch_of(5000, 2000)) for _ in range(6)]
+        tickets = [fleet_.dispatch(replica(number), batch_of(5000, 2000)) for _ in range(6)]
         for ticket in tickets:
-            ours.first_token(ticket)
-    urgent, batch = decide(ours, 1000, 1), decide(ours, 1000, -1)
+            fleet_.first_token(ticket)
+    urgent, batch = decide(fleet_, 1000, 1), decide(fleet_, 1000, -1)
     assert urgent.replica == replica(1)
     pressure = urgent.prediction.kv_pressure
     assert pressure[0] < 0.1 < 0.7 < pressure[1]
@@ -86,24 +83,22 @@ def test_requests_that_are_preempted_first_take_no_kv_tokens() -> None:
     assert np.ptp(batch.prediction.kv_pressure) == pytest.approx(0.0, abs=0.01)
 
 
-def test_admission_waits_for_kv_tokens_despite_priority() -> None:
-    """vLLM preempts for what runs, not for what waits."""
-    clock = ManualClock()
-    ours = fleet(clock, True)
+def test_admission_waits_for_kv_tokens_despite_priority(clock: ManualClock) -> None:
+    """vLLM preempts for running requests, not for waiting ones."""
+    fleet_ = fleet(clock, True)
     for _ in range(7):
-        ticket = ours.dispatch(replica(1), batch_of(5000, 2000))
-        ours.first_token(ticket)
-    small, large = decide(ours, 1000, 1), decide(ours, 10_000, 1)
+        ticket = fleet_.dispatch(replica(1), batch_of(5000, 2000))
+        fleet_.first_token(ticket)
+    small, large = decide(fleet_, 1000, 1), decide(fleet_, 10_000, 1)
     assert small.prediction.admission[0] == 0.0
     assert small.wait_s == 0.0
     assert 0.0 < large.prediction.admission[0] < inf
     assert large.wait_s > 0.0
 
 
-def test_external_load_is_not_overtaken() -> None:
-    clock = ManualClock()
-    ours = fleet(clock, True)
+def test_external_load_is_not_overtaken(clock: ManualClock) -> None:
+    fleet_ = fleet(clock, True)
     figures = {"kv_tokens": CAPACITY, "measured": True, "by_priority": True, "kv_usage": 0.9}
     for steps in (1, 2):
-        ours.put(state(1, A10, clock, running=6, steps=steps, first_tokens=6, **figures))
-    assert decide(ours, 1000, 1).prediction.kv_pressure[0] > 0.9
+        fleet_.put(state(1, A10, clock, running=6, steps=steps, first_tokens=6, **figures))
+    assert decide(fleet_, 1000, 1).prediction.kv_pressure[0] > 0.9

@@ -9,15 +9,14 @@ from pathlib import Path
 from extproc.fleet.eligibility import REASONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations" / "troubleshoot.md"
-BEGIN, END = (f"<!-- {what}: python -m tests.fleet.test_reasons -->" for what in ("made by", "end"))
+BEGIN, END = (f"<!-- {mark}: python -m tests.fleet.test_reasons -->" for mark in ("made by", "end"))
 
 
 def table() -> Iterator[str]:
     yield "| reason | set by | cleared by | longest | trial | largest share |"
     yield "|---|---|---|---|---|---|"
-    for one in REASONS:
-        cells = f"*{one.name}*", one.set_by, one.cleared_by, one.longest, one.trial, one.most
-        yield f"| {' | '.join(cells)} |"
+    for reason in REASONS:
+        yield f"| *{reason.name}* | {reason.row} |"
 
 
 def parts() -> tuple[str, str, str]:

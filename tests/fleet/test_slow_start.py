@@ -1,4 +1,4 @@
-"""Slow start of a replica whose speed nobody has measured."""
+"""Slow start limits the requests of a new replica until its speed is measured."""
 
 import pytest
 
@@ -14,7 +14,7 @@ NEW = replica(3)
 
 
 def joined(clock: ManualClock, profile: str) -> Fleet:
-    """Two replicas that are measured, and a third that has just joined them."""
+    """Fleet of two measured replicas and a third that has just joined."""
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):
         fleet.put(state(number, A10, clock, measured=True))
@@ -23,7 +23,7 @@ def joined(clock: ManualClock, profile: str) -> Fleet:
 
 
 def fill(fleet: Fleet) -> list[Ticket]:
-    """Sends requests to the newcomer for as long as it is a candidate."""
+    """Sends requests to the new replica while it is a candidate."""
     tickets: list[Ticket] = []
     while NEW in fleet.view(MODEL).ids:
         tickets.append(fleet.dispatch(NEW, chat(10, 10)))
@@ -39,8 +39,7 @@ def test_new_replica_gets_four_requests_at_first() -> None:
     assert left_out.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
 
-def test_equal_new_replicas_are_predicted_equal() -> None:
-    clock = ManualClock()
+def test_equal_new_replicas_are_predicted_equal(clock: ManualClock) -> None:
     fleet = joined(clock, A10)
     fleet.put(state(4, A10, clock))
     for number in (1, 2):
@@ -56,8 +55,7 @@ def test_each_ended_request_raises_the_limit_of_a_new_replica() -> None:
     assert len(fill(fleet)) == 8
 
 
-def test_requests_from_before_a_rejoin_do_not_raise_the_limit() -> None:
-    clock = ManualClock()
+def test_requests_from_before_a_rejoin_do_not_raise_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     fleet.put(state(4, H100, clock))
     tickets = fill(fleet)
@@ -69,8 +67,7 @@ def test_requests_from_before_a_rejoin_do_not_raise_the_limit() -> None:
     assert len(fill(fleet)) == 4
 
 
-def test_measured_replica_has_no_limit() -> None:
-    clock = ManualClock()
+def test_measured_replica_has_no_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     fill(fleet)
     fleet.put(state(3, H100, clock, measured=True))
@@ -81,8 +78,7 @@ def test_measured_replica_has_no_limit() -> None:
     assert NEW in fleet.view(MODEL).ids
 
 
-def test_external_load_counts_towards_the_limit() -> None:
-    clock = ManualClock()
+def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     for _ in range(2):
         clock.advance(0.2)
@@ -90,8 +86,7 @@ def test_external_load_counts_towards_the_limit() -> None:
     assert NEW not in fleet.view(MODEL).ids
 
 
-def test_first_replicas_of_a_pool_have_no_limit() -> None:
-    clock = ManualClock()
+def test_first_replicas_of_a_pool_have_no_limit(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10, A10)
     fleet.put(state(1, A10, clock, measured=True))
     for _ in range(20):
@@ -99,8 +94,7 @@ def test_first_replicas_of_a_pool_have_no_limit() -> None:
         fleet.dispatch(NEW, chat(10, 10))
 
 
-async def test_replicas_of_the_first_snapshot_have_no_limit() -> None:
-    clock = ManualClock()
+async def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
     fleet = Fleet(OutputLengths(), clock)
     await apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
     for _ in range(20):
@@ -116,8 +110,7 @@ def test_limit_is_ignored_if_all_replicas_are_new() -> None:
     assert fleet.view(MODEL).ids == [NEW]
 
 
-def test_slow_start_begins_when_a_replica_is_healthy() -> None:
-    clock = ManualClock()
+def test_slow_start_begins_when_a_replica_is_healthy(clock: ManualClock) -> None:
     fleet = Fleet(OutputLengths(), clock)
     fleet.put(state(3, H100, clock, healthy=False))
     fleet.put(state(1, A10, clock, measured=True))
@@ -126,8 +119,9 @@ def test_slow_start_begins_when_a_replica_is_healthy() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_idle_new_replica_is_predicted_no_slower_than_the_median(in_flight: int) -> None:
-    clock = ManualClock()
+def test_idle_new_replica_is_predicted_as_fast_as_others(
+    in_flight: int, clock: ManualClock
+) -> None:
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):
         fleet.put(state(number, H100, clock, measured=True))

@@ -1,3 +1,5 @@
+"""Readers, writers and routers that share a Redis."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -78,7 +80,7 @@ async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
 
 @pytest.fixture
 async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
-    """A reader that has found the pool empty; returns its next change."""
+    """Reader of an empty pool; returns its next change."""
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot(())
         yield following
@@ -91,7 +93,7 @@ def writer(redis_client: Redis) -> StateWriter:
 
 @pytest.fixture
 async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIterator[str]:
-    """The address for a user with the rights of ``ACL``, who is refused nothing until the end."""
+    """URL of a user with the rights of ``ACL``; fails if Redis refuses the user anything."""
     await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
     yield f"redis://router:secret@127.0.0.1:{redis_server.port}"
     assert await command(redis_client, "ACL", "LOG") == []

@@ -1,4 +1,4 @@
-"""Redis in the forms people run it: with Sentinels, as a Cluster, behind TLS."""
+"""Redis with Sentinels, as a Cluster, and behind TLS."""
 
 import asyncio
 import ssl
@@ -32,7 +32,7 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
 
 
 class SentinelPair:
-    """A primary and a replica of it, watched by a Sentinel that asks for a password.
+    """Primary and replica, watched by a Sentinel with a password.
 
     Its user ``USER`` has the rights that docs/operations/secure.md tells.
     """
@@ -57,14 +57,14 @@ class SentinelPair:
         async with Redis(port=self.ports[1]) as replica:
             await until(partial(replication_is, replica, "master_link_status", "up"))
         async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
-            # One that a busy machine had stopped for 2 s would do nothing for half a minute.
+            # A Sentinel that was stopped for 2 s, on a busy machine, pauses for half a minute.
             await command(sentinel, "SENTINEL", "DEBUG", "TILT-TRIGGER", 600_000)
             await until(partial(self._could_take_over, sentinel))
 
     async def _could_take_over(self, sentinel: Redis) -> bool:
-        """Whether the Sentinel has heard of the replica, and from it."""
+        """Returns True if the Sentinel knows the replica, and has its state."""
         replicas = await sentinel.sentinel_slaves(self.SERVICE)
-        return any(one["master-link-status"] == "ok" for one in replicas)
+        return any(replica["master-link-status"] == "ok" for replica in replicas)
 
     async def _start_sentinel(self) -> Process:
         file = self._directory / "sentinel.conf"
@@ -129,7 +129,7 @@ class RedisCluster:
         await self.miss_after(60.0)
 
     async def miss_after(self, seconds: float) -> None:
-        """How long a node that says nothing is still one of them: a busy machine stops some."""
+        """Sets the time after which a silent node is taken for failed."""
         for port in self.ports:
             async with Redis(port=port) as client:
                 await client.config_set("cluster-node-timeout", round(seconds * 1000))
@@ -158,14 +158,14 @@ async def cluster(directory: Path) -> AsyncIterator[RedisCluster]:
 
 
 class Proxy:
-    """What is on one port, on another one too."""
+    """Proxy in front of a port."""
 
     def __init__(self, behind: int) -> None:
         self._behind = behind
         self.port = 0
-        self.closed = False  # whether new connections are ended at once
-        self.mute = False  # whether new connections are taken, and nothing is answered
-        self.unanswered = asyncio.Event()  # set once there was such a connection
+        self.closed = False  # True: new connections are closed
+        self.mute = False  # True: new connections are accepted and get no answer
+        self.unanswered = asyncio.Event()  # set by the first connection without an answer
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

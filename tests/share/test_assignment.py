@@ -1,3 +1,5 @@
+"""Living pollers share the replicas of a pool, and each replica has replica poller."""
+
 import asyncio
 from collections.abc import Collection
 
@@ -26,7 +28,7 @@ def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Poller:
-    """A poller's heartbeats, and its last part."""
+    """Poller with its heartbeats and last assignment."""
 
     def __init__(
         self,
@@ -37,16 +39,16 @@ class Poller:
     ) -> None:
         self.name = name
         self.listed = listed
-        self.part = Assignment(frozenset())
-        self.owners = Assigner(redis, POOL, name, outage(redis), clock or ManualClock())
+        self.assignment = Assignment(frozenset())
+        self.assigner = Assigner(redis, POOL, name, outage(redis), clock or ManualClock())
 
     @property
     def replicas(self) -> frozenset[str]:
-        return self.part.replicas
+        return self.assignment.replicas
 
     async def beat(self) -> Assignment:
-        self.part = await self.owners.beat(self.listed)
-        return self.part
+        self.assignment = await self.assigner.beat(self.listed)
+        return self.assignment
 
 
 async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
@@ -54,7 +56,7 @@ async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
         for each in pollers:
             await each.beat()
     has = {replica: each for each in pollers for replica in each.replicas}
-    assert len(has) == sum(len(each.replicas) for each in pollers), "two have one"
+    assert len(has) == sum(len(each.replicas) for each in pollers), "two have replica"
     return has
 
 
@@ -71,14 +73,14 @@ async def test_poller_that_comes_or_goes_moves_its_own(redis_client: Redis, coun
     for joined in range(2, count + 1):
         now = await beats(*pollers[:joined])
         newcomer = pollers[joined - 1]
-        assert {one for one in TEN if now[one] != before[one]} == newcomer.replicas
+        assert {replica for replica in TEN if now[replica] != before[replica]} == newcomer.replicas
         before = now
     assert before.keys() == TEN
     gone = pollers.pop(0)
-    await gone.owners.release()
+    await gone.assigner.release()
     now = await beats(*pollers)
     assert now.keys() == TEN
-    assert {one for one in TEN if now[one] != before[one]} == gone.replicas
+    assert {replica for replica in TEN if now[replica] != before[replica]} == gone.replicas
 
 
 async def test_many_replicas_are_shared_about_equally(redis_client: Redis) -> None:
@@ -96,18 +98,18 @@ async def test_pollers_have_the_union_of_their_lists(redis_client: Redis) -> Non
     )
     has = await beats(a, b, c)
     assert has.keys() == TEN
-    assert all(one in each.listed for one, each in has.items())
-    assert a.part.listed_by_others == {*listed[5:], listed[2]}
+    assert all(replica in each.listed for replica, each in has.items())
+    assert a.assignment.listed_by_others == {*listed[5:], listed[2]}
     b.listed = listed[9:]
     assert (await beats(a, b, c)).keys() == {*listed[:7], listed[9]}
 
 
-async def test_newcomer_leaves_what_others_have_for_one_heartbeat(redis_client: Redis) -> None:
+async def test_new_poller_takes_over_replicas_at_its_second_heartbeat(redis_client: Redis) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b", [*TEN, "10.0.1.1:8000"])
     await a.beat()
     assert (await b.beat()).replicas == {"10.0.1.1:8000"}
-    kept = (await a.beat()).replicas
-    assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - kept
+    left = (await a.beat()).replicas
+    assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - left
 
 
 async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +127,7 @@ async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_poller_that_stood_still_is_a_newcomer(
+async def test_paused_poller_starts_as_a_new_one(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     monkeypatch.setattr(assignment, "BEAT_S", 0.0)
@@ -133,13 +135,13 @@ async def test_poller_that_stood_still_is_a_newcomer(
     async with connect(redis_server.url, POOL) as redis:
         a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
         before = await beats(a, b)
-        watching = asyncio.create_task(a.owners.watch())
+        watching = asyncio.create_task(a.assigner.watch())
         for _ in range(3):
             await asyncio.sleep(0)
             clock.advance(LIFE_S - 1)
-        assert not a.owners.paused
+        assert not a.assigner.paused
         clock.advance(LIFE_S + 1)
-        await until(lambda: a.owners.paused)
+        await until(lambda: a.assigner.paused)
         watching.cancel()
         if not there:
             await redis_server.kill()
@@ -147,30 +149,30 @@ async def test_poller_that_stood_still_is_a_newcomer(
             await redis_server.start()
             await b.beat()
         assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, paused=there)
-        assert not a.owners.paused
+        assert not a.assigner.paused
         assert await beats(b, a, rounds=1) == before
-        assert not a.part.paused
+        assert not a.assignment.paused
 
 
-async def test_poller_that_wakes_writes_nothing_before_it_beats(redis_client: Redis) -> None:
-    """The heartbeat of a poller that stops is up to one interval old, and ends that much sooner."""
+async def test_poller_is_paused_from_wake_up_to_heartbeat(redis_client: Redis) -> None:
+    """A heartbeat is up to one interval old when the pause begins, and expires sooner by that."""
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
     clock.advance(assignment.BEAT_S)
-    assert not a.owners.paused
+    assert not a.assigner.paused
     clock.advance(LIFE_S - 2 * assignment.BEAT_S)
-    assert a.owners.paused  # at once, before any other task runs
+    assert a.assigner.paused  # at once, before any other task runs
     await a.beat()
-    assert not a.owners.paused
+    assert not a.assigner.paused
 
 
-async def test_poller_that_stood_still_alone_keeps_its_part(redis_client: Redis) -> None:
+async def test_paused_single_poller_keeps_its_replicas(redis_client: Redis) -> None:
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
     clock.advance(LIFE_S)
-    assert a.owners.paused
+    assert a.assigner.paused
     assert await a.beat() == Assignment(TEN)
 
 
@@ -187,22 +189,22 @@ async def test_pause_counts_until_a_later_heartbeat_is_answered(
                 clock.advance(LIFE_S)
                 await redis_server.kill()
             else:
-                send = a.owners._write
+                send = a.assigner._write
 
                 async def answer_before_pause(replicas: Collection[str]) -> tuple[bool, list[str]]:
                     answer = await send(replicas)
                     clock.advance(LIFE_S)
                     return answer
 
-                patched.setattr(a.owners, "_write", answer_before_pause)
+                patched.setattr(a.assigner, "_write", answer_before_pause)
             await a.beat()
-            assert a.owners.paused
+            assert a.assigner.paused
         if failure == "no answer":
             await redis_server.start()
         await redis.delete(Keys(POOL).poller + "a")  # expired during the pause
         assert (await b.beat()).replicas == TEN
         assert (await a.beat()).paused
-        assert not a.owners.paused
+        assert not a.assigner.paused
 
 
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
@@ -216,7 +218,7 @@ async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
     assert calls == {"pexpire": 2, "set": 1, "sadd": 1, "smembers": 1, "mget": 1}
 
 
-async def test_pollers_keep_parts_when_redis_is_empty(
+async def test_pollers_keep_replicas_when_redis_comes_back_empty(
     redis_server: RedisServer, logged: Logged
 ) -> None:
     clock = ManualClock()
@@ -228,10 +230,10 @@ async def test_pollers_keep_parts_when_redis_is_empty(
         await redis_server.start()
         part = await a.beat()
         assert part.redis_was_emptied
-        assert part.replicas == {one for one, each in before.items() if each is a}
+        assert part.replicas == {replica for replica, each in before.items() if each is a}
         assert await beats(a, b) == before
-        assert not a.part.redis_was_emptied
-        await b.owners.release()
+        assert not a.assignment.redis_was_emptied
+        await b.assigner.release()
         clock.advance(LIFE_S)
         assert (await a.beat()).replicas == TEN
 
@@ -252,19 +254,13 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
     assert len({each.name for each in (await beats(a, b)).values()}) == 2
 
 
-async def test_poller_starts_beside_pollers_of_the_last_version(redis_client: Redis) -> None:
-    """Theirs is a sorted set of that name; a rollout waits until the new one is ready."""
-    await redis_client.zadd(f"{{{POOL}}}:pollers", {"old": 1})
-    assert (await Poller(redis_client, "a").beat()).replicas == TEN
-
-
 async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
     assert await living(redis_client, POOL) == []
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
     await redis_client.sadd(Keys(POOL).pollers, "dead")
     assert await living(redis_client, POOL) == ["a", "b"]
-    await a.owners.release()
+    await a.assigner.release()
     assert await living(redis_client, POOL) == ["b"]
     await redis_server.kill()
     with pytest.raises((RedisError, OSError)):

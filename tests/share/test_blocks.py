@@ -1,3 +1,5 @@
+"""Block updates reach present and later routers, complete and in order."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.process
 Held = Mapping[str, set[int]]
 
 
-def news(number: int, stored: set[int], removed: set[int] | None = None) -> BlockUpdate:
+def update_of(number: int, stored: set[int], removed: set[int] | None = None) -> BlockUpdate:
     arrays = (np.array([*keys], np.uint64) for keys in (stored, removed or ()))
     return BlockUpdate(NUMBERS + number, NUMBERS + number - 1, 16, *arrays)
 
@@ -41,7 +43,7 @@ def whole(number: int, stored: set[int]) -> BlockUpdate:
 
 
 class Router:
-    """What a router makes of the news it hears."""
+    """Router that applies the updates it reads."""
 
     reader: BlockReader
 
@@ -50,9 +52,9 @@ class Router:
         self.wholes = 0
 
     async def follow(self, reader: BlockReader) -> None:
-        async with aclosing(reader.changes()) as heard:
-            async for told in heard:
-                name, one = told.replica, told.update
+        async with aclosing(reader.changes()) as following:
+            async for change in following:
+                name, one = change.replica, change.update
                 self.wholes += one.whole
                 held = set() if one.whole else self.held[name]
                 self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
@@ -79,54 +81,56 @@ async def poller(url: str) -> AsyncIterator[Tell]:
     async with connect(url, "test") as redis:
         writer = BlockWriter(redis, "test")
 
-        async def tell(
+        async def write(
             new: BlockUpdate, held: BlockUpdate | None = None, number: int = 1
         ) -> set[str]:
             return await writer.write({replica(number): (new, held)})
 
-        yield tell
+        yield write
 
 
 @pytest.fixture
-async def tell(redis_server: RedisServer) -> AsyncIterator[Tell]:
-    async with poller(redis_server.url) as tell:
-        yield tell
+async def write(redis_server: RedisServer) -> AsyncIterator[Tell]:
+    async with poller(redis_server.url) as write:
+        yield write
 
 
 @pytest.fixture
-async def heard(redis_server: RedisServer, tell: Tell) -> AsyncIterator[Router]:
+async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[Router]:
     async with router(redis_server.url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
+        await write(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
         yield one
 
 
 async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_client: Redis) -> None:
-    async with poller(limited_url) as tell, router(limited_url) as first:
-        assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
-        assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
-        assert await tell(news(2, {2**64 - 1}, {1})) == set()
+    async with poller(limited_url) as write, router(limited_url) as first:
+        assert await write(whole(1, {1, 2}), whole(1, {1, 2})) == set()
+        assert await write(whole(1, {7}), whole(1, {7}), number=2) == set()
+        assert await write(update_of(2, {2**64 - 1}, {1})) == set()
         await first.holds({2, 2**64 - 1})
         await first.holds({7}, number=2)
         async with router(limited_url) as second:
             await second.holds({2, 2**64 - 1})
             await second.holds({7}, number=2)
-            await tell(news(3, {3}))
+            await write(update_of(3, {3}))
             await second.holds({2, 3, 2**64 - 1})
             await first.holds({2, 3, 2**64 - 1})
         wholes = first.wholes
-        await tell(news(4, {4}), whole(4, {4}))  # to those who heard all, no more than that
+        await write(update_of(4, {4}), whole(4, {4}))  # readers in sequence ignore the whole one
         await first.holds({2, 3, 4, 2**64 - 1})
         assert first.wholes == wholes
     assert await redis_client.llen(Keys("test").blocks + replica(1)) == 1
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
 
 
-async def test_old_poller_is_skipped(redis_server: RedisServer, tell: Tell, heard: Router) -> None:
-    before = structs.replace(news(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
-    await tell(before)
-    await tell(news(2, {2}))
-    await heard.holds({1, 2})
+async def test_old_poller_is_skipped(
+    redis_server: RedisServer, write: Tell, following: Router
+) -> None:
+    before = structs.replace(update_of(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
+    await write(before)
+    await write(update_of(2, {2}))
+    await following.holds({1, 2})
     async with router(redis_server.url) as later:
         await later.holds({1, 2})
 
@@ -154,12 +158,12 @@ async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> Non
 
 
 async def test_removed_replica_leaves_no_blocks(
-    redis_server: RedisServer, redis_client: Redis, tell: Tell
+    redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
     keys = Keys("test").blocks + replica(1), Keys("test").kv_stream + replica(1)
     async with connect(redis_server.url, "test") as redis:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await tell(whole(1, {1}), whole(1, {1}), number=2)
+        await write(whole(1, {1}), whole(1, {1}))
+        await write(whole(1, {1}), whole(1, {1}), number=2)
         await BlockWriter(redis, "test").save(replica(1), b"known")
         assert await redis_client.exists(*keys) == 2
         await StateWriter(redis, "test", 10).remove([replica(1)])
@@ -168,19 +172,19 @@ async def test_removed_replica_leaves_no_blocks(
 
 
 async def test_whole_update_is_sent_once(
-    redis_server: RedisServer, redis_client: Redis, tell: Tell
+    redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
     async with router(redis_server.url) as one:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")
-        assert await tell(many, many) == set()
+        assert await write(many, many) == set()
         await one.holds({*range(10_000)})
         after: Any = await redis_client.info("stats")
     assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
 
 
 async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
-    redis_server: RedisServer, redis_client: Redis, tell: Tell
+    redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
     held = [0]
     async with sharing_router(redis_server.url) as fleet:
@@ -194,51 +198,52 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
         counting = asyncio.create_task(count())
         for number, blocks in enumerate((1, 65_536, 30_000)):
             assert not number or await redis_client.client_kill_filter(_type="pubsub")
-            await tell(*[whole(number, {*range(blocks)})] * 2)
+            await write(*[whole(number, {*range(blocks)})] * 2)
             await until(partial(held.__contains__, blocks))
         counting.cancel()
     assert max(abs(after - before) for before, after in pairwise(held)) <= 2048
 
 
 async def test_router_that_lost_blocks_reads_them_again(
-    tell: Tell, heard: Router, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    heard.held.clear()
-    heard.reader.forget(replica(1))
-    await tell(news(2, {2}))
-    await heard.holds({1, 2})
+    following.held.clear()
+    following.reader.forget(replica(1))
+    await write(update_of(2, {2}))
+    await following.holds({1, 2})
 
 
-async def test_block_gap_asks_for_all(tell: Tell, heard: Router, redis_client: Redis) -> None:
-    """As when Redis came back empty."""
+async def test_block_gap_asks_for_all(write: Tell, following: Router, redis_client: Redis) -> None:
     await redis_client.delete(Keys("test").blocks + replica(1))
-    assert await tell(news(2, {2})) == {replica(1)}
-    await heard.holds({1, 2})
-    assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
+    assert await write(update_of(2, {2})) == {replica(1)}
+    await following.holds({1, 2})
+    assert await write(whole(3, {1, 2}), whole(3, {1, 2})) == set()
 
 
-async def test_full_redis_passes_blocks_on(tell: Tell, heard: Router, redis_client: Redis) -> None:
+async def test_full_redis_passes_blocks_on(
+    write: Tell, following: Router, redis_client: Redis
+) -> None:
     await redis_client.config_set("maxmemory", 1)
-    assert await tell(news(2, {2})) == {replica(1)}
-    await heard.holds({1, 2})
+    assert await write(update_of(2, {2})) == {replica(1)}
+    await following.holds({1, 2})
 
 
 async def test_missed_blocks_are_read_from_redis(
-    tell: Tell, heard: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    missed = BLOCKS.seal(ReplicaBlockUpdate(replica(1), news(2, {2})))
+    missed = BLOCKS.seal(ReplicaBlockUpdate(replica(1), update_of(2, {2})))
     await redis_client.rpush(Keys("test").blocks + replica(1), missed)
-    await tell(news(3, {3}))
-    await heard.holds({1, 2, 3})
+    await write(update_of(3, {3}))
+    await following.holds({1, 2, 3})
     assert await redis_client.client_kill_filter(_type="pubsub")
-    await tell(news(4, {4}))
-    await heard.holds({1, 2, 3, 4})
+    await write(update_of(4, {4}))
+    await following.holds({1, 2, 3, 4})
 
 
 async def test_garbage_blocks_are_logged_once(
-    redis_server: RedisServer, redis_client: Redis, tell: Tell, logged: Logged
+    redis_server: RedisServer, redis_client: Redis, write: Tell, logged: Logged
 ) -> None:
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
     await redis_client.set(Keys("test").blocks + "text", "no list")
@@ -246,6 +251,6 @@ async def test_garbage_blocks_are_logged_once(
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
             await redis_client.publish(Keys("test").blocks_channel, garbage)
-        await tell(whole(1, {1}), whole(1, {1}))
+        await write(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
     assert len(logged.lines("skipped garbage in redis")) == 3

@@ -1,4 +1,4 @@
-"""What is written to Redis stays small, and a Redis that is full or strict breaks nothing."""
+"""Limits of Redis: few rights, full memory, and slow readers."""
 
 import pytest
 from msgspec import structs

@@ -1,3 +1,5 @@
+"""Digests in Redis: routers count the requests of living peers, and survive an outage."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -46,14 +48,14 @@ def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
-    """A reader that has connected; returns its next news."""
+    """Connected reader; returns its next event."""
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         yield following
 
 
 class Peer:
-    """A router with a request in flight that tells others of it."""
+    """Router with a request in flight, which sends digests."""
 
     def __init__(self, redis: Redis) -> None:
         clock = ManualClock()
@@ -76,9 +78,9 @@ def peer(redis_client: Redis) -> Peer:
 
 
 async def heard(following: Next) -> Digest:
-    news = await following()
-    assert isinstance(news, DigestReceived)
-    return news.digest
+    event = await following()
+    assert isinstance(event, DigestReceived)
+    return event.digest
 
 
 async def test_digest_reader_gets_present_and_later_digests(
@@ -114,7 +116,7 @@ async def test_garbage_digest_is_skipped_with_one_line(
             await redis_client.publish(keys.digests, b"\x01 and what is none")
         sent = await peer.send()
         assert DIGEST.seal(await heard(following)) == sent
-    assert [one["source"] for one in logged.lines()] == [keys.router + "garbage", keys.digests]
+    assert [first["source"] for first in logged.lines()] == [keys.router + "garbage", keys.digests]
 
 
 async def test_full_redis_sends_digests(redis_client: Redis, following: Next, peer: Peer) -> None:
@@ -148,18 +150,18 @@ async def test_reader_follows_redis(redis_server: RedisServer, following: Next, 
 
 async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -> None:
     registry = CollectorRegistry()
-    async with router(redis_server.url) as two:
-        async with router(redis_server.url, registry) as one:
-            one.dispatch(replica(1), chat(100))
-            await _sees(two, 1)
+    async with router(redis_server.url) as second:
+        async with router(redis_server.url, registry) as first:
+            first.dispatch(replica(1), chat(100))
+            await _sees(second, 1)
             await until(lambda: bool(registry.get_sample_value("extproc_redis_seconds_count")))
             await redis_server.kill()
-            await _sees(two, 0)
-            await until(lambda: len(two.view(MODEL)) and two.peers.stale)
+            await _sees(second, 0)
+            await until(lambda: len(second.view(MODEL)) and second.peers.stale)
             await redis_server.start()
-            await _sees(two, 1)
-        await until(lambda: len(two.peers) == 0)
-        await _sees(two, 0)
+            await _sees(second, 1)
+        await until(lambda: len(second.peers) == 0)
+        await _sees(second, 0)
 
 
 async def test_messages_of_later_versions_are_counted(

@@ -1,3 +1,5 @@
+"""Drains: the command, its pollers, and a Redis that lost them."""
+
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine

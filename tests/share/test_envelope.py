@@ -42,7 +42,7 @@ KINDS = [kind for kind, _ in MESSAGES]
 
 
 class Opened:
-    """What a reader makes of envelopes."""
+    """Reader of envelopes that counts what it skips."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -171,7 +171,7 @@ def test_garbage_is_logged_once_per_source(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_message_fields_match_version() -> None:
-    """A field more: raise ``VERSION`` and name it here. A field less or another meaning: a tag."""
+    """For a new field, raise ``VERSION`` and add it here; else choose a new tag."""
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)
     found["update"] = " ".join(BlockUpdate.__struct_fields__)

@@ -1,3 +1,5 @@
+"""Redis over a Unix socket, TLS, Sentinels and a Cluster, with fail-overs."""
+
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -138,7 +140,7 @@ async def test_demoted_primary_is_left(servers: SentinelPair) -> None:
 
 
 async def test_demoted_single_server_is_reconnected(tmp_path: Path) -> None:
-    """As behind a name or an address that moves to the new primary."""
+    """The name or address moves to the new primary."""
     port = free_port()
     async with (
         await start(tmp_path, port, {}),
@@ -167,7 +169,7 @@ async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
 
 
 async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
-    """All of a pool's keys and channels are on one node; scripts and transactions work there."""
+    """Scripts and transactions work, as all keys of a pool are on the same node."""
     async with cluster(tmp_path) as nodes:
         url = cluster_at(nodes.ports[2])
         async with connect(url, POOL) as redis:
@@ -216,7 +218,7 @@ async def servers(tmp_path: Path) -> AsyncIterator[SentinelPair]:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """A key and its certificate, signed by itself, for the name localhost, in one file."""
+    """File with a key and a self-signed certificate for localhost."""
     key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
     openssl("req", "-x509", *NEW_KEY, "-days", 1, *subject, "-keyout", key, "-out", file)

@@ -29,7 +29,7 @@ async def lists_in(redis: Redis) -> list[str]:
 async def test_unchanged_list_of_500_adapters_adds_at_most_2_kb(
     redis_client: Redis, following: Next, writer: StateWriter
 ) -> None:
-    """As Redis counts what it gets from a poller and sends to a router."""
+    """Redis counts the bytes from a poller and to a router."""
 
     async def sent() -> int:
         stats = await redis_client.info("stats")

@@ -1,3 +1,5 @@
+"""States in Redis: readers get a snapshot and every change, through outages and garbage."""
+
 import asyncio
 import math
 import os
@@ -93,7 +95,7 @@ async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: Sta
 async def test_states_older_than_snapshot_are_skipped(
     redis_server: RedisServer, writer: StateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large fleet takes longer to read than it takes until the next poll."""
+    """Reading a large fleet takes longer than the time between polls."""
     older, newer = (structs.replace(A, scraped_at=at, steps=at) for at in (10.0, 11.0))
 
     async def slowly(redis: Redis, beginning: str) -> list[str]:

@@ -1,3 +1,5 @@
+"""Streams in Redis: owners and prompts reach present and later routers."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -58,8 +60,8 @@ async def test_redis_bounds_response_owners(
         for number in range(1_000):
             first.responses.record(f"resp_{number}", replica(2))
         await knows(second, "resp_999")
-    kept = await redis_client.xlen(Keys("test").responses)
-    assert 200 <= kept <= 400  # whole nodes of a hundred go
+    stored = await redis_client.xlen(Keys("test").responses)
+    assert 200 <= stored <= 400  # whole nodes of a hundred go
 
 
 async def test_owners_are_announced_after_outage(redis_server: RedisServer, routers: Pair) -> None:
@@ -77,17 +79,17 @@ async def test_owners_are_announced_after_outage(redis_server: RedisServer, rout
 
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[Next]:
-    heard: asyncio.Queue[str] = asyncio.Queue()
+    entries: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
         reader = StreamReader(redis, Keys("test").responses, OWNER, Random(1))
         async with aclosing(reader.changes()) as owners:
             async for owner in owners:
-                heard.put_nowait(owner.thing)
+                entries.put_nowait(owner.thing)
 
     async def following() -> str:
         async with asyncio.timeout(PATIENCE_S):
-            return await heard.get()
+            return await entries.get()
 
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
         listening = tasks.create_task(listen(redis))
@@ -100,7 +102,6 @@ async def is_reading(client: Redis) -> bool:
 
 
 async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
-    """A hundred thousand entries take a router seconds."""
     writer = StreamWriter(redis_client, Keys("test").responses, OWNER, 100)
     async with reading(redis_server.url) as following:
         await writer.send([Owner("resp_1", replica(2))])

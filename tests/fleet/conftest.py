@@ -1,0 +1,23 @@
+"""A clock that tests move, and fleets of one or two A10 replicas on it."""
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from tests.fakes import ManualClock, fleet_of
+
+A10 = "llama-8b-a10"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def fleet(clock: ManualClock) -> Fleet:
+    return fleet_of(clock, A10)
+
+
+@pytest.fixture
+def pair(clock: ManualClock) -> Fleet:
+    return fleet_of(clock, A10, A10)
