@@ -68,11 +68,12 @@ def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
 def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
-    The weight w is the square of the KV pressure: the fuller the replica, the more requests wait
-    for the seconds that others lose. A w below 1 keeps long prompts from queueing behind each other
-    just to avoid replicas that decode. For short answers to long prompts the completion already
-    counts the first token, so w is at least time to first token ÷ decode time, up to 1, and the
-    error band is narrower.
+    The weight w is the square of the KV pressure: on a replica with free KV space the request's own
+    completion decides, and on a full replica, where all requests wait, the time that others lose
+    counts as well. A w below 1 keeps long prompts from queueing behind each other, away from
+    replicas that decode. If the first token takes most of the completion, as in short answers to
+    long prompts, w is at least time to first token ÷ decode time, up to 1, and the error band is
+    narrower.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others
