@@ -70,7 +70,7 @@ class Sample:
         return bool(self._body["stream"])
 
     def body(self, run: str) -> dict[str, Any]:
-        """Return the JSON body; the prompt begins with ``run``, so that no prefix cache has it."""
+        """Return the JSON body; the prompt begins with ``run``, so that runs share no prefix."""
         text = f"{run}: {self._prompt}"
         chat = {"messages": [{"role": "user", "content": text}]}
         return self._body | ({"prompt": text} if self.path == "/v1/completions" else chat)

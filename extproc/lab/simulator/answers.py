@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.asks import (
+from extproc.lab.simulator.bodies import (
     ChatBody,
     CompletionBody,
     GenerateBody,

@@ -12,12 +12,12 @@ from extproc.lab.simulator.features import COLD, LoadedAdapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.steps import (
     Counters,
+    DecodeSteps,
     FinishReason,
     Gauges,
     Sequence,
     Step,
     StepOutcome,
-    Stretch,
 )
 from extproc.predict.step import HardwareProfile, StepModel
 
@@ -102,7 +102,7 @@ class Engine:
         self._slow = 1.0
         self._cold_steps = cold_steps
         self._now = 0.0
-        self._stretch: Stretch | None = None
+        self._decode_steps: DecodeSteps | None = None
         self._waiting: deque[Sequence] = deque()
         self._deferred = 0  # waiting sequences passed by others in the last step
         self._prefilling: dict[int, Sequence] = {}
@@ -120,7 +120,7 @@ class Engine:
     def slow(self, factor: float) -> None:
         self._slow = factor
         self._model = self.profile.step.slowed(factor)
-        self._stretch = None
+        self._decode_steps = None
 
     @property
     def running(self) -> int:
@@ -259,7 +259,7 @@ class Engine:
         if not preempted:
             self._admit_waiting(chunks)
         if chunks:
-            self._stretch = None
+            self._decode_steps = None
             load_s = 0.0
             if self.adapters and any(sequence.adapter for sequence, _ in chunks):
                 load_s = self.adapters.use(self._in_batch())
@@ -386,20 +386,20 @@ class Engine:
     def _decode(self, until: float, single: bool) -> Step:
         """Schedule a step that only decodes, and the next steps until a sequence ends or blocks run
         out: no waiting sequence can be admitted before."""
-        stretch = self._stretch
+        planned = self._decode_steps
         warmed_up = self.steps <= self._cold_steps
-        if stretch is None or warmed_up or stretch.end(self.steps - 1) != self._now:
+        if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
             time = self._step_time([])
-            stretch = Stretch(self._now, self.steps, time, self._model.c_kv * batch)
-            self._stretch = stretch
+            planned = DecodeSteps(self._now, self.steps, time, self._model.c_kv * batch)
+            self._decode_steps = planned
         last = self.steps
-        if not single and stretch.end(last) < until:
+        if not single and planned.end(last) < until:
             last = self._last_end() - 1
-            if stretch.end(last) > until:
-                last = stretch.last_until(until)
+            if planned.end(last) > until:
+                last = planned.last_until(until)
         more = self._take_blocks_ahead(last - self.steps)
-        return Step(self._now, stretch.end(self.steps + more), self.waiting, 1 + more)
+        return Step(self._now, planned.end(self.steps + more), self.waiting, 1 + more)
 
     def _last_end(self) -> int:
         while self._ends:
@@ -453,7 +453,7 @@ class Engine:
         sequence.last_step -= tokens
         heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
         self._kv += tokens
-        self._stretch = None
+        self._decode_steps = None
 
     def _finish_decoded(self, now: float) -> Iterator[Sequence]:
         while self._decoding and self._last_end() <= self.steps:
@@ -480,7 +480,7 @@ class Engine:
         heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
         self._needing[-sequence.offset % self.pool.block_size] += 1
         self._kv += sequence.computed
-        self._stretch = None
+        self._decode_steps = None
 
     def _stop(self, sequence: Sequence) -> None:
         if self._prefilling.pop(sequence.id, None) is None:
@@ -497,7 +497,7 @@ class Engine:
         tokens = sequence.offset + self.steps
         self._kv -= tokens
         self._needing[-sequence.offset % self.pool.block_size] -= 1
-        self._stretch = None
+        self._decode_steps = None
         # The step in progress has taken a block for its token, if needed.
         sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
         self._publish(sequence, sequence.prompt_tokens, tokens)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.asks import Body, Prompts, RequestError, encode_prompts
+from extproc.lab.simulator.bodies import Body, Prompts, RequestError, encode_prompts
 from extproc.request.endpoint import Endpoint
 
 EMBEDDING_DIMENSIONS = 64

@@ -9,8 +9,8 @@ from zlib import crc32
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
 from extproc.lab.simulator.blocks import chain_hashes
+from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import ACCEPTANCE, LoadedAdapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents

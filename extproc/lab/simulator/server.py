@@ -13,9 +13,9 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
-from extproc.lab.simulator import asks, tokens
+from extproc.lab.simulator import bodies, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
-from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
+from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
@@ -141,7 +141,7 @@ class ReplicaServer:
             stream = _stream(request, generation, reply, body.include_usage)
             return await self._finish(stream, body, reply, generation)
         work = self._finish(generation.done(), body, reply, generation)
-        if isinstance(body, asks.ResponsesBody) and body.background:
+        if isinstance(body, bodies.ResponsesBody) and body.background:
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
         return web.json_response(reply.whole(generation))
@@ -186,7 +186,7 @@ class ReplicaServer:
         file = form.get("file")
         if not isinstance(file, web.FileField):
             raise RequestError("file: an audio file is required", "file")
-        body = asks.AudioBody(model=str(form.get("model", "")), file=file.file.read())
+        body = bodies.AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
         await self._complete(generation)
@@ -195,7 +195,7 @@ class ReplicaServer:
         return web.json_response({"text": text, "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await _parse(request, asks.TokenizeBody)
+        body = await _parse(request, bodies.TokenizeBody)
         self.replica.check_model(body.model)
         ids = tokens.token_ids(body.encoded)
         answer = {"count": len(ids), "max_model_len": self.replica.max_model_len}
@@ -276,7 +276,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
     try:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
-        raise asks.invalid(error) from None
+        raise bodies.invalid(error) from None
 
 
 def _output_tokens(request: web.Request) -> int | None:

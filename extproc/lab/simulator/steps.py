@@ -80,7 +80,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class DecodeSteps:
     """Steps of the same decoding sequences, each longer than the last as their contexts grow.
 
     All end times are computed from the start, so that they do not depend on how often the caller
