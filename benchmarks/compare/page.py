@@ -278,6 +278,7 @@ def _elsewhere() -> Iterator[str]:
     measured = _ELSEWHERE.figures()
     yield f"### {measured['heading']}\n\n{measured['about']}\n"
     for table in measured["tables"]:
+        yield f"{table['about']}\n"
         yield from table_of(["", *table["head"]], table["rows"])
         yield ""
 
