@@ -1,6 +1,5 @@
 """A real Envoy gets its replicas by EDS, and listeners and clusters from watched files."""
 
-import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -17,10 +16,10 @@ from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from extproc.config import Config, MutualTlsSettings
+from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
-from extproc.lab.harness.envoy_config import addressed, endpoints, socket_address
+from extproc.lab.harness.envoy_config import endpoints, socket_address
 from extproc.lab.harness.processes import Process, free_port, listening
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
@@ -113,25 +112,6 @@ def healthy(address: str) -> dict[str, HealthStatus]:
     return {address: HealthStatus.HEALTHY}
 
 
-def test_eds_file_differs_from_envoy_file_only_in_replicas() -> None:
-    whole, eds = (on_loopback(ENVOY / name) for name in ("envoy.yaml", "eds.yaml"))
-    *clusters, _, replicas = eds["static_resources"]["clusters"]
-    assert replicas.pop("type") == "EDS"
-    assert replicas.pop("eds_cluster_config")["service_name"] == Config().pool
-    *others, static = whole["static_resources"]["clusters"]
-    for key in ("type", "dns_lookup_family", "load_assignment"):
-        del static[key]
-    assert (clusters, replicas) == (others, static)
-    assert eds["static_resources"]["listeners"] == whole["static_resources"]["listeners"]
-    for part in ("admin", "overload_manager"):
-        assert eds[part] == whole[part]
-
-
-def on_loopback(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    return yaml.safe_load(re.sub(r"address: (0\.0\.0\.0|router),", "address: 127.0.0.1,", text))
-
-
 async def test_envoy_gets_replicas_over_mutual_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     cert, key, ca = (tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt"))
@@ -163,24 +143,6 @@ async def test_refused_update_is_logged_and_old_members_stay(
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])
         assert (await post(envoy.url))["name"] == "a"
-
-
-async def test_envoy_follows_watched_files_as_documented(tmp_path: Path) -> None:
-    port, live = free_port(), tmp_path / "live"
-    async with replica("a") as a, replica("b") as b:
-        first, second = (
-            addressed(listen=f"127.0.0.1:{port}", admin=NOWHERE, routers=[NOWHERE], replicas=[one])
-            for one in (a, b)
-        )
-        split(first, live)
-        async with running(tmp_path, bootstrap(first, live), port) as envoy:
-            assert (await post(envoy.url))["name"] == "a"
-            second["static_resources"]["listeners"][0]["address"] = socket_address(
-                f"127.0.0.1:{(moved := free_port())}"
-            )
-            split(second, live)
-            await until(listening(moved))
-            assert (await post(f"http://127.0.0.1:{moved}"))["name"] == "b"
 
 
 async def test_renamed_cluster_in_watched_file_keeps_its_replicas(tmp_path: Path) -> None:

@@ -171,15 +171,6 @@ async def test_replica_unhealthy_for_pollers_is_error(
     assert any("but not to the pollers: /health answered 503" in line for line in lines)
 
 
-async def test_model_that_no_replica_serves_is_error(check: Check) -> None:
-    async with serving() as one:
-        for names, status in ((["tiny"], 0), (["tiny", "large"], 1)):
-            settings = alone(one.id, route={"models": {"chat": names}})
-            lines = bad(await check(settings, status=status))
-            missing = "model large: no reachable replica lists this model"
-            assert any(missing in line for line in lines) is (status == 1)
-
-
 LLAMA = {
     "llama": ["gpu-1", "gpu-2"],
     "gpt-4o": "llama",
@@ -221,13 +212,6 @@ async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) ->
     assert re.search(rf"replica nowhere.invalid:8000: has no address {reason}: ", text)
     assert "replicas_file /nope.yaml: unusable: " in text
     assert "no replica is known" in text
-
-
-async def test_kubernetes_error_is_reported(check: Check) -> None:
-    source = {"kubernetes": {"service": "vllm", "namespace": "gpu", "port": 8000}}
-    error, _ = bad(await check(alone(source), status=1))
-    assert "Service gpu/vllm, port 8000: has no address (" in error
-    assert "give the pod a service account" in error
 
 
 class WatchingStack(EdsStack):
