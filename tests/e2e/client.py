@@ -117,9 +117,6 @@ class Client:
     async def has_in_flight(self, count: int) -> None:
         await until_read(self.in_flight, lambda now: now == count)
 
-    async def ledger_empty(self) -> None:
-        await self.has_in_flight(0)
-
     async def busy(self) -> str:
         """Wait until a replica has a request in flight; return the replica's name."""
         names: list[str] = []

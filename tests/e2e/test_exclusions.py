@@ -77,7 +77,7 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     await until(full)
     await stack.kill("envoy")
     await asyncio.gather(*asked, return_exceptions=True)
-    await client.ledger_empty()
+    await client.has_in_flight(0)
     await client.slow(1.0)
     for name in frozen:
         assert await client.replica_counts(name, "vllm:kv_cache_usage_perc") > FULL

@@ -64,7 +64,7 @@ async def is_held(client: Client, **more: Any) -> None:
         for _ in range(12):
             assert await response.content.readany()
             assert await client.in_flight() == 1
-    await client.ledger_empty()
+    await client.has_in_flight(0)
 
 
 async def test_ledger_holds_streamed_response(client: Client) -> None:

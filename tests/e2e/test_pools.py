@@ -92,8 +92,8 @@ class PoolsStack(Stack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         assert self.missing(bootstrap) == {"headers_come_with_body"}
-        told = [f"request.headers['{name}']" for name in (*OBJECTIVE, *FAIRNESS_ID, *TARGETS)]
-        ext_proc_of(bootstrap)["request_attributes"] += told
+        headers = [f"request.headers['{name}']" for name in (*OBJECTIVE, *FAIRNESS_ID, *TARGETS)]
+        ext_proc_of(bootstrap)["request_attributes"] += headers
         assert not self.missing(bootstrap)
         clusters = bootstrap["static_resources"]["clusters"]
         default = next(one for one in clusters if one["name"] == "replicas")
@@ -190,7 +190,7 @@ async def test_unknown_pool_is_logged_once_and_served(client: Client, stack: Sta
 
 
 async def test_fleet_page_shows_every_pool(client: Client) -> None:
-    await client.ledger_empty()
+    await client.has_in_flight(0)
     shown = {one["name"]: one["pool"] for one in (await client.fleet())["replicas"]}
     assert shown == {one.name: pool for pool, fleet in POOLS.items() for one in fleet}
 

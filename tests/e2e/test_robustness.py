@@ -49,7 +49,7 @@ def system(directory: Path) -> Stack:
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def nothing_left(client: Client) -> AsyncIterator[None]:
     yield
-    await client.ledger_empty()
+    await client.has_in_flight(0)
 
     async def idle() -> bool:
         held = [

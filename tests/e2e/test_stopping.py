@@ -1,4 +1,4 @@
-"""One of two routers is stopped, as at an upgrade."""
+"""A router of two is stopped, as at an upgrade."""
 
 import signal
 from pathlib import Path

@@ -70,7 +70,7 @@ async def measured_and_empty(client: Client) -> None:
         return not any(one["kv_usage"] for one in replicas)
 
     await until(measured)
-    await client.ledger_empty()
+    await client.has_in_flight(0)
     await until(empty)
 
 
@@ -139,10 +139,6 @@ async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIt
     assert set(await asyncio.gather(*crowd.answers)) == {200}
 
 
-async def streams_open(client: Client, count: int) -> None:
-    await until_read(lambda: client.metric("extproc_open_streams"), lambda now: now == count)
-
-
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -> None:
     before, again = await client.metric("extproc_waited_seconds_count"), await preempted(client)
@@ -173,7 +169,7 @@ async def nothing_left(client: Client) -> None:
         return not any([await client.metric(name) for name in names])
 
     await until(idle)
-    await client.ledger_empty()
+    await client.has_in_flight(0)
 
 
 @behind(BODY_FIRST)
@@ -198,8 +194,7 @@ async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -
         wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
         await crowd.joined_by(1)  # several requests sent together may arrive in any order
         crowd.answers.pop().cancel()
-        await streams_open(client, wait + in_flight)
-        assert await waiting(client) == wait
+        await until_read(lambda: waiting(client), lambda now: now == wait)
         assert (await client.fleet())["in_flight"] == in_flight
     await nothing_left(client)
 
@@ -227,12 +222,8 @@ async def test_envoy_without_max_message_timeout_does_not_wait(
     before = await sent_on()
     async with full_replicas(client, 6, SO_SLOW) as crowd:
         await until_read(sent_on, lambda now: now >= before + len(crowd.answers))
-        await until(lambda: waits(client, 0))
+        await until_read(lambda: waiting(client), lambda now: now == 0)
     await nothing_left(client)
-
-
-async def waits(client: Client, count: int) -> bool:
-    return await waiting(client) == count
 
 
 async def back(client: Client, stack: Stack) -> None:
