@@ -16,7 +16,6 @@ from tests.proxy.conftest import config_of, on_fleet, put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Local, Stream
 from tests.proxy.replies import (
     MEMBERS,
-    chosen,
     chunk_of,
     destination,
     error_of,
@@ -30,25 +29,6 @@ BODY = json.dumps(CHAT).encode()
 def config(config: Config) -> Config:
     serve = config.serve.model_copy(update={"second_choice": True})
     return config.model_copy(update={"serve": serve})
-
-
-async def test_duplex_headers_wait_for_unchanged_body(stream: Stream, services: Services) -> None:
-    pieces = [BODY[:7], BODY[7:100], b"", BODY[100:]]
-    await stream.write_headers(**DUPLEX)
-    for number, piece in enumerate(pieces):
-        await stream.write_body(piece, number == len(pieces) - 1)
-    reply = await stream.read()
-    assert set(destination(reply)) == MEMBERS
-    assert chosen(reply) == destination(reply)
-    assert chunk_of(await stream.read()) == (BODY, True)
-    assert services.log.after(0)[-1].decision.profile.model == "llama"
-
-    await stream.response_headers(content_type="text/event-stream")
-    for piece, last in ((b'\x00data: {"model":"llama"}', False), (b"[DONE]", True)):
-        assert chunk_of(await stream.response_body(piece, last)) == (piece, last)
-    assert (await stream.response_trailers()).response_trailers is not None
-    await stream.end()
-    assert services.fleet.in_flight == 0
 
 
 @pytest.mark.parametrize("config", [config_of(route={"seed": 1})])
@@ -113,18 +93,6 @@ async def test_duplex_body_without_model_is_refused(stream: Stream, services: Se
         await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)
     reply = await stream.read()
     assert (status_of(reply), error_of(reply)["param"]) == (413, "model")
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_duplex_chunks_after_the_end_are_dropped(stream: Stream, path: str) -> None:
-    """Envoy 1.35 to 1.37 sends the last chunk of a large body twice."""
-    await stream.write_headers(path, **DUPLEX)
-    for chunk, ended in ((BODY[:9], False), (BODY[9:], True), (BODY[9:], True)):
-        await stream.write_body(chunk, ended)
-    assert set(destination(await stream.read())) == MEMBERS
-    assert await stream.request_chunks() == BODY
-    assert (await stream.response_headers()).response_headers is not None
-    await stream.end()
 
 
 async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:

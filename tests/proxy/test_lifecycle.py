@@ -16,7 +16,7 @@ from tests.fakes import replica
 from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import EnvoySide, running
 from tests.proxy.replies import MEMBERS, destination
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_read
 
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
@@ -29,21 +29,24 @@ async def test_invalid_message_ends_only_its_stream(services: Services) -> None:
         assert set(destination(await EnvoySide(channel).ask())) == MEMBERS
 
 
+async def serving(channel: grpc.aio.Channel) -> list[str]:
+    """Health services that answer SERVING."""
+    check, found = health_pb2_grpc.HealthStub(channel).Check, []
+    for service in ("", SERVICE, "readiness", "liveness"):
+        answer = await check(health_pb2.HealthCheckRequest(service=service))
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            found.append(service)
+    return found
+
+
 async def test_drain_waits_for_open_streams(services: Services) -> None:
     server = GrpcServer(services)
     async with running(server) as channel, EnvoySide(channel).stream() as stream:
-        check = health_pb2_grpc.HealthStub(channel).Check
-
-        async def serving(service: str) -> bool:
-            answer = await check(health_pb2.HealthCheckRequest(service=service))
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-        names = ("", SERVICE, "readiness", "liveness")
-        assert all([await serving(name) for name in names])
+        assert len(await serving(channel)) == 4
         await stream.ask()
         stopping = asyncio.create_task(server.stop(drain_s=30))
         await asyncio.sleep(0)
-        assert [name for name in names if await serving(name)] == ["liveness"]
+        assert await serving(channel) == ["liveness"]
         await stream.response_headers()
         await stream.response_body(ANSWER)
         assert not stopping.done()
@@ -57,22 +60,12 @@ async def test_health_is_bad_until_a_replica_is_known(config: Config) -> None:
     server = GrpcServer(services)
     looking = asyncio.create_task(server.watch_replicas())
     async with running(server) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-
-        async def status(service: str) -> str:
-            answer = await check(health_pb2.HealthCheckRequest(service=service))
-            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-        async def serving() -> bool:
-            return await status("") == "SERVING"
-
-        assert [await status(name) for name in ("", SERVICE, "readiness")] == ["NOT_SERVING"] * 3
-        assert await status("liveness") == "SERVING"
+        assert await serving(channel) == ["liveness"]
         put_replicas(services, healthy=False)
-        await until(serving)
+        await until_read(lambda: serving(channel), lambda names: len(names) == 4)
         services.fleet.remove(replica(1))
         services.fleet.remove(replica(2))
-        assert await serving()
+        assert len(await serving(channel)) == 4
     looking.cancel()
 
 
