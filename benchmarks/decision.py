@@ -14,13 +14,13 @@ import gc
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
 from timeit import repeat
+from typing import Any
 
 from benchmarks import arguments
 from extproc.config import HoldSettings, RequestSettings
@@ -70,36 +70,7 @@ _KV_TOKENS = 42_000
 _LARGE = 24_000  # prompt tokens: two such requests do not fit into one KV cache
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    policy: str
-    replicas: int
-    full: bool  # no KV cache has room for another prompt
-    adapters: int  # LoRA adapters of the requests
-    in_flight: int  # requests
-    median_us: float
-    p99_us: float
-    ledger_us: float  # median, for the entry and the release of a request together
-    poll_us: float  # median, for the poll of a replica
-
-
-@dataclass(frozen=True, slots=True)
-class ParseTiming:
-    """Microseconds to parse a chat: the least of several repeats, as ``timeit`` advises."""
-
-    text_bytes: int
-    profile_us: float  # from the body to the profile
-    prefix_us: float  # for the keys of the prefix
-
-
-@dataclass(frozen=True, slots=True)
-class QueueTiming:
-    """Median microseconds for an event at a queue in front of full replicas."""
-
-    queued: int
-    tenants: int
-    arrival_us: float  # decision of a request that must wait, and its entry into the queue
-    end_us: float  # release of a request, and the decision and dispatch of a queued request
+Line = dict[str, Any]  # settings and times of a line of the output; times end in ``_us``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{'policy':<14}{'replicas':>9}{'':<6}{'in flight':>10}{'adapters':>10}"
         f"{'decision':>12}{'p99':>12}{'its ledger':>12}{'a poll':>12}"
     )
-    runs = []
     fleets = [(policy, size, False, 0, _IN_FLIGHT) for policy in POLICIES for size in REPLICAS]
     fleets += [("completion", size, True, 0, _IN_FLIGHT) for size in REPLICAS]
     fleets += [
@@ -119,28 +89,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size, in_flight in LOADED
         for adapters in (0, _ADAPTERS)
     ]
+    runs = []
     for policy, replicas, full, adapters, in_flight in fleets:
         run = measure(policy, replicas, args.decisions, full, adapters, in_flight)
-        times = (run.median_us, run.p99_us, run.ledger_us, run.poll_us)
         line = f"{policy:<14}{replicas:>9}{' full' if full else '':<6}"
-        line += f"{run.in_flight:>10}{adapters:>10}"
-        print(line + "".join(f"{us:>9.1f} µs" for us in times), flush=True)
-        runs.append(asdict(run))
+        print(f"{line}{run['in_flight']:>10}{adapters:>10}{_times(run)}", flush=True)
+        runs.append(run)
+    times = max(args.decisions // _REPEATS, 1)
     print(f"{'a chat of':<14}{'profile':>12}{'its keys':>12}")
     chats = []
     for text_bytes in _CHATS:
-        chat = measure_chat(text_bytes, max(args.decisions // _REPEATS, 1))
-        print(f"{text_bytes // 1000:>7} kB    {chat.profile_us:>9.1f} µs{chat.prefix_us:>9.1f} µs")
-        chats.append(asdict(chat))
+        chats.append(measure_chat(text_bytes, times))
+        print(f"{text_bytes // 1000:>7} kB    {_times(chats[-1])}")
     print(f"{'queued':<14}{'tenants':>9}{'':<6}{'an arrival':>12}{'an end':>12}")
     queues = []
-    for queued, tenants in [(queued, tenants) for tenants in TENANTS for queued in QUEUED]:
-        queue = measure_queue(queued, tenants, max(args.decisions // _REPEATS, 1))
-        times_us = f"{queue.arrival_us:>9.1f} µs{queue.end_us:>9.1f} µs"
-        print(f"{queued:<14}{tenants:>9}{'':<6}{times_us}", flush=True)
-        queues.append(asdict(queue))
+    for tenants, queued in product(TENANTS, QUEUED):
+        queues.append(measure_queue(queued, tenants, times))
+        print(f"{queued:<14}{tenants:>9}{'':<6}{_times(queues[-1])}", flush=True)
     arguments.keep(args, {"runs": runs, "chats": chats, "queues": queues})
     return 0
+
+
+def _times(line: Line) -> str:
+    return "".join(f"{us:>9.1f} µs" for name, us in line.items() if name.endswith("_us"))
 
 
 def measure(
@@ -150,8 +121,11 @@ def measure(
     full: bool = False,
     adapters: int = 0,
     in_flight: int = _IN_FLIGHT,
-) -> Timing:
-    """Times decisions, after a tenth as many as warm-up; ``in_flight`` counts per replica."""
+) -> Line:
+    """Times decisions, after a tenth as many as warm-up; ``in_flight`` counts per replica.
+
+    ``full``: no KV cache has room for another prompt. ``adapters``: LoRA adapters of the requests.
+    """
     load = _SteadyRouter(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
     for _ in range(decisions // 10):
         load.step()
@@ -162,21 +136,23 @@ def measure(
     for _ in range(decisions):
         load.step()
     gc.unfreeze()
-    return Timing(
-        policy,
-        replicas,
-        full,
-        adapters,
-        replicas * in_flight,
-        median_us=median(load.decisions) * 1e6,
-        p99_us=quantiles(load.decisions, n=100)[-1] * 1e6,
-        ledger_us=median(load.ledger) * 1e6,
-        poll_us=median(load.polls) * 1e6,
-    )
+    return {
+        "policy": policy,
+        "replicas": replicas,
+        "full": full,
+        "adapters": adapters,
+        "in_flight": replicas * in_flight,
+        "median_us": median(load.decisions) * 1e6,
+        "p99_us": quantiles(load.decisions, n=100)[-1] * 1e6,
+        "ledger_us": median(load.ledger) * 1e6,  # entry and release of a request together
+        "poll_us": median(load.polls) * 1e6,
+    }
 
 
-def measure_chat(text_bytes: int, times: int) -> ParseTiming:
-    """Times the parsing of a chat of a few messages."""
+def measure_chat(text_bytes: int, times: int) -> Line:
+    """Times the parsing of a chat of a few messages: the least of several repeats, as ``timeit``
+    advises.
+    """
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]
@@ -186,11 +162,20 @@ def measure_chat(text_bytes: int, times: int) -> ParseTiming:
     tokens = prompt.count(counter, _MODEL)
     profile = repeat(lambda: inspect(Endpoint.CHAT, body, counter), repeat=_REPEATS, number=times)
     prefix = repeat(lambda: prompt.prefix(tokens, 0), repeat=_REPEATS, number=times)
-    return ParseTiming(text_bytes, min(profile) / times * 1e6, min(prefix) / times * 1e6)
+    per_chat_us = 1e6 / times
+    return {
+        "text_bytes": text_bytes,
+        "profile_us": min(profile) * per_chat_us,
+        "prefix_us": min(prefix) * per_chat_us,
+    }
 
 
-def measure_queue(queued: int, tenants: int, times: int) -> QueueTiming:
-    """Times arrivals and ends by turns, so that the number of queued requests stays the same."""
+def measure_queue(queued: int, tenants: int, times: int) -> Line:
+    """Times arrivals and ends by turns, so that the number of queued requests stays the same.
+
+    An arrival is the decision of a request that must wait, and its entry into the queue. An end is
+    the release of a request, and the decision and dispatch of a queued request.
+    """
     queue = _FullRouter(tenants)
     while len(queue) < queued:
         queue.arrive()
@@ -205,7 +190,8 @@ def measure_queue(queued: int, tenants: int, times: int) -> QueueTiming:
         arrivals.append(arrived - start)
         ends.append(perf_counter() - arrived)
     gc.unfreeze()
-    return QueueTiming(queued, tenants, median(arrivals) * 1e6, median(ends) * 1e6)
+    medians_us = {"arrival_us": median(arrivals) * 1e6, "end_us": median(ends) * 1e6}
+    return {"queued": queued, "tenants": tenants, **medians_us}
 
 
 class _FullRouter:
