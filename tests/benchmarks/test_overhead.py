@@ -21,33 +21,20 @@ CHUNKED = (
 )
 
 
-async def serve(statuses: list[int]) -> TestServer:
+async def test_open_loop_counts_failures() -> None:
+    statuses = iter([200, 503])
+
     async def answer(received: web.Request) -> web.Response:
         assert (await received.json())["stream"]
-        return web.Response(status=statuses.pop(0) if len(statuses) > 1 else statuses[0])
+        return web.Response(status=next(statuses, 200))
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", answer)])
-    server = TestServer(app)
-    await server.start_server()
-    return server
-
-
-async def test_closed_loop_keeps_requests_in_flight() -> None:
-    async with await serve([200]) as server:
-        assert server.port
-        report = await LoadGenerator(server.port, request()).at_once(5, seconds=1.0)
-    assert report.most_at_once == 5
-    assert report.answered > 5
-    assert report.failed == 0
-    assert 0 < report.p50_ms <= report.p95_ms <= report.p99_ms <= 1000 * report.seconds
-
-
-async def test_open_loop_counts_failures() -> None:
-    async with await serve([200, 503, 200]) as server:
+    async with TestServer(app) as server:
         assert server.port
         report = await LoadGenerator(server.port, request()).at_rate(500.0, 20, Random(0))
     assert (report.answered, report.failed) == (19, 1)
+    assert 0 < report.p50_ms <= report.p95_ms <= report.p99_ms <= 1000 * report.seconds
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -88,6 +75,8 @@ def test_overhead_of_envoy_alone_idle_ext_proc_and_router(
     assert Setup("extproc", 1).name == "+ router, 1 replica"
     for setup in setups:
         assert setup["rate"]["answered"] == 90
+        assert setup["at_once"]["answered"] > 64
+        assert setup["failed"] == 0
         assert setup["at_once"]["most_at_once"] == 64
         assert setup["held"]["most_at_once"] == 30
     assert all(setup["cpu_us"] > 0 for setup in setups[1:])

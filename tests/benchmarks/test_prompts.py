@@ -12,8 +12,7 @@ from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks import trace
-from benchmarks.load.plan import PATHS, Counting, LoadTarget, Planned, ask_server, plan, prompt
-from benchmarks.processes import get_samples
+from benchmarks.load.plan import Counting, LoadTarget, Planned, ask_server, plan, prompt
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -61,18 +60,6 @@ async def test_equal_leading_ids_give_equal_leading_tokens(replica_url: str) -> 
             prefix = min(equal * ID_TOKENS, *(request.traced.prompt_tokens for request in both))
             # The next word may be equal by chance, the next ten may not.
             assert prefix <= shared(tokens, others) < prefix + 10
-
-
-async def test_prefix_is_found_in_the_cache(replica_url: str) -> None:
-    async with ClientSession() as session:
-        for number in (1, 2):
-            traced = TracedRequest(0.0, 1500, 1, 1, (1, 2, number))
-            body = Planned(number, traced, "chat", False, 1, False).body(SIMULATED, "a")
-            async with session.post(f"{replica_url}{PATHS['chat']}", json=body) as response:
-                assert response.status == 200
-    samples = await get_samples(f"{replica_url}/metrics")
-    (hits,) = (each for each in samples if each.name == "vllm:prefix_cache_hits_total")
-    assert hits.value == 2 * ID_TOKENS
 
 
 async def test_prompts_fit_another_tokenizer() -> None:

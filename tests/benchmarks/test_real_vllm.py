@@ -16,16 +16,9 @@ from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.lab.harness.traffic import Answer
 
 
-def served(
-    replica: str = "a", known: bool = True, ttft_s: float | None = None, actual: float = 2.0
-) -> dict[str, Any]:
+def served(ttft_s: float | None = None, completion_s: float = 2.0) -> dict[str, Any]:
     predicted = {"predicted_ttft_s": 0.5, "predicted_completion_s": 2.2}
-    return {
-        "replica": replica,
-        "known": known,
-        "ttft_s": ttft_s,
-        "completion_s": actual,
-    } | predicted
+    return {"ttft_s": ttft_s, "completion_s": completion_s, **predicted}
 
 
 def test_accuracy_has_relative_errors_and_rank_correlation() -> None:
@@ -40,7 +33,7 @@ def test_accuracy_has_relative_errors_and_rank_correlation() -> None:
 
 
 def test_first_tokens_are_those_of_streams() -> None:
-    found = measures([served(ttft_s=1.0), served(ttft_s=0.5), served(actual=1.1)])
+    found = measures([served(ttft_s=1.0), served(ttft_s=0.5), served(completion_s=1.1)])
     completion, ttft, decode = (found[name] or {} for name in ("completion", "ttft", "decode"))
     assert [found["requests"] for found in (completion, ttft, decode)] == [3, 2, 2]
     assert ttft["median_bias"] == pytest.approx(-0.25)

@@ -108,7 +108,9 @@ def test_pictures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
     written(compared(run("us", 1), run("them", 2)), tmp_path)
     mine = tmp_path / "mine.png"
     mine.touch()
-    written({"run": {}, "requests": [{"at_s": 1.0, "completion_s": 2.0}]}, tmp_path)
+    bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
+    page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
+    assert page.row("bare")[1:3] == ["2", "–"]
     assert {path.stem for path in tmp_path.glob("*.png")} == {"completion", "mine"}
 
 
@@ -149,13 +151,6 @@ def test_single_run_is_compared_with_nothing(tmp_path: Path) -> None:
     assert "×" not in page.row("alone")[4]
     assert page.said[-1] == "Warning, alone: the client was busy"
     assert {path.stem for path in tmp_path.glob("*.png")} == PICTURES - {"figures"}
-
-
-def test_request_needs_only_arrival_and_completion(tmp_path: Path) -> None:
-    bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
-    page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
-    assert page.row("bare")[1:3] == ["2", "–"]
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"completion"}
 
 
 def test_report_of_failed_requests_has_no_pictures(tmp_path: Path) -> None:
@@ -219,6 +214,7 @@ def test_ratio_is_to_the_best_other_of_the_same_turn() -> None:
     assert (beside["less"], beside["more"]) == (3, 0)
 
 
+NO_RUN = "us has no run: nothing is compared."
 ALONE = "Nothing is compared: in no turn are both us and another without doubt."
 
 
@@ -253,7 +249,7 @@ ALONE = "Nothing is compared: in no turn are both us and another without doubt."
             about_us(turn("us", 0, 1.0, **DOUBT), turn("us", 1, 1.0), turn("them", 0, 2.0)),
             "Completion, mean: 1.00 s.",
         ),
-        (about_us(turn("them", 0, 1.0)), "us has no run: nothing is compared."),
+        (about_us(turn("them", 0, 1.0)), NO_RUN),
         (compared(turn("a", 0, 1.0), turn("b", 0, 2.0), ours=[]), "a is 0.50× the best other (b)"),
         (
             about_us(turn("us", 0, None, **WRONG), turn("them", 0, 1.0)),
@@ -264,8 +260,10 @@ ALONE = "Nothing is compared: in no turn are both us and another without doubt."
 def test_terminal_compares_turns_without_doubt(results: Json, said: str) -> None:
     printed = terminal_result(results)
     assert said in printed
-    if said is ALONE:
+    if said in (ALONE, NO_RUN):
         assert "×" not in printed
+        beside = figures.to_json(results)["beside_best"]
+        assert beside == dict.fromkeys(beside)
     if all(run["run"]["repeat"] == 0 for run in results["runs"]):
         assert "…" not in printed
 
@@ -280,7 +278,3 @@ def test_turn_in_doubt_is_never_the_best_other(wrong: Json) -> None:
     printed = terminal_result(results)
     assert "fast ! " in printed
     assert "In doubt: fast in 1 of 2 turns. Comparisons leave these turns out." in printed
-
-
-def test_comparison_without_own_run_has_no_ratios() -> None:
-    assert figures.to_json(about_us(turn("them", 0, 1.0)))["beside_best"]["TTFT, mean"] is None
