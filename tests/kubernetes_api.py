@@ -1,7 +1,7 @@
-"""The EndpointSlices of an API server of Kubernetes, listed and watched as the real one has them.
+"""API server of Kubernetes that lists and watches EndpointSlices like kube-apiserver.
 
-As in kube-apiserver: every change has a version; a watch tells all changes after the one it is
-asked from, and nothing while that is yet to come; items of a list have no kind.
+Every change has a version. A watch sends all changes after the version in its query, and nothing
+while that version is yet to come. Items of a list have no kind.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from extproc.poll import kubernetes
 from tests.certificates import Authority
 from tests.waiting import until
 
-RECORDED = Path(__file__).parent / "data" / "kubernetes"  # what a real one answered
+RECORDED = Path(__file__).parent / "data" / "kubernetes"  # answers of a real server
 KIND = {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1"}
 SERVICE = "kubernetes.io/service-name"
 
@@ -34,13 +34,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def recorded(name: str) -> tuple[int, dict[str, Any]]:
-    """Status and body of an answer."""
+    """Returns status and body of a recorded answer."""
     answer = json.loads((RECORDED / f"{name}.json").read_text())
     return answer["status"], answer["body"]
 
 
 def recorded_watch(name: str) -> list[dict[str, Any]]:
-    """The events of a watch."""
+    """Returns the events of a recorded watch."""
     lines = (RECORDED / f"{name}.jsonl").read_text().splitlines()
     return [json.loads(line)["event"] for line in lines]
 
@@ -48,7 +48,7 @@ def recorded_watch(name: str) -> list[dict[str, Any]]:
 def endpoint(
     ip: str, pod: str, ready: bool = True, serving: bool | None = None, terminating: bool = False
 ) -> dict[str, Any]:
-    """One of a slice, as the slice controller writes it."""
+    """Returns an endpoint as the slice controller writes it."""
     serving = ready if serving is None else serving
     return {
         "addresses": [ip],
@@ -58,7 +58,7 @@ def endpoint(
 
 
 def terminating(ip: str, pod: str) -> dict[str, Any]:
-    """One that is about to end, and serves still."""
+    """Returns the endpoint of a terminating pod that still serves."""
     return endpoint(ip, pod, ready=False, serving=True, terminating=True)
 
 
@@ -72,26 +72,26 @@ def endpoint_slice(
     return {
         "metadata": {"name": name, "namespace": "llm", "labels": {SERVICE: service}},
         "addressType": family,
-        "endpoints": [dict(one) for one in endpoints],
+        "endpoints": [dict(item) for item in endpoints],
         "ports": [{"name": port, "protocol": "TCP", "port": number} for port, number in ports],
     }
 
 
 class ApiServer:
-    """Speaks HTTPS, and takes one token; a test writes its slices, and makes it misbehave."""
+    """HTTPS server that accepts a single token; a test writes its slices, and makes it fail."""
 
     def __init__(self, directory: Path) -> None:
         self.account = directory / "account"  # the files of a pod's service account
         self.port = free_port()
         self.token = "token-1"
-        self.forbidden: set[str] = set()  # verbs that the token gives no right to
-        self.asked: list[dict[str, str]] = []  # the queries that were answered, each with its path
+        self.forbidden: set[str] = set()  # verbs for which the token has no right
+        self.queries: list[dict[str, str]] = []  # of accepted requests, each with its path
         self.version = 90
-        self.handler: Handler = self._answer  # a test may put another in its place
+        self.handler: Handler = self._answer  # a test may replace it
         self._slices: dict[str, _Slice] = {}
         self._changes: list[_Change] = []
         self.watches: set[asyncio.Queue[Any]] = set()
-        """For each that is open what it is to be told: changes, lines, its end."""
+        """Open watches, each with changes and lines to send, or its end."""
         self._runner: web.AppRunner | None = None
         authority = Authority(directory / "kube-ca")
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -109,25 +109,25 @@ class ApiServer:
         after = copy.deepcopy(dict(new))
         after["metadata"]["resourceVersion"] = str(self.version)
         name = after["metadata"]["name"]
-        self._happened(self._slices.get(name), after)
+        self._add_change(self._slices.get(name), after)
         self._slices[name] = after
 
     def delete(self, name: str) -> None:
         self.version += 1
-        self._happened(self._slices.pop(name), None)
+        self._add_change(self._slices.pop(name), None)
 
     def go_back(self, version: int) -> None:
-        """To a backup of that version; what came after it never was."""
+        """Restores a backup of that version: later changes never happened."""
         self.version = version
         self._changes.clear()
 
-    def send(self, kind: str, **told: Any) -> None:
-        """An event of no change to all that watch."""
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends all watches an event that is no change."""
         for watch in self.watches:
-            watch.put_nowait(_line(kind, {**KIND, **told}))
+            watch.put_nowait(_line(kind, {**KIND, **fields}))
 
     def end_watches(self, last: bytes = b"", how: str = _END) -> None:
-        """Ends all watches as their timeout or a proxy does, perhaps within a line."""
+        """Ends all watches like their timeout or a proxy, perhaps within a line."""
         for watch in self.watches:
             watch.put_nowait(last)
             watch.put_nowait(how)
@@ -136,16 +136,12 @@ class ApiServer:
         self.end_watches(last, _HANG_UP)
 
     async def watched(self, times: int = 1) -> dict[str, str]:
-        """Returns the last query when there were so many watches and the last is open."""
+        """Waits for the watch of that number to be open; returns the last query."""
+        await until(lambda: len(self.queries_of("watch")) >= times and self.watches)
+        return self.queries_of("watch")[-1]
 
-        def so() -> bool:
-            return len(self.asked_for("watch")) >= times and bool(self.watches)
-
-        await until(so)
-        return self.asked_for("watch")[-1]
-
-    def asked_for(self, verb: str) -> list[dict[str, str]]:
-        return [one for one in self.asked if ("watch" in one) == (verb == "watch")]
+    def queries_of(self, verb: str) -> list[dict[str, str]]:
+        return [query for query in self.queries if ("watch" in query) == (verb == "watch")]
 
     async def start(self) -> None:
         app = web.Application()
@@ -157,7 +153,7 @@ class ApiServer:
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._context).start()
 
     async def stop(self) -> None:
-        """Nobody listens any more, and what was open is cut."""
+        """Closes the port and cuts open connections."""
         if self._runner is not None:
             self.drop_watches()
             await self._runner.cleanup()
@@ -166,7 +162,7 @@ class ApiServer:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             status, body = recorded("unauthorized")
             return web.json_response(body, status=status)
-        self.asked.append({"path": request.path, **request.query})
+        self.queries.append({"path": request.path, **request.query})
         return await self.handler(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -176,14 +172,14 @@ class ApiServer:
         verb = "watch" if request.query.get("watch") == "true" else "list"
         if verb in self.forbidden:
             status, body = recorded("forbidden")
-            told = body["message"].replace('API group ""', 'API group "discovery.k8s.io"')
-            told = told.replace("pods", "endpointslices").replace("list", verb)
-            return web.json_response(body | {"message": told}, status=status)
+            message = body["message"].replace('API group ""', 'API group "discovery.k8s.io"')
+            message = message.replace("pods", "endpointslices").replace("list", verb)
+            return web.json_response(body | {"message": message}, status=status)
         selector = request.query["labelSelector"]
         return await (self._watch if verb == "watch" else self._list)(request, selector)
 
     async def _list(self, _: web.Request, selector: str) -> web.StreamResponse:
-        items = [one for one in self._slices.values() if _selected(one, selector)]
+        items = [item for item in self._slices.values() if _selected(item, selector)]
         return web.json_response(
             {
                 "kind": "EndpointSliceList",
@@ -203,55 +199,55 @@ class ApiServer:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(float(request.query["timeoutSeconds"])):
-                    await self._tell(watch, request, response)
+                    await self._send_changes(watch, request, response)
         finally:
             self.watches.discard(watch)
         return response
 
-    async def _tell(
+    async def _send_changes(
         self, watch: "asyncio.Queue[Any]", request: web.Request, response: web.StreamResponse
     ) -> None:
         since, selector = (request.query[key] for key in ("resourceVersion", "labelSelector"))
-        while (told := await watch.get()) != _END:
-            if told == _HANG_UP:
+        while (item := await watch.get()) != _END:
+            if item == _HANG_UP:
                 assert request.transport is not None
                 request.transport.abort()
                 return
-            if isinstance(told, bytes):
-                await response.write(told)
-            elif told[0] > int(since):
-                await response.write(_event(told, selector))
+            if isinstance(item, bytes):
+                await response.write(item)
+            elif item[0] > int(since):
+                await response.write(_event(item, selector))
 
-    def _happened(self, before: _Slice | None, after: _Slice | None) -> None:
+    def _add_change(self, before: _Slice | None, after: _Slice | None) -> None:
         change = (self.version, before, after)
         self._changes.append(change)
         for watch in self.watches:
             watch.put_nowait(change)
 
 
-def _selected(one: Mapping[str, Any], selector: str) -> bool:
+def _selected(item: Mapping[str, Any], selector: str) -> bool:
     label, _, value = selector.partition("=")
-    return bool(one["metadata"]["labels"].get(label) == value)
+    return bool(item["metadata"]["labels"].get(label) == value)
 
 
 def _event(change: _Change, selector: str) -> bytes:
-    """The line that tells of a change those who asked with this selector; empty: none does."""
+    """Returns the line of a change for a watch with this selector; empty: not selected."""
     version, before, after = change
-    told = copy.deepcopy(after or before)
-    assert told is not None
-    if not _selected(told, selector):
+    changed = copy.deepcopy(after or before)
+    assert changed is not None
+    if not _selected(changed, selector):
         return b""
-    told["metadata"]["resourceVersion"] = str(version)
+    changed["metadata"]["resourceVersion"] = str(version)
     kind = "DELETED" if after is None else "MODIFIED" if before else "ADDED"
-    return _line(kind, {**KIND, **told})
+    return _line(kind, {**KIND, **changed})
 
 
-def _line(kind: str, told: Mapping[str, Any]) -> bytes:
-    return json.dumps({"type": kind, "object": told}).encode() + b"\n"
+def _line(kind: str, item: Mapping[str, Any]) -> bytes:
+    return json.dumps({"type": kind, "object": item}).encode() + b"\n"
 
 
 def enter_pod(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process finds is what a pod finds in a cluster with this server."""
+    """Gives this process the environment and service account of a pod in the server's cluster."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     monkeypatch.setattr(kubernetes, "ACCOUNT", server.account)

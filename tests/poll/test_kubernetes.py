@@ -130,11 +130,11 @@ async def test_recorded_watch_of_a_real_server_is_followed(api: ApiServer, found
         await found.has(**now)
     for _bookmark in range(2):
         real.step.release()
-    await until(lambda: len(api.asked_for("watch")) == 2)
+    await until(lambda: len(api.queries_of("watch")) == 2)
     await found.has(vllm_0="serves", vllm_1="serves")
     real.step.release()  # the error event: resourceVersion too old
-    await until(lambda: len(api.asked_for("watch")) == 3)
-    assert [query["resourceVersion"] for query in api.asked_for("watch")] == ["91"] * 3
+    await until(lambda: len(api.queries_of("watch")) == 3)
+    assert [query["resourceVersion"] for query in api.queries_of("watch")] == ["91"] * 3
     await found.has(vllm_0="serves", vllm_1="serves")
 
 
@@ -145,7 +145,7 @@ async def test_list_and_watch_send_the_query_of_the_kubernetes_api(
     watch = await api.watched()
     path = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
     selected = {"path": path, "labelSelector": "kubernetes.io/service-name=vllm"}
-    assert api.asked == [selected, watch]
+    assert api.queries == [selected, watch]
     assert watch == selected | {
         "watch": "true",
         "resourceVersion": "91",
@@ -157,7 +157,7 @@ async def test_source_sets_namespace_and_name_prefix(api: ApiServer) -> None:
     source = {"kubernetes": {"service": "vllm", "port": 8000, "namespace": "gpu"}, "name": "fast"}
     discovery = Discovery([ReplicaSource.model_validate(source)], None, PATIENCE_S)
     assert [target.name for target in await discovery.targets()] == ["fast/vllm-0", "fast/vllm-1"]
-    assert api.asked[0]["path"].split("/")[5] == "gpu"
+    assert api.queries[0]["path"].split("/")[5] == "gpu"
     discovery.stop()
 
 
@@ -314,12 +314,12 @@ async def test_largest_endpoint_slice_is_read_from_a_watch(api: ApiServer, watch
     large["metadata"]["annotations"] = {"what": "x" * 1_000_000}
     api.put(large)
     await until_read(watched.pods, lambda now: len(now) == 1000)
-    assert len(api.asked_for("list")) == 1  # read from the watch
+    assert len(api.queries_of("list")) == 1  # read from the watch
 
 
 async def test_unreadable_watch_event_causes_a_new_list(api: ApiServer, watched: Found) -> None:
     api.send("MODIFIED", metadata=None)
-    await until(lambda: len(api.asked_for("list")) == 2)
+    await until(lambda: len(api.queries_of("list")) == 2)
     await watched.has(vllm_0="serves", vllm_1="serves")
 
 
@@ -439,7 +439,9 @@ def test_named_port_is_resolved_in_each_slice() -> None:
 
 
 @pytest.mark.process
-async def test_pod_conditions_reach_routers(api: ApiServer, redis_server: RedisServer) -> None:
+async def test_pod_conditions_reach_routers_at_once(
+    api: ApiServer, redis_server: RedisServer
+) -> None:
     async with serving() as first, serving() as second:
 
         def put(replica: Replica, **conditions: bool) -> None:
@@ -457,6 +459,8 @@ async def test_pod_conditions_reach_routers(api: ApiServer, redis_server: RedisS
             assert (state.healthy, state.problem) == (False, "not ready, by its EndpointSlice")
             put(second)
             assert (await router.replica(second, healthy=True)).problem == ""
+            first.answers["/metrics"] = hang  # no scrape ends from now on
+            await first.requested("/metrics", more=1)
             put(first, ready=False, serving=True, terminating=True)
             state = await router.replica(first, draining=True)
             assert state.healthy
@@ -465,24 +469,6 @@ async def test_pod_conditions_reach_routers(api: ApiServer, redis_server: RedisS
             assert state.draining
             api.delete(str(first.port))
             await router.until(lambda states: [*states] == [second.id])
-
-
-@pytest.mark.process
-async def test_terminating_pod_drains_before_the_next_scrape_ends(
-    api: ApiServer, redis_server: RedisServer
-) -> None:
-    async with serving() as replica:
-        ports = [("http", replica.port)]
-        api.put(endpoint_slice(endpoint("127.0.0.1", "vllm-0"), ports=ports))
-        source = {"kubernetes": {"service": "vllm", "port": "http"}}
-        settings = config(redis_server, replicas=[source])
-        async with watching(settings) as router:
-            await router.replica(replica, healthy=True)
-            replica.answers["/metrics"] = hang  # no scrape ends from now on
-            await replica.requested("/metrics", more=1)
-            api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
-            state = await router.replica(replica, draining=True)
-            assert state.healthy
 
 
 @pytest.mark.process

@@ -10,16 +10,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.processes import free_port
 from extproc.poll import kv_stream
-from extproc.poll.destination import Destination, IntoFleet
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
-from extproc.poll.kv_blocks import KvBlocks, Mark
+from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
-from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
@@ -191,12 +189,6 @@ async def test_late_poller_replays_all_events(
         await followed.holds(*KEYS[:2])
 
 
-async def test_replica_without_events_holds_no_blocks(followed: Followed, engine: Engine) -> None:
-    await followed.holds()
-    await engine.publish(stored(0, [11]))
-    await followed.holds(KEYS[0])
-
-
 async def test_lost_batches_are_replayed(followed: Followed, engine: Engine) -> None:
     await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
@@ -292,33 +284,6 @@ async def test_unchanged_blocks_are_not_saved_again(
         assert followed.saves == 2
         followed.stream.resend_all()  # Redis may have lost the save
         await followed.until(lambda: followed.saves == 3)
-
-
-class PollingRouter(IntoFleet):
-    """Destination of a router that polls by itself."""
-
-    def __init__(self) -> None:
-        super().__init__(Fleet(OutputLengths()))
-        self.changes: asyncio.Queue[None] = asyncio.Queue()
-
-    async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
-        await super().blocks_changed(replica, blocks)
-        self.changes.put_nowait(None)
-
-
-async def test_router_that_polls_by_itself_encodes_no_save(
-    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dumps: list[Mark] = []
-    monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
-    async with following(context, engine) as followed:
-        await followed.holds()
-        followed.stream._into = router = PollingRouter()
-        followed.stream.resend_all()
-        dumps.clear()
-        for _ in range(4):
-            await asyncio.wait_for(router.changes.get(), PATIENCE_S)
-    assert not dumps
 
 
 async def skip_a_number(engine: Engine) -> None:

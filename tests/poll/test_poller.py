@@ -21,7 +21,7 @@ from extproc.config import Config
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
-from extproc.predict.step import DEFAULT_PROFILE, PROFILES
+from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.lists import Put
@@ -91,19 +91,6 @@ async def test_state_has_every_field_that_a_scrape_reads(
         )
         replica.answers["/metrics"] = text(page(running=9, steps=101))
         await router.replica(replica, running=9)
-
-
-async def test_poller_continues_from_step_times_learned_before(
-    redis_server: RedisServer, replica: Replica
-) -> None:
-    learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
-    settings = config(redis_server, replica)
-    known: dict[str, Any] = {"learned": learned, "measured": True, "running": 7}
-    await write_states(settings, ReplicaState(id=replica.id, profile=DEFAULT_PROFILE, **known))
-    async with watching(settings) as router:
-        state = await router.replica(replica, running=2)
-        assert state.learned is not None
-        assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
 
 
 async def test_learned_batch_limit_outlives_the_poller_and_ends_with_the_engine(
@@ -220,16 +207,18 @@ async def test_stall_shorter_than_the_limit_is_not_write_states(
     assert all(state.healthy and not state.unanswered_s for state in router.history)
 
 
-async def test_state_says_that_the_replica_refuses_connections(
+async def test_refused_connections_end_the_silence_of_a_replica(
     replica: Replica, router: RouterView
 ) -> None:
     await router.replica(replica, healthy=True)
     replica.answers["/health"] = text("", 503)
     assert not (await router.replica(replica, healthy=False)).refuses
+    replica.answers |= {"/metrics": hang, "/health": hang}
+    await router.replica(replica, lambda state: state.unanswered_s > 0.0)
     await replica.stop()
     state = await router.replica(replica, refuses=True)
-    assert not state.healthy
-    replica.answers["/health"] = text("")
+    assert (state.healthy, state.unanswered_s) == (False, 0.0)
+    replica.answers |= {"/metrics": text(page()), "/health": text("")}
     await replica.start()
     assert not (await router.replica(replica, healthy=True)).refuses
 
@@ -246,17 +235,6 @@ async def test_seconds_without_answer_are_published_while_a_replica_hangs(
     replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
     state = await router.replica(replica, running=7)
     assert (state.healthy, state.unanswered_s) == (True, 0.0)
-
-
-async def test_silence_ends_when_connections_are_refused(
-    replica: Replica, router: RouterView
-) -> None:
-    await router.replica(replica, healthy=True)
-    replica.answers |= {"/metrics": hang, "/health": hang}
-    await router.replica(replica, lambda state: state.unanswered_s > 0.0)
-    await replica.stop()
-    state = await router.replica(replica, lambda state: "refused" in state.problem)
-    assert state.unanswered_s == 0.0
 
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])
@@ -400,19 +378,6 @@ async def test_model_list_of_an_earlier_process_is_dropped(
         replica.answers["/metrics"] = text(page(steps=4, model="large"))
         state = await router.replica(replica, steps=4)
         assert (state.models, state.max_model_len) == (("large",), 131_072)
-
-
-async def test_slow_model_list_delays_no_figures(
-    redis_server: RedisServer, replica: Replica
-) -> None:
-    replica.answers["/v1/models"] = listed = HeldAnswer(replica.answers["/v1/models"])
-    async with watching(config(redis_server, replica)) as router:
-        await router.replica(replica, healthy=True)
-        replica.answers["/metrics"] = text(page(steps=101))
-        state = await router.replica(replica, steps=101)
-        assert (state.models, state.max_model_len) == (("tiny",), None)
-        listed.released.set()
-        await router.replica(replica, models=MODELS)
 
 
 async def test_models_come_from_metrics_if_the_list_is_refused(
