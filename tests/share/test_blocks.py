@@ -1,7 +1,7 @@
 """Block updates reach present and later routers, complete and in order."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -27,8 +27,6 @@ from tests.share.servers import publishing
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
-
-Held = Mapping[str, set[int]]
 
 
 def update_of(number: int, stored: set[int], removed: set[int] | None = None) -> BlockUpdate:

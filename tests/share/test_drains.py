@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def run(stopped_redis: RedisServer, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 async def listed(run: Run) -> dict[str, dict[str, Any]]:
-    return {one["id"]: one for one in json.loads(await run("list", "--json"))}
+    return {row["id"]: row for row in json.loads(await run("list", "--json"))}
 
 
 async def drained(run: Run, seen: RouterView, replica: Replica) -> str:
@@ -48,39 +49,38 @@ async def drained(run: Run, seen: RouterView, replica: Replica) -> str:
     return printed
 
 
-def empty(**figures: Any) -> Any:
-    return text(page(running=0, waiting=0, **figures))
+@asynccontextmanager
+async def watched(redis: RedisServer, *replicas: Replica) -> AsyncIterator[RouterView]:
+    """Polls these replicas, and yields a router's view of all of them."""
+    async with watching(config(redis, *replicas)) as seen:
+        await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})
+        yield seen
 
 
 async def test_undrain_takes_drain_back(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
-        await seen.until(lambda states: len(states) == 2)
-        printed = await drained(run, seen, one)
-        assert printed == f"{one.id} is draining: 2 running and 1 waiting\n"
-        assert not seen.states[two.id].draining
-        told = (await listed(run))[one.id]
-        assert (told["state"], told["drained"]) == ("draining", True)
-        assert await run("undrain", one.id) == f"{one.id} gets requests again\n"
-        await seen.replica(one, lambda state: not state.draining)
-        assert not (await listed(run))[one.id]["drained"]
-        assert await run("undrain", one.id) == f"{one.id} was not drained\n"
+    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+        printed = await drained(run, seen, a)
+        assert printed == f"{a.id} is draining: 2 running and 1 waiting\n"
+        assert not seen.states[b.id].draining
+        row = (await listed(run))[a.id]
+        assert (row["state"], row["drained"]) == ("draining", True)
+        assert await run("undrain", a.id) == f"{a.id} gets requests again\n"
+        await seen.replica(a, lambda state: not state.draining)
+        assert not (await listed(run))[a.id]["drained"]
+        assert await run("undrain", a.id) == f"{a.id} was not drained\n"
 
 
 async def test_new_poller_knows_drains_at_once(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one, serving() as two:
-        settings = config(redis_server, one, two)
-        async with watching(settings) as seen:
-            await seen.until(lambda states: len(states) == 2)
-            await drained(run, seen, one)
-        async with watching(settings) as seen:
-            await seen.until(lambda states: len(states) == 2)
-            await seen.replica(two, lambda state: not state.draining)
-            assert all(state.draining for state in seen.history if state.id == one.id)
+    async with serving() as a, serving() as b:
+        async with watched(redis_server, a, b) as seen:
+            await drained(run, seen, a)
+        async with watched(redis_server, a, b) as seen:
+            await seen.replica(b, lambda state: not state.draining)
+            assert all(state.draining for state in seen.history if state.id == a.id)
 
 
 async def test_unreadable_drains_log(redis_server: RedisServer, run: Run, logged: Logged) -> None:
-    async with serving() as one, watching(config(redis_server, one)) as seen:
-        await seen.until(lambda states: set(states) == {one.id})
+    async with serving() as a, watched(redis_server, a) as seen:
         async with connect(redis_server.url, "default") as redis:
             names = "replica:*", "lists:*", "poller:*", "poller-names"
             keys = [f"~{{default}}:{name}" for name in names]
@@ -88,84 +88,80 @@ async def test_unreadable_drains_log(redis_server: RedisServer, run: Run, logged
             line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
             assert line["key"] == "{default}:drains"
             assert "permission" in str(line["error"])
-            error = await run("drain", one.id, status=1)
+            error = await run("drain", a.id, status=1)
             assert "refuses" in error
             assert "{default}:drains" in error
             await command(redis, "ACL", "SETUSER", "default", *str(line["allow"]).split())
         await logged.line("redis refuses the key no longer")
-        await drained(run, seen, one)
+        await drained(run, seen, a)
     assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
 
 
 async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
-        await seen.until(lambda states: len(states) == 2)
-        waiting = asyncio.create_task(run("drain", one.id, "--wait", "60"))
-        await seen.replica(one, lambda state: state.draining)
-        one.answers["/metrics"] = text(page(running=0, waiting=1))
-        await seen.replica(one, lambda state: not state.running)
-        one.answers["/metrics"] = text(page(running=0, waiting=0))
-        first, last = (await waiting).splitlines()
-        assert first == f"{one.id} is draining: 2 running and 1 waiting"
-        assert last.startswith(f"{one.id} is empty after ")
-        await drained(run, seen, two)
-        assert await run("drain", two.id, "--wait", "0.3", status=1) == (
-            f"extproc replicas: {two.id} has 2 running and 1 waiting after 0.3 s; "
+    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+        waiting = asyncio.create_task(run("drain", a.id, "--wait", "60"))
+        await seen.replica(a, lambda state: state.draining)
+        a.answers["/metrics"] = text(page(running=0, waiting=1))
+        await seen.replica(a, lambda state: not state.running)
+        a.answers["/metrics"] = text(page(running=0, waiting=0))
+        begun, ended = (await waiting).splitlines()
+        assert begun == f"{a.id} is draining: 2 running and 1 waiting"
+        assert ended.startswith(f"{a.id} is empty after ")
+        await drained(run, seen, b)
+        assert await run("drain", b.id, "--wait", "0.3", status=1) == (
+            f"extproc replicas: {b.id} has 2 running and 1 waiting after 0.3 s; "
             "it goes on draining\n"
         )
 
 
 async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one, watching(config(redis_server, one)) as seen:
-        await seen.replica(one, lambda state: state.models == ("tiny", "adapter"))
-        assert "no other replica can serve its models" in await run("drain", one.id)
+    async with serving() as a, watching(config(redis_server, a)) as seen:
+        await seen.replica(a, lambda state: state.models == ("tiny", "adapter"))
+        assert "no other replica can serve its models" in await run("drain", a.id)
 
 
 async def test_drain_wait_reports_dead_replica(redis_server: RedisServer, run: Run) -> None:
     dead = Replica()
-    async with watching(config(redis_server, dead)) as seen:
-        await seen.until(lambda states: dead.id in states)
+    async with watched(redis_server, dead) as seen:
         await drained(run, seen, dead)
         error = await run("drain", dead.id, "--wait", "0.2", status=1)
     assert "does not answer (cannot connect: connection refused)" in error
 
 
 async def test_drain_without_poller_fails(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one:
-        async with watching(config(redis_server, one)) as seen:
-            await seen.until(lambda states: one.id in states)
-        error = await run("drain", one.id, "--wait", "0.2", status=1)
+    async with serving() as a:
+        async with watched(redis_server, a):
+            pass
+        error = await run("drain", a.id, "--wait", "0.2", status=1)
     assert "has no poller that drains it" in error
 
 
 async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as one, connect(redis_server.url, "default") as redis:
-        async with watching(config(redis_server, one)) as seen:
-            await seen.until(lambda states: one.id in states)
-            await drained(run, seen, one)
-        await redis.delete(Keys("default").replica + one.id)
-        assert (await listed(run))[one.id]["state"] == "drained, not polled"
-        error = await run("drain", one.id, "--wait", "0.2", status=1)
-    assert f"{one.id} is not polled, so its requests are unknown" in error
+    async with serving() as a, connect(redis_server.url, "default") as redis:
+        async with watched(redis_server, a) as seen:
+            await drained(run, seen, a)
+        await redis.delete(Keys("default").replica + a.id)
+        assert (await listed(run))[a.id]["state"] == "drained, not polled"
+        error = await run("drain", a.id, "--wait", "0.2", status=1)
+    assert f"{a.id} is not polled, so its requests are unknown" in error
 
 
 async def test_redis_that_comes_back_empty_gets_drains(
     redis_server: RedisServer, run: Run, logged: Logged
 ) -> None:
-    async with serving() as one, serving() as two:
-        settings = config(redis_server, one, two)
-        async with watching(settings) as seen, polling(config(redis_server, one, two)):
-            await seen.until(lambda states: len(states) == 2)
-            await drained(run, seen, one)
+    async with serving() as a, serving() as b:
+        settings = config(redis_server, a, b)
+        async with watched(redis_server, a, b) as seen, polling(settings):
+            await drained(run, seen, a)
             await redis_server.kill()
             await logged.line("redis is lost, retrying")
             await redis_server.start()
             async with connect(redis_server.url, "default") as redis:
                 await until(DrainStore(redis, settings.pool).read)
-                assert await DrainStore(redis, settings.pool).read() == {one.id: True}
+                assert await DrainStore(redis, settings.pool).read() == {a.id: True}
                 assert await redis.ttl("{default}:drains") > 3600
             await seen.until(lambda states: len(states) == 2)
-            assert seen.states[one.id].draining
+            assert seen.states[a.id].draining
 
 
 HERE, GONE = "10.0.0.1:80", "10.0.0.2:80"
@@ -183,7 +179,7 @@ async def test_drain_outlives_replica_for_an_hour(store: DrainStore) -> None:
     for _ in range(3):
         await drains.look(store, clock())
         clock.advance(3601)
-    assert len(await store.read()) == 2  # the sources have named nothing yet
+    assert len(await store.read()) == 2  # no source has listed replicas yet
     for _ in range(2):
         drains.name([HERE])
         await drains.look(store, clock())
@@ -200,7 +196,7 @@ async def test_expired_drain_stays_forgotten(store: DrainStore) -> None:
         poller.name([])
         await poller.look(store, clock())
         clock.advance(10)
-    clock.advance(3581)  # the first one's hour is over
+    clock.advance(3581)
     for _ in range(4):
         for poller in pollers:
             await poller.look(store, clock())
@@ -228,35 +224,33 @@ async def test_garbage_drains_are_skipped(
 ) -> None:
     async with connect(redis_server.url, "default") as redis:
         await redis.hset("{default}:drains", mapping={HERE: "{", GONE: ""})
-    async with serving() as one, watching(config(redis_server, one)) as seen:
-        await seen.until(lambda states: one.id in states)
-        await drained(run, seen, one)
-        assert await store.read() == {one.id: True}
+    async with serving() as a, watched(redis_server, a) as seen:
+        await drained(run, seen, a)
+        assert await store.read() == {a.id: True}
     assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {HERE, GONE}
 
 
 async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_path: Path) -> None:
-    one, two = Replica(), Replica()
+    a, b = Replica(), Replica()
     file = tmp_path / "replicas.yaml"
-    file.write_text(f"[{{url: '{one.id}', name: gpu-1}}, {{url: '{two.id}', name: gpu-1}}]")
+    file.write_text(f"[{{url: '{a.id}', name: gpu-1}}, {{url: '{b.id}', name: gpu-1}}]")
     async with watching(config(redis_server, replicas_file=file)) as seen:
         await seen.until(lambda states: len(states) == 2)
         error = await run("drain", "gpu-2", status=1)
         assert "'gpu-2' is not a replica of the pool 'default'; did you mean 'gpu-1'?" in error
         error = await run("drain", "gpu-1", status=1)
-    both = ", ".join(sorted([one.id, two.id]))
+    both = ", ".join(sorted([a.id, b.id]))
     assert f"2 replicas have the name 'gpu-1': use an address of {both}" in error
 
 
 async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
     assert "the pool 'default' has no known replicas" in await run("list")
     dead = Replica()
-    async with serving() as one, watching(config(redis_server, one, dead)) as seen:
-        await seen.until(lambda states: len(states) == 2)
+    async with serving() as a, watched(redis_server, a, dead):
         header, *rows = (await run("list")).splitlines()
     assert header.split("  ")[0] == "name"
-    row = next(row for row in rows if one.id in row)
-    assert row.split()[:9] == [one.id, one.id, "healthy", "2", "1", "50%", "-", "-", row.split()[8]]
+    row = next(row for row in rows if a.id in row)
+    assert row.split()[:9] == [a.id, a.id, "healthy", "2", "1", "50%", "-", "-", row.split()[8]]
     assert "cannot connect: connection refused" in next(row for row in rows if dead.id in row)
 
 
