@@ -3,18 +3,17 @@
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from pydantic_core import to_json
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.fields import flag
-from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of
+from extproc.request.prefix import MOST_BYTES
 from extproc.request.prompt import without_billing
 from extproc.request.template import ChatTemplate
-from extproc.request.tokenized import Tokenizations, Tokenized
+from extproc.request.tokenized import CachingTokenizer, TokenizedPrompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,63 +31,45 @@ _TEXTS = frozenset({"text", "input_text", "output_text"})
 T = TypeVar("T")
 
 
-class ExactPrompt(NamedTuple):
-    """Token ids of a prompt that is sent as text."""
-
-    ids: Ids
-    tokens: int  # estimated unless ``complete``
-    complete: bool = True  # ``ids`` are all of the prompt's
-    answer_begin: int = 0  # tokens before the last answer in the prompt; 0: it has none
-    answer_end: int = 0  # tokens up to the end of that answer
-
-    def prefix(self, seed: int) -> Prefix:
-        """Return the part of the prompt that a prefix cache may hold, as far as known."""
-        ids, begin, end = self.ids, self.answer_begin, self.answer_end
-        before, answer, after = ids[:begin], ids[begin:end], ids[end:]
-        prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
-        return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
-
-
-class _NotKnownError(Exception):
+class _UnknownRenderingError(Exception):
     """A request that vLLM renders in a way unknown here."""
 
 
 class ExactPrompts:
-    """Makes exact prompts by a model's tokenizer and chat template."""
+    """Tokenises prompts by a model's tokenizer and chat template, exactly as vLLM does."""
 
     def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate) -> None:
         self._template = template
-        self._tokenizations = Tokenizations(tokenizer)
-        self._before_texts = np.array(tokenizer.encode("").ids, np.uint32)
+        self._tokenizer = CachingTokenizer(tokenizer)
+        self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
-    def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> ExactPrompt | None:
+    def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
         """Return the only prompt of a request; None: not known."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None
-        except _NotKnownError:
+        except _UnknownRenderingError:
             return None
 
-    def _read_prompt(self, fields: Mapping[str, object]) -> ExactPrompt:
+    def _read_prompt(self, fields: Mapping[str, object]) -> TokenizedPrompt:
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             [prompt] = prompt
         text = self._tokenize(_known(prompt, str))
         if not flag(fields.get("add_special_tokens", True)):
-            return ExactPrompt(*text)
-        before = self._before_texts
-        ids = np.concatenate([before, text.ids])
-        return ExactPrompt(ids, text.tokens + len(before), text.complete)
+            return text
+        ids = np.concatenate([self._special_ids, text.ids])
+        return text._replace(ids=ids, tokens=text.tokens + len(self._special_ids))
 
-    def _read_chat(self, fields: Mapping[str, object]) -> ExactPrompt:
+    def _read_chat(self, fields: Mapping[str, object]) -> TokenizedPrompt:
         if any(map(fields.get, _UNUSUAL)):
-            raise _NotKnownError
+            raise _UnknownRenderingError
         given = _known(fields.get("chat_template_kwargs") or {}, dict)
         options = {"tools": _tools(fields.get("tools")), "documents": None, **given}
         sent = _known(fields.get("messages") or None, list)
         messages = [_message(message, self._template.takes_parts) for message in sent]
         text = self._text(messages, options, flag(fields.get("add_generation_prompt", True)))
-        prompt = ExactPrompt(*self._tokenize(text))
+        prompt = self._tokenize(text)
         begin, end = _last_answer(messages)
         if not begin or not prompt.complete:
             return prompt
@@ -103,15 +84,15 @@ class ExactPrompts:
         given = {"messages": messages, "add_generation_prompt": generate}
         return _known(self._template.render(options | given) or None, str)
 
-    def _tokenize(self, text: str) -> Tokenized:
+    def _tokenize(self, text: str) -> TokenizedPrompt:
         if len(text) > MOST_BYTES:
-            raise _NotKnownError
-        return self._tokenizations.of(text)
+            raise _UnknownRenderingError
+        return self._tokenizer.tokenize(text)
 
 
 def _known(value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
-        raise _NotKnownError
+        raise _UnknownRenderingError
     return value
 
 
@@ -119,7 +100,7 @@ def _message(given: object, takes_parts: bool) -> dict[str, Any]:
     given = _known(given, dict)
     role = _known(given.get("role"), str)
     if role == "developer":  # vLLM replaces this role for most templates
-        raise _NotKnownError
+        raise _UnknownRenderingError
     texts = _texts(given.get("content"))
     if role == "system":
         texts = [text for text in map(without_billing, texts) if text]
@@ -167,7 +148,7 @@ def _tools(given: object) -> list[dict[str, Any]] | None:
     if not given:
         return None
     if to_json(given).count(b"{") > _MOST_SCHEMAS:
-        raise _NotKnownError
+        raise _UnknownRenderingError
     return [_tool(_known(tool, dict)) for tool in _known(given, list)]
 
 

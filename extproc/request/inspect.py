@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
 from extproc.request.endpoint import Endpoint, invoked
@@ -21,10 +21,8 @@ from extproc.request.media import media_tokens, model_in_form, of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import Reading, read
+from extproc.request.tokenized import TokenizedPrompt
 from extproc.request.tokens import TokenCounter
-
-if TYPE_CHECKING:
-    from extproc.request.exact import ExactPrompt
 
 _LONGEST_NAME = 512  # characters of a model's name, which is kept with every decision
 _LONGEST_ID = 128  # characters of a response's id; those of vLLM have 21
@@ -147,7 +145,7 @@ def _model(fields: dict[str, object]) -> str:
 
 
 def _prefix(
-    reading: Reading, exact: "ExactPrompt | None", tokens: int, model: str, salt: object
+    reading: Reading, exact: TokenizedPrompt | None, tokens: int, model: str, salt: object
 ) -> Prefix:
     salt = salt if isinstance(salt, str) else ""
     if reading.prompts > 1 or len(salt) > _LONGEST_NAME:

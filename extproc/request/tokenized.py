@@ -1,12 +1,13 @@
 """Token ids of long texts, whose beginnings were mostly tokenised before."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.request.prefix import Ids
+from extproc.request.prefix import Ids, Prefix, prefix_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -17,12 +18,21 @@ _MOST_UNITS = 65_536  # remembered of all texts: 16 million characters in some 5
 _OVERLAP = 8  # remembered tokens that must come out again, or all are tokenised anew
 
 
-class Tokenized(NamedTuple):
-    """Tokens of a text, as far as known."""
+class TokenizedPrompt(NamedTuple):
+    """Token ids of a prompt that is sent as text."""
 
     ids: Ids
-    tokens: int  # of the whole text, estimated unless ``complete``
-    complete: bool  # ``ids`` are all of the text's
+    tokens: int  # of the whole prompt, estimated unless ``complete``
+    complete: bool  # ``ids`` are all of the prompt's
+    answer_begin: int = 0  # tokens before the last answer in the prompt; 0: no answer
+    answer_end: int = 0  # tokens up to the end of that answer
+
+    def prefix(self, seed: int) -> Prefix:
+        """Return the part of the prompt that a prefix cache may hold, as far as known."""
+        ids, begin, end = self.ids, self.answer_begin, self.answer_end
+        before, answer, after = ids[:begin], ids[begin:end], ids[end:]
+        prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
+        return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 
 class _Unit(NamedTuple):
@@ -30,7 +40,7 @@ class _Unit(NamedTuple):
     ids: bytes  # of the tokens that begin in the unit
 
 
-class Tokenizations:
+class CachingTokenizer:
     """Tokenises texts, and remembers the tokens of their beginnings by units of 256 characters.
 
     A token depends on the text after it, so the tokens that begin in a unit are remembered by the
@@ -43,7 +53,8 @@ class Tokenizations:
         # By the text that the tokens depend on; the least recently used first.
         self._units: OrderedDict[int, _Unit] = OrderedDict()
 
-    def of(self, text: str) -> Tokenized:
+    def tokenize(self, text: str) -> TokenizedPrompt:
+        """Return the token ids of a text, without special tokens before it."""
         keys = _keys(text)
         known = self._known(keys)
         ids, starts, end = self._encode(text, known[-1].start if known else 0)
@@ -55,8 +66,9 @@ class Tokenizations:
             border = np.intp(0)
         self._remember(keys, len(known), ids, starts, end)
         before = b"".join(unit.ids for unit in known)
-        every = np.frombuffer(before + ids[border:].tobytes(), np.uint32)
-        return Tokenized(every, round(len(every) * len(text) / max(end, 1)), end == len(text))
+        all_ids = np.frombuffer(before + ids[border:].tobytes(), np.uint32)
+        tokens = round(len(all_ids) * len(text) / max(end, 1))
+        return TokenizedPrompt(all_ids, tokens, end == len(text))
 
     def _known(self, keys: list[int]) -> list[_Unit]:
         known = []

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from extproc.request.endpoint import Endpoint
+from extproc.request.tokenized import TokenizedPrompt
 
 if TYPE_CHECKING:
-    from extproc.request.exact import ExactPrompt, ExactPrompts
+    from extproc.request.exact import ExactPrompts
 
 PLAUSIBLE = (0.5, 32.0)  # bytes per token; reports outside are not learned from
 
@@ -74,7 +75,7 @@ class TokenCounter:
 
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
-    ) -> "ExactPrompt | None":
+    ) -> TokenizedPrompt | None:
         """Return the token ids of a request's only prompt; None: the chat template is not known.
 
         ``size``: number of messages, texts and media; prompts with too many get no ids.
