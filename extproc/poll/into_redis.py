@@ -82,24 +82,30 @@ class Health:
         self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def add(
-        self, pool: str, owners: Assigner, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
+        self,
+        pool: str,
+        assigner: Assigner,
+        outage: OutageLog,
+        unlisted: Callable[[], Iterable[str]],
     ) -> None:
         self._starting.discard(pool)
-        self._pools[pool] = owners, outage, unlisted
+        self._pools[pool] = assigner, outage, unlisted
 
     def live(self) -> str:
         """Returns why the process has to be restarted: heartbeats of a pool have ended."""
         now = self._clock()
         return "; ".join(
-            f"pool {pool}: no heartbeat for {now - owners.beat_at:.0f} s"
-            for pool, (owners, *_) in self._pools.items()
-            if owners.beat_at is not None and now - owners.beat_at > _STUCK_S
+            f"pool {pool}: no heartbeat for {now - assigner.beat_at:.0f} s"
+            for pool, (assigner, *_) in self._pools.items()
+            if assigner.beat_at is not None and now - assigner.beat_at > _STUCK_S
         )
 
     def ready(self) -> str:
         """Returns why the poller's states do not reach routers."""
         pools = self._pools.items()
-        starting = self._starting | {pool for pool, (owners, *_) in pools if owners.beat_at is None}
+        starting = self._starting | {
+            pool for pool, (assigner, *_) in pools if assigner.beat_at is None
+        }
         reasons = [f"pool {pool}: no heartbeat yet" for pool in starting]
         for pool, (_, writes, unlisted) in pools:
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
@@ -115,7 +121,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
-        health.add(config.pool, into.owners, into.outage, poller.unlisted)
+        health.add(config.pool, into.assigner, into.outage, poller.unlisted)
         await into.read_drains()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(poller.run())
@@ -136,7 +142,7 @@ class IntoRedis(Destination):
         super().__init__()
         pool = config.pool
         self.outage = outage(redis)
-        self.owners = Assigner(redis, pool, name, self.outage, monotonic, skips)
+        self.assigner = Assigner(redis, pool, name, self.outage, monotonic, skips)
         self._reader = StateReader(redis, pool, random, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
@@ -156,7 +162,7 @@ class IntoRedis(Destination):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_writing(self._states_due, self._write_states))
             tasks.create_task(self._keep_writing(self._blocks_due, self._write_blocks))
-            tasks.create_task(self.owners.watch())
+            tasks.create_task(self.assigner.watch())
             tasks.create_task(self.drains.follow(self._drain_store, monotonic))
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
@@ -165,7 +171,7 @@ class IntoRedis(Destination):
             await due.wait()
             await asyncio.sleep(_GATHER_S)
             due.clear()
-            if self.owners.paused or await write():
+            if self.assigner.paused or await write():
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next())
@@ -203,10 +209,10 @@ class IntoRedis(Destination):
         return True
 
     async def claim(self, replicas: Collection[str]) -> Assignment:
-        return await self.owners.beat(replicas)
+        return await self.assigner.beat(replicas)
 
     async def release(self) -> None:
-        await self.owners.release()
+        await self.assigner.release()
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         try:

@@ -158,8 +158,7 @@ class PolledReplica:
         else:  # the time of the figures is too uncertain to learn step times from them
             self._metrics.late.inc()
             self._estimator.interrupted()
-        batch = batch_fields(before or self._blank(), figures)
-        self._succeeded(figures, batch, self._wall(), seconds)
+        self._succeeded(figures, batch_fields(before or self._blank(), figures), seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = self._monotonic() - started
@@ -175,25 +174,28 @@ class PolledReplica:
             self._health_asked_at = now
         return due
 
-    def _succeeded(
-        self, figures: EngineFigures, batch: dict[str, Any], scraped_at: float, seconds: float
-    ) -> None:
+    def _succeeded(self, figures: EngineFigures, batch: dict[str, Any], seconds: float) -> None:
         if not self.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
         self._silent_scrapes = 0
         self._metrics.seconds.observe(seconds)
         self._figures = figures
-        learned = {
-            "learned": self._estimator.model,
-            "measured": self._estimator.measured,
-        }
-        times = {"scraped_at": scraped_at, "scrape_seconds": seconds}
-        values = {**figures.fields(), **self._models.fields, **learned, **batch, **times}
-        self._publish(checked(self._blank(**values, kv_news=self._kv_news(figures))))
+        kv_stream = (
+            self._kv_stream if figures.engines == 1 else None
+        )  # engines have separate caches
+        values = {**figures.fields(), **self._models.fields, **batch}
+        state = self._blank(
+            **values,
+            learned=self._estimator.model,
+            measured=self._estimator.measured,
+            scraped_at=self._wall(),
+            scrape_seconds=seconds,
+            kv_news=kv_stream.number if kv_stream is not None else None,
+        )
+        self._publish(checked(state))
 
     def _failed(self, error: ScrapeError) -> None:
-        problem = str(error)
         self._metrics.failed.inc()
         self._estimator.interrupted()
         self._prior.report(self.target.id, None)
@@ -205,23 +207,22 @@ class PolledReplica:
             self._publish(self.state)  # unchanged: shows routers that the poller is alive
             return
         if self.state is None or self.healthy:
-            extra = {"replica": self.target.title, "problem": problem}
+            extra = {"replica": self.target.title, "problem": str(error)}
             log.warning(
                 "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
             )
         if isinstance(error, UnreachableError):
             self._models.forget()  # the next process may serve other models
-        last = self.state or self._blank()
         update = {
             "healthy": False,
-            "problem": problem,
+            "problem": str(error),
             "kv_news": None,
             "refuses": isinstance(error, RefusedError),
         }
         if not is_silent:
             self._stop_counting_silence()
             update["unanswered_s"] = 0.0
-        self._publish(structs.replace(last, **update))
+        self._publish(structs.replace(self.state or self._blank(), **update))
 
     async def _count_silence(self, due_s: float) -> None:
         """Publishes for how many seconds the replica has answered no request at all, from ``due_s``
@@ -282,14 +283,13 @@ class PolledReplica:
         if self.state is not None:
             self._publish(structs.replace(self.state, **values))
 
-    def _kv_news(self, figures: EngineFigures) -> int | None:
-        """Number of the last block update; None for several engines, whose caches are separate."""
-        return self._kv_stream.number if self._kv_stream and figures.engines == 1 else None
-
     def _restarted(self, figures: EngineFigures) -> bool:
+        """Tells whether another process answers than in the last scrape of any poller."""
         last = self._figures or self.state
-        if last is None or self._another_model(figures):
-            return last is not None
+        if last is None:
+            return False
+        if self._serves_another_model(figures):
+            return True
         if last.started_at and figures.started_at:  # else counters that fell show a restart
             return last.started_at != figures.started_at
         return (
@@ -298,7 +298,7 @@ class PolledReplica:
             or figures.generated_tokens < last.generated_tokens
         )
 
-    def _another_model(self, figures: EngineFigures) -> bool:
+    def _serves_another_model(self, figures: EngineFigures) -> bool:
         if self._figures is not None:
             return figures.models != self._figures.models
         known = self.state.models if self.state else ()
