@@ -142,7 +142,7 @@ PARTS = {
     "first token in the weight": AblatedPart(
         _WEIGHT, _weight(lambda prediction: prediction.kv_pressure**2)
     ),
-    "whole cost of first tokens unseen": AblatedPart(
+    "whole cost of invisible first tokens": AblatedPart(
         f"{_ROUTER}:predict", _predicting("first_token_matters", lambda _: True)
     ),
     "avoidable prefill": AblatedPart(

@@ -38,12 +38,12 @@ async def together(
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                each = {
+                started = {
                     name: tasks.create_task(start(process)) for name, process in starting.items()
                 }
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the first reason is enough
-        yield {name: task.result() for name, task in each.items()}
+        yield {name: task.result() for name, task in started.items()}
 
 
 class AttachedStack(Stack):

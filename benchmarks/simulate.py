@@ -20,7 +20,7 @@ from benchmarks import arguments, fleet, trace
 from benchmarks.arguments import about
 from benchmarks.discrete import KNOWN, FleetSimulation
 from benchmarks.oracle import WEIGHTS
-from benchmarks.summary import TIMES, Phase, Run, header, requests_of, row, summary
+from benchmarks.summary import TIMES, CountedPhase, Run, header, requests_of, row, summary
 from extproc.cli.arguments import above_zero, number, probability
 from extproc.lab.replay.figures import FIGURES, progress
 from extproc.lab.replay.routers import Served
@@ -38,7 +38,7 @@ class _Played:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    phase = Phase(args.start, args.end)
+    phase = CountedPhase(args.start, args.end)
     try:
         arguments.check_outputs(args)
         fleet_file = fleet.read(args.fleet)
@@ -55,9 +55,9 @@ def _compare(
     args: argparse.Namespace,
     fleet_file: fleet.FleetFile,
     requests: list[trace.TracedRequest],
-    phase: Phase,
+    phase: CountedPhase,
 ) -> list[_Played]:
-    if phase != Phase():
+    if phase != CountedPhase():
         print(phase)
     print(header())
     oracle = _best_oracle(fleet_file, args.seed, requests, phase) if args.oracle else None
@@ -91,7 +91,7 @@ def _compare(
 
 
 def _best_oracle(
-    fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: Phase
+    fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: CountedPhase
 ) -> _Played:
     """Run of the oracle with the weight of the cost to others that has the best mean completion."""
     tried = []
@@ -103,7 +103,7 @@ def _best_oracle(
 
 
 def _play(
-    simulation: FleetSimulation, requests: Sequence[trace.TracedRequest], phase: Phase
+    simulation: FleetSimulation, requests: Sequence[trace.TracedRequest], phase: CountedPhase
 ) -> _Played:
     started = time.process_time()
     served: list[Served] = []
@@ -120,7 +120,7 @@ def _results(
     argv: Sequence[str] | None,
     fleet_file: fleet.FleetFile,
     played: Sequence[_Played],
-    phase: Phase,
+    phase: CountedPhase,
 ) -> dict[str, Any]:
     setting = {
         "trace": " and ".join(path.name.split(".")[0] for path in args.trace),
@@ -129,16 +129,16 @@ def _results(
         "seed": args.seed,
         "figures": f"of {phase}",
     }
-    names = [each.simulation.policy for each in played]
+    names = [result.simulation.policy for result in played]
     return {
         "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
         "runs": [
             {
                 "run": {"name": name, "reference": name == "oracle"},
-                "requests": requests_of(each.simulation, each.served, phase),
-                "summary": each.run,
+                "requests": requests_of(result.simulation, result.served, phase),
+                "summary": result.run,
             }
-            for name, each in zip(names, played, strict=True)
+            for name, result in zip(names, played, strict=True)
         ],
     }
 

@@ -18,7 +18,7 @@ TIMES = ("ttft_s", "e2e_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class CountedPhase:
     """Part of a run: requests that arrived from ``start`` on and before ``end``."""
 
     start: float = 0.0
@@ -33,10 +33,10 @@ class Phase:
 
 
 def summary(
-    simulation: FleetSimulation, served: Sequence[Served], phase: Phase | None = None
+    simulation: FleetSimulation, served: Sequence[Served], phase: CountedPhase | None = None
 ) -> Run:
     """Figures of a run; raises ValueError if no request of the phase was answered."""
-    phase = phase or Phase()
+    phase = phase or CountedPhase()
     served = [request for request in served if phase.has(request.traced)]
     failed = [request for request in simulation.failed if phase.has(request.traced)]
     if not served:
@@ -77,7 +77,7 @@ def summary(
 
 
 def requests_of(
-    simulation: FleetSimulation, served: Iterable[Served], phase: Phase
+    simulation: FleetSimulation, served: Iterable[Served], phase: CountedPhase
 ) -> list[dict[str, Any]]:
     """Requests for the JSON; requests outside the phase are load, and not counted."""
     records = [(request.traced, _served(request, simulation.policy)) for request in served]

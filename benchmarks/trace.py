@@ -65,7 +65,7 @@ def _lines(path: Path) -> Iterator[TracedRequest]:
 
 def _line(path: Path, number: int, line: str) -> TracedRequest:
     try:
-        fields = _Line.model_validate_json(line)
+        fields = _TraceLine.model_validate_json(line)
     except ValidationError as error:
         (first, *_) = error.errors()
         where = ".".join(map(str, first["loc"]))
@@ -76,7 +76,7 @@ def _line(path: Path, number: int, line: str) -> TracedRequest:
     return TracedRequest(fields.timestamp / 1000, *lengths, fields.max_tokens, ids)
 
 
-class _Line(BaseModel):
+class _TraceLine(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     timestamp: NonNegativeFloat  # milliseconds

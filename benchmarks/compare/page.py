@@ -264,9 +264,9 @@ def _cost() -> Iterator[str]:
     rows = [
         [
             name,
-            *(median_and_range(TurnSpread.of(setup[key] for setup in each)) for key in _COSTS),
+            *(median_and_range(TurnSpread.of(setup[key] for setup in setups)) for key in _COSTS),
         ]
-        for name, each in rounds.items()
+        for name, setups in rounds.items()
     ]
     yield "### What it adds to a request, and what a request costs\n"
     yield from table_of(["", *_COSTS.values()], rows)

@@ -44,12 +44,12 @@ def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]
     late = observed[-1].late if observed else {}
     answered = [replica for replica in late.values() if replica]
     steps = [replica["late_s"] for replica in answered]
-    each = np.diff(np.array([moment.cpu for moment in observed]).reshape(-1, 3), axis=0)
-    _, busy, own = each.sum(axis=0) / max(each[:, 0].sum(), 1)
+    intervals = np.diff(np.array([moment.cpu for moment in observed]).reshape(-1, 3), axis=0)
+    _, busy, own = intervals.sum(axis=0) / max(intervals[:, 0].sum(), 1)
     found = {
         "cpu_share": busy,
         "cpu_own_share": own,
-        "cpu_busiest_second": max(each[:, 1] / np.maximum(each[:, 0], 1), default=0.0),
+        "cpu_busiest_second": max(intervals[:, 1] / np.maximum(intervals[:, 0], 1), default=0.0),
         "client_late_p99_s": client_late_p99_s,
         "replicas_late_mean_s": max((times["mean"] for times in steps), default=0.0),
         "replicas_late_p99_s": max((times["p99"] for times in steps), default=0.0),

@@ -103,7 +103,7 @@ async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path
         version = (await get_json(f"http://{server.address}/version"))["version"]
         async with open_session(_GIVE_UP_S) as session:
             page = await scrape(session, server.address, health=False)
-        recorder = Recorder(server.address, MODEL, vocabulary, Random(0))
+        recorder = RecordingClient(server.address, MODEL, vocabulary, Random(0))
         print("recording requests for the calibration", flush=True)
         calibration = await recorder.play("calibration", bursts())
         runs = []
@@ -124,7 +124,7 @@ async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class RecordingClient:
     """Sends requests to a server; ``ignore_eos`` and ``max_tokens`` fix the answers' lengths.
 
     Prompts are random token ids: no two share a prefix, and the server tokenizes nothing.

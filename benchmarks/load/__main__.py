@@ -79,7 +79,7 @@ async def _run(
     async with Client(args.url, args.timeout) as client:
         print(SENDING, flush=True)
         started, began = datetime.now(UTC), monotonic()
-        sending = client.run(each.request(target, salt, run, headers) for each in planned)
+        sending = client.run(entry.request(target, salt, run, headers) for entry in planned)
         effort = await _watch(client, asyncio.ensure_future(sending), len(planned))
         took = monotonic() - began
     records = [record(*pair) for pair in zip(planned, client.answers.values(), strict=True)]

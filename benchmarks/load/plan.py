@@ -229,7 +229,9 @@ def plan(
 
 def with_urgent(planned: Iterable[Planned], share: float, random: Random) -> list[Planned]:
     """Plan in which a random share of the requests has the objective ``urgent``."""
-    return [replace(each, objective=URGENT if random.random() < share else "") for each in planned]
+    return [
+        replace(request, objective=URGENT if random.random() < share else "") for request in planned
+    ]
 
 
 def _bound(traced: TracedRequest, context: int | None) -> int | None:

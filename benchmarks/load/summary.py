@@ -63,22 +63,22 @@ def summary(
     records: Sequence[Record], client: Client, effort: Effort, took_s: float, left_out: int = 0
 ) -> Figures:
     """Figures of a run; ``left_out`` requests of the trace did not fit into the context."""
-    answered = [each for each in records if each["error"] is None]
+    answered = [entry for entry in records if entry["error"] is None]
     answers = client.answers.values()
     gaps = chain.from_iterable(answer.gaps_s for answer in answers if answer.ok)
-    errors = Counter(each["error"] for each in records if each["error"])
+    errors = Counter(entry["error"] for entry in records if entry["error"])
     figures: Figures = {
         "requests": len(records),
         "left_out": left_out,
         "answered": len(answered),
         "failed": len(records) - len(answered),
         "requests_per_s": len(answered) / took_s,
-        "output_tokens_per_s": sum(each["output_tokens"] or 0 for each in answered) / took_s,
+        "output_tokens_per_s": sum(entry["output_tokens"] or 0 for entry in answered) / took_s,
         **_latencies(answered),
         "gap_s": distribution(np.fromiter(gaps, np.float64)),
-        "late_s": distribution([each["late_s"] for each in records]),
+        "late_s": distribution([entry["late_s"] for entry in records]),
         "errors": dict(errors.most_common()),
-        "replicas": _by("replica", [each for each in records if each["replica"]]),
+        "replicas": _by("replica", [entry for entry in records if entry["replica"]]),
         "objectives": _by("objective", records),
         "prompt_tokens": _tokens(answered, "prompt_tokens", "counted_prompt_tokens"),
         "output_tokens": _tokens(answered, "planned_output_tokens", "output_tokens"),
@@ -132,9 +132,9 @@ def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
 
 def _by(key: str, records: Sequence[Record]) -> Figures:
     groups: Figures = {}
-    for name in sorted({each[key] for each in records}):
-        group = [each for each in records if each[key] == name]
-        answered = [each for each in group if each["error"] is None]
+    for name in sorted({entry[key] for entry in records}):
+        group = [entry for entry in records if entry[key] == name]
+        answered = [entry for entry in group if entry["error"] is None]
         failed = len(group) - len(answered)
         groups[name] = {"requests": len(group), "failed": failed, **_latencies(answered)}
     return groups
@@ -142,7 +142,7 @@ def _by(key: str, records: Sequence[Record]) -> Figures:
 
 def _latencies(answered: Sequence[Record]) -> Figures:
     return {
-        key: distribution([each[key] for each in answered if each[key] is not None])
+        key: distribution([entry[key] for entry in answered if entry[key] is not None])
         for key in ("ttft_s", "completion_s")
     }
 
@@ -156,9 +156,9 @@ def _gaps(seconds: Sequence[float]) -> Figures | None:
 
 def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
     """Sums by the trace and by the server, of the answers that the server counted."""
-    known = [each for each in answered if each[counted] is not None]
+    known = [entry for entry in answered if entry[counted] is not None]
     keys = {"planned": planned, "counted": counted}
-    return {name: sum(each[key] for each in known) for name, key in keys.items()}
+    return {name: sum(entry[key] for entry in known) for name, key in keys.items()}
 
 
 def _warnings(figures: Figures) -> Iterable[str]:

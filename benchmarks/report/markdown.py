@@ -120,7 +120,9 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 
 def _figures(results: Results, every: Sequence[ContenderRuns]) -> str:
-    metrics = [metric for metric in METRICS if any(spread(each, metric) for each in every)]
+    metrics = [
+        metric for metric in METRICS if any(spread(contender, metric) for contender in every)
+    ]
     rows = []
     for contender in every:
         doubt = [f"in doubt: {of_turns(contender)}"] if contender.doubtful else []

@@ -122,7 +122,11 @@ def outcome(results: Results, every: Sequence[ContenderRuns]) -> list[str]:
     ]
     if results.about.get("known_lengths"):
         sentences.append(_KNOWN_LENGTHS)
-    failed = [f"{each.name} {each.failed:,} of {each.counted:,}" for each in every if each.failed]
+    failed = [
+        f"{contender.name} {contender.failed:,} of {contender.counted:,}"
+        for contender in every
+        if contender.failed
+    ]
     if failed:
         sentences.append(
             f"Failed requests: {', '.join(failed)}. Figures are of answered requests only."
@@ -140,7 +144,9 @@ def comparison(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str
         yield f"{subject.name}: no request was answered."
     else:
         yield from _headlines(subject, others)
-    doubtful = [f"{each.name} in {of_turns(each)}" for each in every if each.doubtful]
+    doubtful = [
+        f"{contender.name} in {of_turns(contender)}" for contender in every if contender.doubtful
+    ]
     if doubtful:
         yield f"In doubt: {', '.join(doubtful)}. Comparisons leave these turns out."
 

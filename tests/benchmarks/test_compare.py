@@ -77,10 +77,10 @@ def test_fleet_with_events_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mixed_fleet_hides_which_cards_are_fast() -> None:
-    mixed, told = simulated_fleet("live-mixed"), simulated_fleet("live-mixed-told")
+    mixed, known = simulated_fleet("live-mixed"), simulated_fleet("live-mixed-told")
     assert {*mixed.profiles.values()} == {"llama-3-8b-a100"}
-    assert told.profiles["h100-0"] == "llama-8b-h100"
-    assert told.speeds == mixed.speeds
+    assert known.profiles["h100-0"] == "llama-8b-h100"
+    assert known.speeds == mixed.speeds
     assert mixed.speeds["h100-0"] == pytest.approx(4.5 * mixed.speeds["a10-0"], rel=0.1)
     assert weights(mixed, dict.fromkeys(mixed.speeds, "")) == [100, 100, 22, 22]
 

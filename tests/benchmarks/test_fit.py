@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.fit.__main__ import RECORDED, Recorder, RecordingPlan, main
+from benchmarks.fit.__main__ import RECORDED, RecordingClient, RecordingPlan, main
 from benchmarks.fit.replay import (
     LEARNED,
     MEASURED,
@@ -89,14 +89,16 @@ def test_trace_without_enough_requests_is_refused() -> None:
 
 
 @pytest.fixture
-async def replica() -> AsyncIterator[tuple[Replica, Recorder]]:
+async def replica() -> AsyncIterator[tuple[Replica, RecordingClient]]:
     replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
     serving = await start(replica, "127.0.0.1", 0)
-    yield replica, Recorder(f"127.0.0.1:{serving.port}", "model", 4096, Random(0))
+    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", "model", 4096, Random(0))
     await serving.runner.cleanup()
 
 
-async def test_recorder_sends_the_lengths_of_the_trace(replica: tuple[Replica, Recorder]) -> None:
+async def test_recorder_sends_the_lengths_of_the_trace(
+    replica: tuple[Replica, RecordingClient],
+) -> None:
     traced = [TracedRequest(0.01 * n, 50 + n, 20 + n, None) for n in range(20)]
     run = await replica[1].play("run", [traced])
     lengths = [(request.prompt_tokens, request.output_tokens) for request in run.requests]

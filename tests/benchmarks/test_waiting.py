@@ -51,7 +51,7 @@ def test_queue_avoids_preemptions_and_shortens_completions(two: FleetFile, route
 
 
 def test_queue_changes_little_on_replicas_with_room(two: FleetFile) -> None:
-    """A request waits while the prompts ahead take more than 0.2 s, then goes to any replica."""
+    """Requests wait while the prompts ahead take over 0.2 s; then they go to any replica."""
     at_once, held = (play(two, 0.3, 200, hold=hold) for hold in (False, True))
     assert mean_completion(held) == pytest.approx(mean_completion(at_once), rel=0.01)
 
