@@ -175,7 +175,7 @@ class Fleet:
         Removes dead routers, and blocks of replicas that are no members, too.
         """
         if self.peers.refresh(self._clock()):
-            self._progress.changed()
+            self._progress.invalidate()
         for name in self.eligibility.staleness.stale(after):
             self.remove(name)
         if self.members_known.is_set():
@@ -329,7 +329,7 @@ class Fleet:
         if digest.router != self.router:
             self._progress.advance(self._clock())
         if self.peers.receive(digest, age):
-            self._progress.changed()
+            self._progress.invalidate()
 
     def receive_prompts(self, router: str, prompts: bytes) -> None:
         """Adds prompts that another router sent, packed by its :attr:`prompt_log`, to the index.
@@ -435,7 +435,7 @@ class Fleet:
     def _update(self) -> None:
         now = self._clock()
         if self.peers.refresh(now):
-            self._progress.changed()
+            self._progress.invalidate()
         self._progress.advance(now)
         self._progress.refresh()
         if self._corrections.due(now):

@@ -116,12 +116,12 @@ class Ledger:
             replica, requests.prompt[row], requests.parts[row], requests.priority.item(row)
         )
         count(self._replicas, requests, row, 1)
-        self._progress.changed()
+        self._progress.invalidate()
 
     def first_token(self, ticket: Ticket) -> None:
         """Takes the prompt, and all prompts queued before it, for prefilled."""
         self._prefilled(self._row[ticket])
-        self._progress.changed()
+        self._progress.invalidate()
 
     def release(self, ticket: Ticket, prefilled: bool) -> int:
         row = self._row.pop(ticket)
@@ -130,7 +130,7 @@ class Ledger:
         else:
             self._dequeue(row)
         requests = self._requests
-        self._progress.leaves(row)
+        self._progress.remove(row)
         count(self._replicas, requests, row, -1)
         self._lengths.release(requests.lengths.item(row))
         replica = requests.replica.item(row)

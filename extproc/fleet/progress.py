@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 
 from extproc.fleet.peers import Peers
-from extproc.fleet.reconcile import fade
+from extproc.fleet.reconcile import drop_stale_load
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
@@ -41,11 +41,11 @@ class Progress:
         self._changed = False
         self._looked_ahead = True
 
-    def changed(self) -> None:
+    def invalidate(self) -> None:
         """Marks the sums as out of date."""
         self._changed = True
 
-    def leaves(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """Takes a request that ends out of its replica's sums.
 
         All sums are computed anew at the next tick. To compute them at each end would be half of a
@@ -85,15 +85,15 @@ class Progress:
             if now - self._refreshed_at > _LONGEST_UNREFRESHED:
                 self.refresh()
 
-    def corrected(self, row: int, mine: Indices) -> None:
-        """Renews the sums of a replica that a poll corrected, and of ``mine``, its requests."""
+    def corrected(self, row: int, own: Indices) -> None:
+        """Renews the sums of a replica that a poll corrected, and of ``own``, its requests."""
         requests, replicas = self._requests, self._replicas
-        done = requests.prompt_end[mine] <= replicas.prefilled[row] + _ROUNDING
-        decoding = requests.steps_before[mine] < inf
-        self._start(mine[done & ~decoding])
-        self._requeue(mine[decoding & ~done])
-        generated = self._set_generated(mine)
-        kv = float(requests.weight[mine] @ generated)
+        done = requests.prompt_end[own] <= replicas.prefilled[row] + _ROUNDING
+        decoding = requests.steps_before[own] < inf
+        self._start(own[done & ~decoding])
+        self._requeue(own[decoding & ~done])
+        generated = self._set_generated(own)
+        kv = float(requests.weight[own] @ generated)
         kv += replicas.held[row] + replicas.kv_unattributed[row]
         batch = replicas.decoding[row] + replicas.external[row]
         if self._peers.counted:
@@ -101,7 +101,7 @@ class Progress:
             kv += replicas.peers_kv[row]
         replicas.batch[row], replicas.kv_used[row] = batch, max(kv, 0.0)
         self._set_step(row)
-        self._look_ahead(mine)
+        self._look_ahead(own)
 
     def refresh(self) -> None:
         """Renews all requests and sums from the replicas' counts."""
@@ -216,7 +216,7 @@ class Progress:
     def _sum_up(self) -> None:
         replicas, requests = self._replicas, self._requests
         generated = self._set_generated(slice(None))
-        fade(replicas, self._as_of)
+        drop_stale_load(replicas, self._as_of)
         np.add(replicas.decoding, replicas.external, out=replicas.batch)
         made = np.bincount(requests.replica, requests.weight * generated, len(replicas))
         kv = made + replicas.held

@@ -49,9 +49,9 @@ class Reconciliation:
     def restarted(self, row: int, steps: float) -> None:
         """Restarts the counts of a replica whose process restarted."""
         replicas, requests = self._replicas, self._requests
-        mine = requests.replica == row
-        requests.steps_before[mine] -= replicas.steps[row] - steps
-        requests.until[mine] = 0.0
+        own = requests.replica == row
+        requests.steps_before[own] -= replicas.steps[row] - steps
+        requests.until[own] = 0.0
         replicas.steps[row] = replicas.polled_steps[row] = steps
         replicas.begun[row] = replicas.sent[row]
         replicas.polled_firsts[row] = 0.0
@@ -70,36 +70,36 @@ class Reconciliation:
         """
         requests = self._requests
         sampled_at = asked_at + state.scrape_seconds / 2
-        mine: Indices = (requests.replica == row).nonzero()[0]
-        self._correct_steps(row, mine, state.steps, now - sampled_at)
-        order = mine[requests.turn[mine].argsort()]
+        own: Indices = (requests.replica == row).nonzero()[0]
+        self._correct_steps(row, own, state.steps, now - sampled_at)
+        order = own[requests.turn[own].argsort()]
         self._correct_prefills(row, order, state, asked_at, now)
-        then = order[requests.sent_at[order] <= sampled_at]
-        self._correct_external(row, then, state)
-        self._correct_kv(row, then, state, now - sampled_at)
+        at_poll = order[requests.sent_at[order] <= sampled_at]
+        self._correct_external(row, at_poll, state)
+        self._correct_kv(row, at_poll, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
-        return mine
+        return own
 
-    def _correct_steps(self, row: int, mine: Indices, polled: float, age: float) -> None:
+    def _correct_steps(self, row: int, own: Indices, polled: float, age: float) -> None:
         replicas, requests = self._replicas, self._requests
         busy = replicas.batch[row] > 0
         steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
         shift = steps - replicas.steps[row]
         # The counts at which requests began since the last poll were off by as much.
-        since = mine[requests.steps_before[mine] > replicas.polled_steps[row] - 1.0]
+        since = own[requests.steps_before[own] > replicas.polled_steps[row] - 1.0]
         requests.steps_before[since] += shift
-        requests.until[mine] = 0.0
+        requests.until[own] = 0.0
         replicas.steps[row] = steps
         replicas.polled_steps[row] = polled
 
-    def _correct_external(self, row: int, then: Indices, state: ReplicaState) -> None:
-        """Sets the load beyond this router's requests at the poll (``then``) and its peers'.
+    def _correct_external(self, row: int, at_poll: Indices, state: ReplicaState) -> None:
+        """Sets the load beyond this router's requests at the poll (``at_poll``) and its peers'.
 
         Queued requests of the routers may be in the replica's queue; the rest of it is external.
         """
         replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
-            known = sum(self._requests.parts[then].tolist()) + replicas.peers_parts.item(row)
+            known = sum(self._requests.parts[at_poll].tolist()) + replicas.peers_parts.item(row)
             replicas.unattributed_before[row] = replicas.unattributed[row]
             replicas.unattributed[row] = state.running + state.waiting - known
             replicas.set_external()
@@ -111,7 +111,7 @@ class Reconciliation:
         prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
         replicas.external_backlog[row] = waiting * prompt
 
-    def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
+    def _correct_kv(self, row: int, at_poll: Indices, state: ReplicaState, age: float) -> None:
         """Sets the polled KV tokens beyond those of this router's running requests and its peers'.
 
         The requests that were sent first run. Progress may take later requests for begun that had
@@ -119,7 +119,7 @@ class Reconciliation:
         """
         replicas, requests = self._replicas, self._requests
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
-        run = then[requests.parts[then].cumsum() <= state.running - others]
+        run = at_poll[requests.parts[at_poll].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
         begun = (requests.steps_before[run] < inf) & (end <= prefilled)
         whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
@@ -137,8 +137,8 @@ class Reconciliation:
 
         A replica prefills in the order of arrival and counts the sequences that got a first token.
         Without requests of others, the count tells which of this router's numbered sequences was
-        prefilled last at the poll. The next one was not, so progress may be ahead by the larger of
-        that prompt and one step.
+        prefilled last at the poll. The next prompt was not finished, so the prefilled tokens reached
+        at most the end of that prompt, or of one step if that is later.
 
         Beside requests of others, only the replica's queue tells. Requests that left the queue are
         prefilled, but for the last prompt or one step. Requests in the queue, beyond those that
@@ -151,9 +151,9 @@ class Reconciliation:
         budget = replicas.token_budget.item(row)
         begun = self._last_begun(row, order, state, queued, counts_firsts and not others)
         admitted = self._admitted(row, order, state, asked_at, budget)
-        surely = requests.turn[order[requests.prompt_end[order] <= admitted]]
-        if len(surely) and surely[-1] > begun:  # aborted requests get no first token
-            begun = replicas.begun[row] = surely.item(-1)
+        certain = requests.turn[order[requests.prompt_end[order] <= admitted]]
+        if len(certain) and certain[-1] > begun:  # aborted requests get no first token
+            begun = replicas.begun[row] = certain.item(-1)
 
         ahead = order[requests.turn[order] > begun]
         least, most = replicas.enqueued.item(row), inf
@@ -196,7 +196,7 @@ class Reconciliation:
     ) -> float:
         """Returns the prompt tokens that must be prefilled, since their requests left the queue.
 
-        Only requests count that the engine surely had: vLLM's gauges show the begin of a step.
+        Only requests count that the engine certainly had: vLLM's gauges show the begin of a step.
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
@@ -222,7 +222,7 @@ class Reconciliation:
         return replicas.decode_step.item(row) + replicas.c_prefill.item(row) * prompt_tokens
 
 
-def fade(replicas: Replicas, now: float) -> None:
+def drop_stale_load(replicas: Replicas, now: float) -> None:
     """Drops the external load of replicas whose last poll is stale."""
     sampled_at = replicas.sampled_at
     if len(replicas) and now - sampled_at[sampled_at.argmin()] > STALE_AFTER_S:
