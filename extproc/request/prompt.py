@@ -162,8 +162,7 @@ class Prompt:
             self._answer = slice(self._answer.start if continues else start, len(self._rendered))
 
     def _add_text(self, text: str) -> None:
-        if text.startswith(_BILLING):
-            text = without_billing(text)
+        text = without_billing(text)
         self.texts.append(text)
         self._rendered.append(text)
 

@@ -1,4 +1,4 @@
-"""One decision: the fleet as it is, a prediction for every candidate, and a policy's choice."""
+"""Router: predicts when each candidate would finish a request, and lets a policy choose."""
 
 from dataclasses import replace
 from random import Random

@@ -111,7 +111,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the texts that are tokenised."""
     texts: list[str] = []
 
-    class Recorder:
+    class RecordingTokenizer:
         def __init__(self, path: str) -> None:
             self.real = Tokenizer.from_file(path)
 
@@ -122,7 +122,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             texts.append(text)
             return self.real.encode(text, **options)
 
-    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=Recorder))
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=RecordingTokenizer))
     return texts
 
 

@@ -43,7 +43,7 @@ MODELS = (MODEL,), (OTHER,), (MODEL, OTHER, ADAPTER)  # by replica
 
 
 @dataclass(frozen=True)
-class TimedRequest:
+class OfferedRequest:
     gap_s: float = 0.0  # after the previous request
     prompt: int = 20_000
     answer: int = 100
@@ -60,7 +60,7 @@ class TimedRequest:
 class DecidedRequest:
     """The last decision about a request, and the queue at its router then."""
 
-    request: TimedRequest
+    request: OfferedRequest
     since: float
     decision: Decision
     queued: list[tuple[Waiting, int | None]]  # with the row that each request waits for
@@ -112,12 +112,12 @@ class SharedReplicas:
         self.arrived: list[DecidedRequest] = []
         self.sent: list[DecidedRequest] = []  # dispatched ones, as decided
         self.sent_at: list[float] = []
-        self.refused: list[tuple[TimedRequest, Exception, Decision | None]] = []
-        self.left: list[TimedRequest] = []
+        self.refused: list[tuple[OfferedRequest, Exception, Decision | None]] = []
+        self.left: list[OfferedRequest] = []
         self.polled_at = -inf
         self.poll()
 
-    def play(self, requests: Iterable[TimedRequest], after_s: float = 8.0) -> "SharedReplicas":
+    def play(self, requests: Iterable[OfferedRequest], after_s: float = 8.0) -> "SharedReplicas":
         for request in requests:
             self.pass_s(request.gap_s)
             self.arrive(request)
@@ -175,7 +175,7 @@ class SharedReplicas:
             for node in self.nodes:
                 node.fleet.put(polled)
 
-    def arrive(self, request: TimedRequest) -> Waiting | None:
+    def arrive(self, request: OfferedRequest) -> Waiting | None:
         node, since = self.nodes[request.router % self.routers], self.clock()
         profile = RequestProfile(
             *(Endpoint.CHAT, request.model, request.prompt, request.prompt, request.answer),
@@ -218,7 +218,7 @@ class SharedReplicas:
     @staticmethod
     def decide(
         node: RouterWithQueue,
-        request: TimedRequest,
+        request: OfferedRequest,
         profile: RequestProfile,
         since: float,
         place: Place | None = None,
@@ -268,7 +268,7 @@ def check_no_idle_waiting(pool: SharedReplicas) -> None:
             assert (last.prediction.queue > 0.0).all()
 
 
-def requests(least: int, most: int, **fixed: Any) -> st.SearchStrategy[list[TimedRequest]]:
+def requests(least: int, most: int, **fixed: Any) -> st.SearchStrategy[list[OfferedRequest]]:
     fields: dict[str, st.SearchStrategy[Any]] = {
         "gap_s": st.sampled_from((0.0, 0.0, 0.05, 0.4, 2.0)),
         "prompt": st.sampled_from((500, 5_000, 15_000, 24_000)),
@@ -281,7 +281,7 @@ def requests(least: int, most: int, **fixed: Any) -> st.SearchStrategy[list[Time
         "breaks": st.sampled_from((False,) * 9 + (True,)),
         "slower": st.sampled_from((0.3, 1.0, 2.0)),
     }
-    return st.lists(st.builds(TimedRequest, **fields | fixed), min_size=least, max_size=most)
+    return st.lists(st.builds(OfferedRequest, **fields | fixed), min_size=least, max_size=most)
 
 
 LIMITS = st.fixed_dictionaries(
@@ -313,7 +313,7 @@ def examples(test: Callable[..., None]) -> Callable[..., None]:
 @examples
 @given(requests(10, 30), LIMITS, st.sampled_from(("completion", "least_request", "queue_kv")))
 def test_no_request_waits_while_another_replica_would_finish_it_sooner(
-    given: list[TimedRequest], limits: dict[str, Any], policy: str
+    given: list[OfferedRequest], limits: dict[str, Any], policy: str
 ) -> None:
     pool = SharedReplicas(policy=policy, limits=limits)
     for request in given:
@@ -327,7 +327,7 @@ def test_no_request_waits_while_another_replica_would_finish_it_sooner(
 
 @examples
 @given(requests(10, 30))
-def test_no_request_blocks_other_models(given: list[TimedRequest]) -> None:
+def test_no_request_blocks_other_models(given: list[OfferedRequest]) -> None:
     """An arrival is denied a replica with room only for a queued request that goes first."""
     pool = SharedReplicas().play(given, 0.0)
     for seen in pool.arrived:
@@ -356,7 +356,7 @@ def test_no_request_blocks_other_models(given: list[TimedRequest]) -> None:
         router=st.just(0),
     )
 )
-def test_overtaking_is_bounded(given: list[TimedRequest]) -> None:
+def test_overtaking_is_bounded(given: list[OfferedRequest]) -> None:
     for seen in SharedReplicas().play(given).sent:
         me = seen.request
         for entry, row in seen.queued:
@@ -366,7 +366,7 @@ def test_overtaking_is_bounded(given: list[TimedRequest]) -> None:
 
 @examples
 @given(requests(15, 30))
-def test_no_request_waits_for_a_lower_priority(given: list[TimedRequest]) -> None:
+def test_no_request_waits_for_a_lower_priority(given: list[OfferedRequest]) -> None:
     pool = SharedReplicas().play(given)
     for seen in pool.sent:
         mine = seen.request.priority
@@ -382,7 +382,7 @@ def test_no_request_waits_for_a_lower_priority(given: list[TimedRequest]) -> Non
 @examples
 @given(requests(15, 30, gap_s=st.just(0.0), prompt=st.just(24_000)))
 def test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority(
-    given: list[TimedRequest],
+    given: list[OfferedRequest],
 ) -> None:
     pool = SharedReplicas(limits={"most": 4}, routers=1)
     for request in given:
@@ -415,7 +415,7 @@ def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
         for number in range(11 if second < 60 else 1):
             few, many = prompts[(second + number) % len(prompts)]
             tenant = "many" if number else "few"
-            pool.arrive(TimedRequest(0.0, many if number else few, answer, tenant))
+            pool.arrive(OfferedRequest(0.0, many if number else few, answer, tenant))
         pool.pass_s(1.0)
     got, largest, leads = {"few": 0.0, "many": 0.0}, 0.0, [0.0]
     for seen in pool.sent:
@@ -433,7 +433,7 @@ def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
     st.sets(st.integers(3, 15), min_size=5, max_size=8),
 )
 def test_clients_that_leave_do_not_affect_others(
-    given: list[TimedRequest], leaving: set[int]
+    given: list[OfferedRequest], leaving: set[int]
 ) -> None:
     given = [
         replace(request, leaves_s=0.0 if number in leaving else inf)
@@ -461,7 +461,7 @@ def times(pool: SharedReplicas) -> dict[int, tuple[float, str]]:
 
 @examples
 @given(requests(10, 30, slower=st.sampled_from((1.0, 100.0))), LIMITS)
-def test_every_wait_ends(given: list[TimedRequest], limits: dict[str, Any]) -> None:
+def test_every_wait_ends(given: list[OfferedRequest], limits: dict[str, Any]) -> None:
     pool = SharedReplicas(limits=limits).play(given, 0.0)
     pool.pass_s(15.0)
     assert not any(len(node.queue) for node in pool.nodes)
@@ -488,7 +488,7 @@ def test_every_wait_ends(given: list[TimedRequest], limits: dict[str, Any]) -> N
     ),
 )
 def test_stuck_gauges_delay_no_queue_for_10_s(
-    gauges: dict[str, Any], given: list[TimedRequest]
+    gauges: dict[str, Any], given: list[OfferedRequest]
 ) -> None:
     """Every queue gets shorter in any 10 s, though no request ends and no gauge moves."""
     pool = SharedReplicas(frozen=gauges).play(given, 0.0)
@@ -506,7 +506,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
     names = [MODEL, *map(str, range(1, models))]
     pool = SharedReplicas(models=(tuple(names),) * 2, routers=1, limits={"most": 20_000})
     node, decisions, opcodes = pool.nodes[0], count(), count()
-    while (entry := pool.arrive(TimedRequest(model=names[-1]))) is None:
+    while (entry := pool.arrive(OfferedRequest(model=names[-1]))) is None:
         pass
     seen = node.last[entry]
     for number in range(queued):
@@ -528,7 +528,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
 
     sys.settrace(trace)
     try:
-        pool.arrive(TimedRequest(model=names[-1], tenant="0"))
+        pool.arrive(OfferedRequest(model=names[-1], tenant="0"))
         pool.end()
     finally:
         sys.settrace(None)
