@@ -32,7 +32,7 @@ REMOVED: dict[str, str] = {
     "poll.backoff_max_s": "a failing replica is scraped at least every 2 s",
     "poll.ttl_s": "the state of a replica lives for 10 s without a scrape",
     "poll.resolve_s": "DNS names and the replicas file are looked at every 2 s",
-    "route.allow_policy_header": "name the header in route.policy_header; without it none is read",
+    "route.allow_policy_header": "name the header in route.policy_header",
     "route.answer_asked_name": "answers carry the name that the replica serves",
     "route.shadow_policy": "record traffic and compare by extproc what-if (docs/what-if.md)",
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",

@@ -146,14 +146,14 @@ async def _queue(
 
 
 def _is_unserved(services: Services, profile: RequestProfile) -> bool:
-    """Every replica lists its models, and no list has this one."""
-    fleet, names_one = services.fleet, profile.requested_model != ""
+    """Every replica lists its models, and no list has the requested model."""
+    fleet, named = services.fleet, profile.requested_model != ""
     listed = services.config.route.listed_models_only and fleet.members_known.is_set()
-    return listed and names_one and fleet.eligibility.candidates(profile.model).unknown
+    return listed and named and fleet.eligibility.candidates(profile.model).unknown
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
-    """A replica served the model lately, so that the request may wait for one to come back."""
+    """A replica served the model lately: the request may wait until a replica serves it again."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
     if not waits or not profile.requested_model:
@@ -195,6 +195,6 @@ def _refuse_late(services: Services, decision: Decision) -> None:
     if lateness is None or not decision.profile.objective.sheddable:
         return
     if (late := least(lateness)) > 0.0:
-        message = f"on every replica it would miss its target, by {late:.2f} s at least"
+        message = f"on every replica the request would miss its target, by {late:.2f} s at least"
         retry_after = max(services.queue.retry_after_s(), late)
         raise Saturated(message, code="too_late", retry_after=retry_after)

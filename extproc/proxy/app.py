@@ -148,8 +148,8 @@ async def apply(change: Change, fleet: Fleet) -> None:
     match change:
         case Snapshot(states, ages):
             # A Redis that was just started holds few replicas yet: a missing replica is dropped
-            # only once it is silent. Replicas that are not measured come first: after measured
-            # ones they would count as newcomers.
+            # only once it is stale. Replicas that are not measured come first: after a measured
+            # replica they would count as newcomers.
             for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=ages.get(state.id, 0.0))
                 await asyncio.sleep(0)

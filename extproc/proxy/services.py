@@ -53,15 +53,14 @@ def chunk_budget(chunks_per_s: float) -> Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services(ObservedPool):
-    """The parts of a router, for one pool; pools share all parts but those of
-    :func:`parts_of_pool`."""
+    """The parts of a router for a pool; pools share all but those of :func:`parts_of_pool`."""
 
     tokens: TokenCounter
     metrics: RouterMetrics
     random: Random
     chunks: Budget
     """Chunks of streamed responses that the router reads; each costs about 0.2 ms of CPU. Envoy
-    sends all chunks of a response or none, because it accepts ``mode_override`` only in replies to
+    sends all chunks of a response or none: it accepts ``mode_override`` only in replies to
     headers. So the router decides at the response's headers, by the expected number of chunks."""
 
     demand: Demand

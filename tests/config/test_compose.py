@@ -32,7 +32,9 @@ def test_compose_environment_is_valid(name: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(key, value)
     assert main(["check"]) == 0
     replicas = load({}, os.environ).replicas
-    assert ("fast:8000", "llama-8b-h100") in [(one.where, one.profile) for one in replicas]
+    assert ("fast:8000", "llama-8b-h100") in [
+        (replica.where, replica.profile) for replica in replicas
+    ]
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])

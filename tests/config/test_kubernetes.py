@@ -35,7 +35,7 @@ def parsed(text: str) -> list[Manifest]:
 
 
 MANIFESTS = parsed(FILE.read_text(encoding="utf-8"))
-DEPLOYMENTS = [one for one in MANIFESTS if one["kind"] == "Deployment"]
+DEPLOYMENTS = [item for item in MANIFESTS if item["kind"] == "Deployment"]
 
 
 def rendered(**values: Any) -> dict[str, str]:
@@ -53,7 +53,7 @@ def title(manifest: Manifest) -> str:
 
 
 def named(kind: str, name: str) -> Manifest:
-    (found,) = (one for one in MANIFESTS if title(one) == f"{kind}-{name}")
+    (found,) = (item for item in MANIFESTS if title(item) == f"{kind}-{name}")
     return found
 
 
@@ -68,13 +68,13 @@ def container(deployment: str) -> Manifest:
 
 def config(deployment: str) -> Config:
     env = container(deployment)["env"]
-    return settings.load({}, {one["name"]: one["value"] for one in env})
+    return settings.load({}, {item["name"]: item["value"] for item in env})
 
 
 def strict(schema: Any) -> Any:
     """The schema without unknown fields, which the API server drops with a warning."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made = {key: strict(value) for key, value in schema.items()}
@@ -91,7 +91,7 @@ def faults(manifest: Mapping[str, Any]) -> list[str]:
     schemas, key = SCHEMAS["components"]["schemas"], "x-kubernetes-group-version-kind"
     (name,) = (name for name, schema in schemas.items() if kind in schema.get(key, ()))
     validator = Draft4Validator({"$ref": f"#/components/schemas/{name}"} | SCHEMAS)
-    return [f"{one.json_path}: {one.message}" for one in validator.iter_errors(manifest)]
+    return [f"{item.json_path}: {item.message}" for item in validator.iter_errors(manifest)]
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=title)
@@ -129,19 +129,19 @@ def test_chart_supports_an_own_redis_and_gateway() -> None:
     files = rendered(redis=off, envoy=off, gateway=gateway, env=[url, policy])
     assert not files["envoy.yaml"].strip()
     manifests = parsed(files["extproc.yaml"])
-    assert not [fault for one in manifests for fault in faults(one)]
-    titles = {title(one) for one in MANIFESTS} - {title(one) for one in manifests}
+    assert not [fault for item in manifests for fault in faults(item)]
+    titles = {title(item) for item in MANIFESTS} - {title(item) for item in manifests}
     assert titles == {
         *("Service-redis", "Deployment-redis", "NetworkPolicy-redis", "Service-envoy"),
         *("Deployment-extproc-envoy", "PodDisruptionBudget-extproc-envoy"),
         "NetworkPolicy-extproc-envoy",
     }
-    for deployment in (one for one in manifests if one["kind"] == "Deployment"):
+    for deployment in (item for item in manifests if item["kind"] == "Deployment"):
         (only,) = pod(deployment)["containers"]
-        names = [one["name"] for one in only["env"]]
+        names = [item["name"] for item in only["env"]]
         assert len(names) == len({*names})  # else the API server refuses it
         assert only["env"][-2] == url
-    specs = {title(one): one["spec"] for one in manifests if "spec" in one}
+    specs = {title(item): item["spec"] for item in manifests if "spec" in item}
     assert specs["NetworkPolicy-extproc-router"]["ingress"][0]["from"] == gateway
     assert "publishNotReadyAddresses" not in specs["Service-router"]  # a gateway may not check it
     with pytest.raises(Exception, match=r"gateway: who may ask routers"):
@@ -157,13 +157,13 @@ def test_network_policy_admits_the_charts_envoy_to_routers() -> None:
 
 def test_network_policy_admits_extproc_to_redis() -> None:
     (rule,) = named("NetworkPolicy", "redis")["spec"]["ingress"]
-    ((peer,),) = (one["podSelector"]["matchExpressions"] for one in rule["from"])
+    ((peer,),) = (item["podSelector"]["matchExpressions"] for item in rule["from"])
     assert peer["values"] == ["extproc-router", "extproc-poller", "extproc-eds"]
 
 
 def test_vllm_pods_are_selected_by_the_given_label() -> None:
     files = rendered(vllm={"selector": {"model": "llama"}})
-    (service,) = (one for one in parsed(files["extproc.yaml"]) if title(one) == "Service-vllm")
+    (service,) = (item for item in parsed(files["extproc.yaml"]) if title(item) == "Service-vllm")
     assert service["spec"]["selector"] == {"model": "llama"}
     with pytest.raises(Exception, match=r"vllm\.selector: labels of your vLLM pods"):
         rendered(vllm={})
@@ -172,8 +172,8 @@ def test_vllm_pods_are_selected_by_the_given_label() -> None:
 def test_replica_name_may_hold_an_apostrophe() -> None:
     source = {"url": "10.0.0.1:8000", "name": "joe's"}
     manifests = parsed(rendered(replicas=[source])["extproc.yaml"])
-    (poller,) = (one for one in manifests if title(one) == "Deployment-extproc-poller")
-    env = {one["name"]: one["value"] for one in pod(poller)["containers"][0]["env"]}
+    (poller,) = (item for item in manifests if title(item) == "Deployment-extproc-poller")
+    env = {item["name"]: item["value"] for item in pod(poller)["containers"][0]["env"]}
     assert json.loads(env["EXTPROC_REPLICAS"]) == [source]
 
 
@@ -181,7 +181,7 @@ def test_helm_lint_finds_no_error() -> None:
     helm = pytest.importorskip("helm_python")
     findings = helm.lint(str(CHART))
     assert findings["errors"] == []
-    assert [one["error"] for one in findings["messages"]] == ["icon is recommended"]
+    assert [item["error"] for item in findings["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
@@ -190,13 +190,13 @@ def test_pod_has_least_privileges(deployment: Manifest) -> None:
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for one in spec["containers"]:
-        assert one["securityContext"] == {
+    for item in spec["containers"]:
+        assert item["securityContext"] == {
             "readOnlyRootFilesystem": True,
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         }
-        assert {"readinessProbe", "livenessProbe", "resources"} <= one.keys()
+        assert {"readinessProbe", "livenessProbe", "resources"} <= item.keys()
     watches = deployment["metadata"]["name"] == "extproc-poller"
     assert watches == spec.get("automountServiceAccountToken", True)
 
@@ -212,14 +212,14 @@ def test_poller_may_only_read_endpoint_slices() -> None:
     account = pod(named("Deployment", "extproc-poller"))["serviceAccountName"]
     binding, role = named("RoleBinding", account), named("Role", account)
     assert named("ServiceAccount", account)
-    assert [one["name"] for one in binding["subjects"]] == [account]
+    assert [item["name"] for item in binding["subjects"]] == [account]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
     assert role["rules"] == [{**slices, "verbs": ["list", "watch"]}]
 
 
 @pytest.mark.parametrize(
-    "deployment", [one for one in DEPLOYMENTS if one["spec"].get("replicas", 1) > 1], ids=title
+    "deployment", [item for item in DEPLOYMENTS if item["spec"].get("replicas", 1) > 1], ids=title
 )
 def test_replicated_deployment_survives_a_node_drain(deployment: Manifest) -> None:
     name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
@@ -284,10 +284,10 @@ def test_termination_grace_period_exceeds_drain_s() -> None:
 def test_envoy_and_poller_use_existing_headless_services() -> None:
     envoy = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text(encoding="utf-8"))
     known = [
-        one["endpoint"]["address"]["socket_address"]
+        item["endpoint"]["address"]["socket_address"]
         for cluster in envoy["static_resources"]["clusters"]
         for group in cluster["load_assignment"]["endpoints"]
-        for one in group["lb_endpoints"]
+        for item in group["lb_endpoints"]
     ]
     for name in ("router", "vllm"):
         service = named("Service", name)["spec"]
@@ -299,15 +299,15 @@ def test_envoy_and_poller_use_existing_headless_services() -> None:
 
 @pytest.mark.parametrize(
     "service",
-    [one for one in MANIFESTS if one["kind"] == "Service" and title(one) != "Service-vllm"],
+    [item for item in MANIFESTS if item["kind"] == "Service" and title(item) != "Service-vllm"],
     ids=title,
 )
 def test_service_selects_pods_that_listen_on_its_port(service: dict[str, Any]) -> None:
     selector = service["spec"]["selector"]
-    specs = [one["spec"] for one in DEPLOYMENTS]
-    (pods,) = (one["template"] for one in specs if one["selector"]["matchLabels"] == selector)
+    specs = [item["spec"] for item in DEPLOYMENTS]
+    (pods,) = (item["template"] for item in specs if item["selector"]["matchLabels"] == selector)
     assert pods["metadata"]["labels"] == selector
-    ports = [port["containerPort"] for one in pods["spec"]["containers"] for port in one["ports"]]
+    ports = [port["containerPort"] for item in pods["spec"]["containers"] for port in item["ports"]]
     (port,) = service["spec"]["ports"]
     assert port.get("targetPort", port["port"]) in ports
 

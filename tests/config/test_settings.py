@@ -192,7 +192,7 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
             ("vllm", "port", "required"))),
         ("replicas: [{url: a:1, dns: a:1}]", "replicas.0: ",
          "needs one of 'url', 'dns' and 'kubernetes'"),
-        ("replicas: [{name: one}]", "replicas.0: ", "needs one of 'url', 'dns' and 'kubernetes'"),
+        ("replicas: [{name: gpu-1}]", "replicas.0: ", "needs one of 'url', 'dns' and 'kubernetes'"),
         ("replicas: [{url: a:1, profile: llama-8b-h10}]", "replicas.0.profile: ",
          "did you mean 'llama-8b-h100'?"),
         ("replicas: [{url: a:1, kv_events_port: 5557}]", "replicas.0: ",
@@ -298,7 +298,7 @@ def test_yaml_merge_key_may_be_overridden(write: Write) -> None:
         "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n",
     )
     *_, b, c = load({}, {}, file).each_pool
-    assert [one.where for one in (*b.replicas, *c.replicas)] == ["b:1", "b:1"]
+    assert [item.where for item in (*b.replicas, *c.replicas)] == ["b:1", "b:1"]
     assert (b.replicas_file, c.replicas_file) == (Path("/a"), Path("/c"))
 
 
@@ -339,10 +339,10 @@ def test_each_pool_has_its_own_configuration(write: Write) -> None:
         "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n",
     )
     own, batch, new = load({"poll.interval_s": "0.5"}, {}, file).each_pool
-    assert (own.pool, [one.url for one in own.replicas]) == ("default", ["a:1"])
-    assert (batch.pool, [one.url for one in batch.replicas]) == ("batch", ["b:1", "b:2"])
+    assert (own.pool, [item.url for item in own.replicas]) == ("default", ["a:1"])
+    assert (batch.pool, [item.url for item in batch.replicas]) == ("batch", ["b:1", "b:2"])
     assert (new.pool, new.replicas, new.replicas_file) == ("new", (), Path("/f"))
-    assert {one.poll.interval_s for one in (own, batch, new)} == {0.5}
+    assert {item.poll.interval_s for item in (own, batch, new)} == {0.5}
 
 
 def test_scrape_is_given_up_after_three_timeouts() -> None:

@@ -73,7 +73,7 @@ def refusal_header(reply: ProcessingResponse, name: str) -> bytes:
     assert reply.immediate_response is not None
     assert reply.immediate_response.headers is not None
     sent = [option.header for option in reply.immediate_response.headers.set_headers]
-    return next(one.raw_value for one in sent if one is not None and one.key == name)
+    return next(header.raw_value for header in sent if header is not None and header.key == name)
 
 
 def mode_of(reply: ProcessingResponse) -> ProcessingMode:
@@ -98,4 +98,6 @@ def header_of(reply: ProcessingResponse, name: str) -> str | None:
     mutation = common(reply).header_mutation
     assert mutation is not None
     headers = [option.header for option in mutation.set_headers]
-    return next((one.raw_value.decode() for one in headers if one and one.key == name), None)
+    return next(
+        (header.raw_value.decode() for header in headers if header and header.key == name), None
+    )

@@ -51,13 +51,13 @@ async def get(services: Services, path: str) -> Any:
 
 async def test_decisions_of_large_fleet_do_not_delay_requests(large: Services) -> None:
     shown = await get(large, "/decisions")
-    assert [one["request_id"] for one in shown] == [
+    assert [record["request_id"] for record in shown] == [
         f"request-{number}" for number in range(DECISIONS - PAGE, DECISIONS)
     ]
-    for one in shown:
-        assert one["compared"] == REPLICAS
-        assert 20 <= len(one["candidates"]) <= 21
-        assert one["replica"] in {candidate["replica"] for candidate in one["candidates"]}
+    for record in shown:
+        assert record["compared"] == REPLICAS
+        assert 20 <= len(record["candidates"]) <= 21
+        assert record["replica"] in {candidate["replica"] for candidate in record["candidates"]}
     assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
 
 
@@ -71,8 +71,8 @@ async def test_fleet_page_of_large_fleet_does_not_delay_requests(large: Services
     shown = await get(large, "/fleet")
     assert shown["in_flight"] == DECISIONS
     assert len(shown["replicas"]) == REPLICAS
-    assert sum(one["in_flight"] for one in shown["replicas"]) == DECISIONS
-    assert {one["pool"] for one in shown["replicas"]} == {"default"}
+    assert sum(replica["in_flight"] for replica in shown["replicas"]) == DECISIONS
+    assert {replica["pool"] for replica in shown["replicas"]} == {"default"}
 
 
 async def test_fleet_page_survives_replicas_that_leave(large: Services) -> None:

@@ -39,12 +39,12 @@ async def test_max_streams_refuses_further(services: Services, logged: Logged) -
     port = await server.start("127.0.0.1:0")
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with (
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as one,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as channel,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as other,
-        EnvoySide(one).stream() as first,
+        EnvoySide(channel).stream() as first,
     ):
         await first.request_headers()
-        async with EnvoySide(one).stream() as second:
+        async with EnvoySide(channel).stream() as second:
             await second.request_headers()
             for _ in range(3):
                 async with EnvoySide(other).stream() as third:
@@ -98,14 +98,14 @@ class TestBodies:
     async def test_all_stalled_bodies_give_way_to_one_beyond_memory(
         self, envoy: EnvoySide, services: Services
     ) -> None:
-        async with envoy.stream() as one, envoy.stream() as other, envoy.stream() as large:
-            for stream, left in ((one, 6000), (other, 2000)):
+        async with envoy.stream() as stalled, envoy.stream() as other, envoy.stream() as large:
+            for stream, left in ((stalled, 6000), (other, 2000)):
                 await stream.write_headers(**DUPLEX)
                 await stream.write_body(BEGUN + b"a" * 4000, False)
                 await until(partial(has_less_than, services, left))
             await large.write_headers(**DUPLEX)
             await large.write_body(BEGUN + b"a" * 3 * ROOM + b'"}]}')
-            for stream in (one, other):
+            for stream in (stalled, other):
                 assert error_of(await stream.read())["code"] == "no_memory"
             assert destination(await large.read())[0] in MEMBERS
 
@@ -173,8 +173,8 @@ async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
-        for one in (forward(reader, back_writer), forward(back_reader, writer)):
-            tasks.add(asyncio.create_task(one))
+        for copying in (forward(reader, back_writer), forward(back_reader, writer)):
+            tasks.add(asyncio.create_task(copying))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:

@@ -43,8 +43,8 @@ def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[
 
 async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
-    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
-        argv = router(tmp_path, ports, one)
+    async with serving() as first, serving() as second, aiohttp.ClientSession() as session:
+        argv = router(tmp_path, ports, first)
         log = tmp_path / "router.log"
         ready = answers(f"{admin}/healthz")
 
@@ -57,20 +57,20 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[i
             return await known() == expected
 
         async with await Process.start("router", argv, log=log, ready=ready) as process:
-            await until(lambda: are({one.id: 2}))
+            await until(lambda: are({first.id: 2}))
             async with (
                 grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
                 EnvoySide(channel).stream() as stream,
             ):
                 reply = await stream.ask(CHAT | {"model": "tiny"})
-                assert destination(reply) == [one.id]
-            router(tmp_path, ports, one, two)
-            one.answers["/metrics"] = text(page(running=77))
-            await until(lambda: are({one.id: 77, two.id: 2}))
+                assert destination(reply) == [first.id]
+            router(tmp_path, ports, first, second)
+            first.answers["/metrics"] = text(page(running=77))
+            await until(lambda: are({first.id: 77, second.id: 2}))
             async with session.get(f"{admin}/metrics") as response:
                 assert "extproc_decisions_total{" in await response.text()
-            router(tmp_path, ports, two)
-            await until(lambda: are({two.id: 2}))
+            router(tmp_path, ports, second)
+            await until(lambda: are({second.id: 2}))
             async with session.get(f"{admin}/metrics") as response:
                 assert 'extproc_poll_replicas{pool="default"} 1.0' in await response.text()
             await process.stop(PATIENCE_S)
@@ -80,20 +80,20 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[i
 
 async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
-    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
+    async with serving() as first, serving() as second, aiohttp.ClientSession() as session:
         scrapes_answered = asyncio.Event()
 
         async def slow(request: web.Request) -> web.StreamResponse:
             await scrapes_answered.wait()
             return await text(page(model="large"))(request)
 
-        two.answers |= {"/metrics": slow, "/v1/models": models("large")}
+        second.answers |= {"/metrics": slow, "/v1/models": models("large")}
 
         async def listed() -> bool:
             async with session.get(f"{admin}/fleet") as response:
                 return "adapter" in await response.text()
 
-        argv = router(tmp_path, ports, one, two)
+        argv = router(tmp_path, ports, first, second)
         ready = answers(f"{admin}/healthz")
         async with (
             await Process.start("router", argv, log=tmp_path / "router.log", ready=ready),
@@ -107,10 +107,10 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[
                     return status_of(reply) if refused else destination(reply)
 
             await until(listed)
-            assert await result_of("large") == [one.id, one.id]
+            assert await result_of("large") == [first.id, first.id]
             scrapes_answered.set()
             await until_read(lambda: result_of("nobody's"), lambda now: now == 404)
-            assert await result_of("large") == [two.id, two.id]
+            assert await result_of("large") == [second.id, second.id]
 
 
 def test_memory_state_refuses_separate_poller(capsys: pytest.CaptureFixture[str]) -> None:

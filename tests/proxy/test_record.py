@@ -175,10 +175,10 @@ async def test_hanging_disk_bounds_record_memory(
         await writing
     lines = os.read(reads, 1 << 16).splitlines()
     os.close(reads)
-    requests = [one for one in lines if b'"kind":"request"' in one]
+    requests = [line for line in lines if b'"kind":"request"' in line]
     assert requests
     assert sum(map(len, requests)) < 4000
-    lost = [json.loads(one)["requests"] for one in lines if b'"kind":"lost"' in one]
+    lost = [json.loads(line)["requests"] for line in lines if b'"kind":"lost"' in line]
     assert len(requests) + sum(lost) == 100
 
 
@@ -233,7 +233,7 @@ async def test_restart_continues_record(
     again.recorder.ended(chat(10), RequestOutcome(completion_s=1.0), replica(1), 0.0, 5.0)
     await write_record(again)
     record = read(folder)
-    assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
+    assert sorted(request.prompt_tokens for request in record.requests) == [10, 77]
     assert record.left_out == {"whose line cannot be read": 1}
 
 
@@ -257,7 +257,9 @@ async def test_unwritable_record_is_logged_once(
     for _ in range(2):
         await ask(envoy, CHAT)
         await write_record(services)
-    (said,) = [one for one in caplog.records if "record of traffic is not written" in one.message]
+    (said,) = [
+        logged for logged in caplog.records if "record of traffic is not written" in logged.message
+    ]
     assert said.levelname == "ERROR"
 
 
@@ -290,4 +292,4 @@ async def test_record_marks_cut_answers(
     await stream.end()
     record = await recorded(services, folder, envoy)
     assert record.left_out == {"failed": 1}
-    assert sorted(one.cut for one in record.requests) == [False, True]
+    assert sorted(request.cut for request in record.requests) == [False, True]

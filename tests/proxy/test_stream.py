@@ -140,7 +140,7 @@ async def test_stream_answers_each_message_and_leaves_nothing(
     await settle()
     replies = [ProcessingResponse.parse(await call.read()) for _ in phases]
     assert call.context.replies.empty()
-    assert [which_one_of(one, "response")[0] for one in replies] == phases
+    assert [which_one_of(reply, "response")[0] for reply in replies] == phases
     assert services.fleet.in_flight == in_flight
     assert samples(services.metrics.requests) == {(name,): n for name, n in counted.items()}
     await CONTROLS[leave](call)
@@ -178,7 +178,7 @@ FIELDS: list[dict[str, Any]] = [
     {"messages": "hello"}, {"input": "hello"},
 ]  # fmt: skip
 SOME = [
-    *([one] for one in LONG_FIRST),
+    *([message] for message in LONG_FIRST),
     *([BUFFERED, chunk(long(name))] for name in "ij"),
     *([DUPLEX, chunk(long(name)[:50_000], False), chunk(long(name)[50_000:])] for name in "kl"),
     *([DUPLEX, chunk(LONG[:70_000], False)], [chunk(LONG[70_000:])], [DUPLEX, chunk(BODY, False)]),

@@ -43,7 +43,7 @@ async def exported(services: Services, spans: Spans) -> dict[str, Span]:
     """All spans, by name."""
     assert services.traces is not None
     await asyncio.to_thread(services.traces.close)
-    return {one.name: one for _, one in spans.all}
+    return {span.name: span for _, span in spans.all}
 
 
 async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans: Spans) -> None:
@@ -53,8 +53,8 @@ async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans
         await stream.answer(status=503, upstream=second)
     found = await exported(services, spans)
     route, request = found["route"], found["chat llama"]
-    assert {one.trace_id.hex() for one in (route, request)} == {TRACE}
-    assert {one.parent_span_id.hex() for one in (route, request)} == {CALLER}
+    assert {span.trace_id.hex() for span in (route, request)} == {TRACE}
+    assert {span.parent_span_id.hex() for span in (route, request)} == {CALLER}
     shown = attributes(route)
     assert shown["extproc.result"] == "routed"
     assert f"{shown['server.address']}:{shown['server.port']}" == first
@@ -110,9 +110,9 @@ async def test_spans_show_refused_and_unrouted_requests(
         services.fleet.remove(replica(number))
     await envoy.ask_body_first(CHAT, traceparent=SAMPLED)
     await exported(services, spans)
-    refused, unrouted = (one for _, one in spans.all)
+    refused, unrouted = (span for _, span in spans.all)
     assert attributes(refused)["error.type"] == "invalid_type"
-    assert [one.name for one in refused.events] == ["refused"]
+    assert [event.name for event in refused.events] == ["refused"]
     assert attributes(unrouted)["extproc.result"] == "unrouted"
 
 
@@ -142,7 +142,7 @@ async def test_failing_collector_is_logged_once_a_minute(
                 trace.ended("refused")
             await asyncio.to_thread(traces.close)
             assert len(caplog.records) == lines
-    assert all("401" in one.getMessage() for one in caplog.records)
+    assert all("401" in record.getMessage() for record in caplog.records)
 
 
 def test_traces_without_extra_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,10 @@ async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> Asyn
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
         services.fleet.put(known)
     looking = asyncio.create_task(dispatch_queued([services]))
-    async with envoy.stream() as one, envoy.stream() as other:
-        assert chosen(await one.body_first(long("one")))
-        assert chosen(await other.body_first(long("other")))
-        yield one, other
+    async with envoy.stream() as first, envoy.stream() as second:
+        assert chosen(await first.body_first(long("one")))
+        assert chosen(await second.body_first(long("other")))
+        yield first, second
     looking.cancel()
 
 
@@ -100,11 +100,11 @@ async def test_queued_request_is_sent_to_freed_replica(
     )
     assert asks_envoy_to_wait(reply)
     assert len(services.queue) == 1
-    one, other = (record.decision.replica for record in services.log.last(2))
+    first, second = (record.decision.replica for record in services.log.last(2))
     clock.advance(0.5)
     await full[1].end()
     reply = await stream.read()
-    assert chosen(reply) == [other, one]
+    assert chosen(reply) == [second, first]
     assert json.loads(body_of(reply) or b"") == long("third")
     assert len(services.queue) == 0
     (record,) = services.log.of_request("abc")
@@ -168,11 +168,11 @@ async def test_reset_after_body_ends_wait(
 
 
 async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as three:
-        await queued(one, "third")
-        await queued(two, "fourth")
+    async with envoy.stream() as first, envoy.stream() as second, envoy.stream() as third:
+        await queued(first, "third")
+        await queued(second, "fourth")
         left = services.body_memory.free
-        assert status_of(await three.body_first(long("third"))) == 429
+        assert status_of(await third.body_first(long("third"))) == 429
         assert len(services.queue) == 2
         assert services.body_memory.free == left
     assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
@@ -181,9 +181,9 @@ async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full
 async def test_late_request_is_refused(envoy: EnvoySide, services: Services, full: Full) -> None:
     """The requests before it make it late: on its replica the first token would be in time."""
     soon = {"x-objective": "soon"}
-    async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
-        await queued(one, "third")
-        await queued(two, "fourth")
+    async with envoy.stream() as first, envoy.stream() as second, envoy.stream() as late:
+        await queued(first, "third")
+        await queued(second, "fourth")
         reply = await late.body_first(long("fifth"), headers=soon)
         assert error_of(reply)["code"] == "too_late"
         assert int(refusal_header(reply, "retry-after")) > 1
@@ -207,8 +207,8 @@ async def test_queued_request_is_refused_when_late(
 
 
 async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
-    async with envoy.stream() as one, envoy.stream() as other:
-        await queued(one, "third")
+    async with envoy.stream() as first, envoy.stream() as other:
+        await queued(first, "third")
         steady = {"x-objective": "steady"}
         await queued(other, "fourth", steady)
 
