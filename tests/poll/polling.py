@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec import structs
 
@@ -57,6 +58,14 @@ async def polling(settings: Config) -> AsyncIterator[None]:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
+
+async def metrics_of(poller: Config) -> str:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{poller.poll.admin}/metrics") as response,
+    ):
+        return await response.text()
 
 
 class RouterView:

@@ -111,14 +111,6 @@ async def drip(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.01)
 
 
-async def huge(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Length": str(200 * 10**6)})
-    await response.prepare(request)
-    for _ in range(200):
-        await response.write(b"#" * 10**6)
-    return response
-
-
 async def disconnect(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Length": "1000"})
     await response.prepare(request)

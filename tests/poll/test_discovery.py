@@ -48,7 +48,7 @@ async def ids(found: Discovery) -> list[str]:
     return [target.id for target in await found.targets()]
 
 
-class Pool:
+class DnsPool:
     """Replicas behind the DNS name ``vllm``; those in ``dead`` answer no scrape."""
 
     def __init__(self, *addresses: str, **source: str) -> None:
@@ -96,7 +96,7 @@ async def test_dns_name_is_a_replica_for_each_address() -> None:
 
 async def test_address_missing_from_partial_answers_stays_while_it_answers() -> None:
     twelve, random = [f"10.0.0.{number}" for number in range(12)], Random(1)
-    pool = Pool(*twelve)
+    pool = DnsPool(*twelve)
     pool.dead = {"10.0.0.3:80"}
     everyone = (await pool.draining()).keys()
     for _ in range(100):
@@ -108,7 +108,7 @@ async def test_address_missing_from_partial_answers_stays_while_it_answers() -> 
 
 
 async def test_address_that_dns_names_no_longer_drains_and_leaves() -> None:
-    pool = Pool("10.0.0.1", "10.0.0.2")
+    pool = DnsPool("10.0.0.1", "10.0.0.2")
     await pool.draining()
     pool.names.zone = {"vllm": ["10.0.0.2"]}
     pool.clock.advance(9.0)
@@ -125,7 +125,7 @@ async def test_address_that_dns_names_no_longer_drains_and_leaves() -> None:
 async def test_name_without_addresses_keeps_replicas_that_answer(
     source: dict[str, str], logged: Logged
 ) -> None:
-    pool = Pool("10.0.0.1", **source)
+    pool = DnsPool("10.0.0.1", **source)
     await pool.draining()
     pool.names.zone = {"vllm": []}
     for _ in range(10):
@@ -138,7 +138,7 @@ async def test_name_without_addresses_keeps_replicas_that_answer(
 
 
 async def test_url_whose_name_gets_another_address_is_a_single_replica() -> None:
-    pool = Pool("10.0.0.1", url="vllm:80")
+    pool = DnsPool("10.0.0.1", url="vllm:80")
     assert [*await pool.draining()] == ["10.0.0.1:80"]
     pool.names.zone = {"vllm": ["10.0.0.2"]}
     assert [*await pool.draining()] == ["10.0.0.2:80"]

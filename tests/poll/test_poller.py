@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import aiohttp
 import pytest
 from msgspec import structs
 
@@ -27,7 +26,7 @@ from extproc.share.connection import connect
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
-from tests.poll.polling import SOON, RouterView, config, polling, watching
+from tests.poll.polling import SOON, RouterView, config, metrics_of, polling, watching
 from tests.poll.replica import (
     FirstAnswer,
     Handler,
@@ -51,14 +50,6 @@ async def write_states(settings: Config, *states: ReplicaState) -> None:
     """Writes states as an earlier poller."""
     async with connect(settings.redis, settings.pool) as redis:
         await StateWriter(redis, settings.pool, ttl_s=10).put(states)
-
-
-async def metrics_of(settings: Config) -> str:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{settings.poll.admin}/metrics") as response,
-    ):
-        return await response.text()
 
 
 async def test_state_has_every_field_that_a_scrape_reads(

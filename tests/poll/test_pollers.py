@@ -1,5 +1,6 @@
 """Pollers share the replicas, and take over those of a poller that is killed or stopped."""
 
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
-from tests.poll.polling import RouterView, config, polling, watching
+from tests.poll.polling import RouterView, config, metrics_of, polling, watching
 from tests.poll.replica import Handler, HeldAnswer, Replica, page, serving, text
 from tests.waiting import until
 
@@ -52,15 +53,10 @@ async def shared(count: int, *pollers: Config) -> list[int]:
 
 
 async def replicas_of(poller: Config) -> int:
-    begin = 'extproc_poll_replicas{pool="default"} '
+    count = re.compile(r'extproc_poll_replicas\{pool="default"\} (\S+)')
     with suppress(aiohttp.ClientConnectionError):
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://{poller.poll.admin}/metrics") as response,
-        ):
-            for line in (await response.text()).splitlines():
-                if line.startswith(begin):
-                    return round(float(line.removeprefix(begin)))
+        if match := count.search(await metrics_of(poller)):
+            return round(float(match[1]))
     return 0
 
 
