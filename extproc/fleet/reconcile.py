@@ -137,8 +137,8 @@ class Reconciliation:
 
         A replica prefills in the order of arrival and counts the sequences that got a first token.
         Without requests of others, the count tells which of this router's numbered sequences was
-        prefilled last at the poll. The next prompt was not finished, so prefilled tokens end at most
-        with that prompt, or with one step if that is later.
+        prefilled last at the poll. The next prompt was not finished: the prefilled tokens end
+        before the end of that prompt, or of one step if that is later.
 
         Beside requests of others, only the replica's queue tells. Requests that left the queue are
         prefilled, but for the last prompt or one step. Requests in the queue, beyond those that
