@@ -64,7 +64,7 @@ class TestBodies:
     def services(self, services: Services) -> Services:
         return replace(services, body_memory=BodyMemory(ROOM))
 
-    async def test_stalled_bodies_hold_nothing(self, envoy: EnvoySide, services: Services) -> None:
+    async def test_stalled_body_is_evicted(self, envoy: EnvoySide, services: Services) -> None:
         async with envoy.stream() as stalled, envoy.stream() as slow, envoy.stream() as other:
             for stream, left in ((stalled, 6000), (slow, 2000)):
                 await stream.write_headers(**DUPLEX)
@@ -81,7 +81,9 @@ class TestBodies:
                 assert services.log.last(1)[0].decision.profile.prompt_bytes > 4000
         await until(lambda: services.body_memory.free == ROOM)
 
-    async def test_full_memory_leaves_bodies(self, envoy: EnvoySide, services: Services) -> None:
+    async def test_full_body_memory_awaits_no_further_chunk(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
         services.body_memory.free = 100
         async with envoy.stream() as stream:
             await stream.write_headers(**DUPLEX)

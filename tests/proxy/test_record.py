@@ -194,7 +194,7 @@ async def test_record_survives_time_jump(services: Services, config: Config, fol
     assert len(states) == 2 * 3
 
 
-async def test_record_keeps_no_words(services: Services, envoy: EnvoySide, folder: Path) -> None:
+async def test_record_holds_no_text(services: Services, envoy: EnvoySide, folder: Path) -> None:
     body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
     await ask(envoy, body | {"max_tokens": 40})
     await ask(envoy, body, status=503)
@@ -270,7 +270,9 @@ def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
         build(config, CollectorRegistry())
 
 
-async def test_record_keeps_half_keys(services: Services, envoy: EnvoySide, folder: Path) -> None:
+async def test_record_truncates_prefix_keys(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
     """Whole keys would reveal the sum of a unit's words."""
     content = "".join(map(str, range(1000)))
     await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})

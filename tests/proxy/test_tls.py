@@ -128,7 +128,9 @@ async def test_changed_tls_files_apply_to_next_connection(serving: Serving, file
         assert await health(port, files.others, files.others.sign("envoy")) == SERVING
 
 
-async def test_bad_files_keep_last_content(serving: Serving, files: Files, logged: Logged) -> None:
+async def test_unusable_tls_files_keep_last_content(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
     envoy = files.ours.sign("envoy")
     async with serving(files.settings) as port:
         cert, key = files.ours.sign("renewed")
@@ -157,7 +159,9 @@ def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> No
     assert renewed.if_changed() is not None
 
 
-async def test_expired_certificate_logs(serving: Serving, files: Files, logged: Logged) -> None:
+async def test_expired_certificate_is_logged(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
     files.put(*files.ours.sign("router", days=-1))
     async with serving(files.settings):
         (line,) = logged.lines("Envoy will not trust this certificate: replace it")
@@ -223,6 +227,8 @@ def test_check_warns_of_expired_file(
 
 @pytest.mark.parametrize("section", ["serve", "eds"])
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
-def test_single_file_refused(section: str, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_files_are_set_together(
+    section: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", f"--{section}.{given}", "a.pem"]) == 2
     assert "tls_cert and tls_key" in capsys.readouterr().err

@@ -84,7 +84,9 @@ async def test_unsampled_and_other_requests_have_no_span(
     assert await exported(services, spans) == {}
 
 
-async def test_span_shows_left_request(envoy: EnvoySide, services: Services, spans: Spans) -> None:
+async def test_span_shows_that_client_left(
+    envoy: EnvoySide, services: Services, spans: Spans
+) -> None:
     clock = ManualClock(services.wall())
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)

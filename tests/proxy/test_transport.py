@@ -112,7 +112,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs SCHED_BATCH")
 
 
 @linux
-def test_patient_schedules_only_new_threads_as_batch() -> None:
+def test_batch_scheduling_covers_only_new_threads() -> None:
     ended = Event()
     policies = []
 
@@ -135,14 +135,14 @@ def test_patient_schedules_only_new_threads_as_batch() -> None:
 
 
 @linux
-def test_patient_restores_scheduling_after_error() -> None:
+def test_batch_scheduling_ends_after_error() -> None:
     with pytest.raises(ValueError, match="no"), batch_scheduled_threads():
         raise ValueError("no")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 @linux
-def test_patient_tolerates_missing_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_scheduling_tolerates_missing_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """On musl the call always fails."""
 
     def refuse(_: int) -> int:

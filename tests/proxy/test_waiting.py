@@ -84,12 +84,12 @@ async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> Asyn
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
         services.fleet.put(known)
-    looking = asyncio.create_task(dispatch_queued([services]))
+    sweeping = asyncio.create_task(dispatch_queued([services]))
     async with envoy.stream() as first, envoy.stream() as second:
         assert chosen(await first.body_first(long("one")))
         assert chosen(await second.body_first(long("other")))
         yield first, second
-    looking.cancel()
+    sweeping.cancel()
 
 
 async def test_queued_request_is_sent_to_freed_replica(
@@ -132,7 +132,9 @@ async def test_queued_body_is_held_once(stream: Stream, services: Services, full
     await until(lambda: services.body_memory.free == BODY_MEMORY_BYTES)
 
 
-async def test_full_memory_stops_waiting(envoy: EnvoySide, services: Services, full: Full) -> None:
+async def test_full_body_memory_stops_queueing(
+    envoy: EnvoySide, services: Services, full: Full
+) -> None:
     services.body_memory.free = 1000
     assert chosen(await envoy.ask_body_first(long("third")))
 
@@ -263,22 +265,22 @@ async def test_longest_s_bounds_empty_s(
     assert status_of(await stream.read()) == 503
 
 
-async def test_error_in_one_look_stops_neither_the_queue_nor_the_router(
+async def test_error_in_a_queue_sweep_does_not_end_the_router(
     services: Services, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks: list[int] = []
+    sweeps: list[int] = []
 
-    def look(queue: Queue) -> None:
-        looks.append(len(looks))
-        if len(looks) == 1:
+    def sweep(queue: Queue) -> None:
+        sweeps.append(len(sweeps))
+        if len(sweeps) == 1:
             raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(Queue, "sweep", look)
-    looking = asyncio.create_task(dispatch_queued([services]))
-    await until(lambda: len(looks) == 3 or looking.done())
-    assert not looking.done()
+    monkeypatch.setattr(Queue, "sweep", sweep)
+    sweeping = asyncio.create_task(dispatch_queued([services]))
+    await until(lambda: len(sweeps) == 3 or sweeping.done())
+    assert not sweeping.done()
     assert [record.getMessage() for record in caplog.records] == [
         "queue not swept: retrying",
         "queue is swept again",
     ]
-    looking.cancel()
+    sweeping.cancel()

@@ -68,7 +68,7 @@ async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
         assert not (await ask(envoy, body_mode=mode))[0]
 
 
-async def test_failed_replica_shows_all_responses(envoy: EnvoySide) -> None:
+async def test_failed_replica_makes_all_responses_visible(envoy: EnvoySide) -> None:
     for _ in range(PER_S - 1):
         await ask(envoy)
     visible, failed = await ask(envoy, status=503)
@@ -133,7 +133,7 @@ class TestSkippedResponses:
     def services(self, services: Services, clock: ManualClock) -> Services:
         return with_fleet(services, clock)
 
-    async def test_skipped_response_avoids_doubtful_replica(
+    async def test_skipped_response_avoids_ejected_replica(
         self, envoy: EnvoySide, services: Services, clock: ManualClock
     ) -> None:
         for _ in range(3):
@@ -152,7 +152,9 @@ class TestSkippedResponses:
         assert chosen(await envoy.ask_body_first())  # the client hung up
         assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}
 
-    async def test_stored_response_is_watched(self, stream: Stream, services: Services) -> None:
+    async def test_stored_response_is_visible_despite_the_mark(
+        self, stream: Stream, services: Services
+    ) -> None:
         stored = {"model": "llama", "input": "hello", "store": True}
         assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
         await stream.end()  # the client hung up
