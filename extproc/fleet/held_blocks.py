@@ -182,8 +182,11 @@ class HeldBlocks:
             known = self._is_known(blocks)
             if known != blocks.known:
                 blocks.known = known
-                how = "known" if known else "estimated"
-                log.info(f"replica's KV blocks are {how}", extra={"replica": name})
+                extra = {"replica": name}
+                if known:
+                    log.info("replica's KV blocks are known", extra=extra)
+                else:
+                    log.info("replica's KV blocks are unknown: hits are estimated", extra=extra)
         return sum(blocks.known for blocks in self._replicas.values())
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:

@@ -157,7 +157,7 @@ def test_late_replica_is_estimated_and_logged(wrong: str, logged: Logged) -> Non
     assert reports.held() == expected
     known = sum(tokens > 0 for tokens in expected)
     assert reports.fleet.blocks.count_known() == reports.fleet.blocks.count_known() == known
-    assert len(logged.lines("replica's KV blocks are estimated")) == 2 - known
+    assert len(logged.lines("replica's KV blocks are unknown: hits are estimated")) == 2 - known
     reports.report(1, stored=keys(2), whole=True)
     reports.poll()
     assert reports.held()[0] == 32
