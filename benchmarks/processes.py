@@ -58,8 +58,8 @@ class AttachedStack(Stack):
     ) -> None:
         """``servers`` has the ``ip:port``, ``profiles`` the hardware profile of each replica."""
         replicas = [SimulatedReplica(name, profiles[name]) for name in servers]
-        super().__init__(directory, replicas, settings)
         self._servers = servers
+        super().__init__(directory, replicas, settings)
 
     def address(self, name: str) -> str:
         return self._servers.get(name) or super().address(name)

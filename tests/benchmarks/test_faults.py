@@ -127,7 +127,7 @@ class ObservedContender:
             yield self.front
 
 
-class Turn:
+class FaultTurn:
     def __init__(self, run: Json, accesses: list[Access], observed: "ObservedContender") -> None:
         self.run = run
         self.by_envoy = {access.request_id: access for access in accesses}
@@ -155,7 +155,7 @@ class Turn:
         return self.ids() - self.ids(error=None)
 
 
-async def played(fault: str, contender: Contender, directory: Path) -> Turn:
+async def played(fault: str, contender: Contender, directory: Path) -> FaultTurn:
     (directory / "trace.jsonl").write_text(trace())
     part = {"speed": 1.0, "skip": 0.0, "duration": 4.0, "stream_share": 1.0, "seed": 0}
     args = Namespace(trace=[directory / "trace.jsonl"], fault=Fault(name=fault, at_s=AT_S), **part)
@@ -165,7 +165,7 @@ async def played(fault: str, contender: Contender, directory: Path) -> Turn:
         run = await play(observed, simulated, args, 0, files)
         if run["fault"]["at_s"] < RESUMES_S:
             break
-    return Turn(run, AccessLog(files / "access.log").new(), observed)
+    return FaultTurn(run, AccessLog(files / "access.log").new(), observed)
 
 
 @pytest.mark.process

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 PICTURES = {"figures", "completion", "ttft"}
 
 
-class Page:
+class ReportPage:
     """Text and links of a page in Markdown."""
 
     def __init__(self, text: str) -> None:
@@ -60,14 +60,14 @@ def completions(result: Json) -> list[float]:
     return [each["completion_s"] for each in result["requests"] if each["completion_s"]]
 
 
-def written(results: Json, folder: Path) -> Page:
+def written(results: Json, folder: Path) -> ReportPage:
     path = write(results, folder)
     assert path == folder / PAGE
-    return Page(path.read_text())
+    return ReportPage(path.read_text())
 
 
-def page_without_pictures(results: Json) -> Page:
-    return Page(markdown(read(results), []))
+def page_without_pictures(results: Json) -> ReportPage:
+    return ReportPage(markdown(read(results), []))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
 
 def test_each_contender_has_a_row_of_figures(both: tuple[Json, Path]) -> None:
     results, folder = both
-    page = Page((folder / PAGE).read_text())
+    page = ReportPage((folder / PAGE).read_text())
     for name in ("ours", "theirs"):
         cells = page.row(name)
         runs = [each for each in results["runs"] if each["run"]["name"] == name]
@@ -97,7 +97,7 @@ def test_each_contender_has_a_row_of_figures(both: tuple[Json, Path]) -> None:
 
 
 def test_page_begins_with_conclusions(both: tuple[Json, Path]) -> None:
-    said = Page((both[1] / PAGE).read_text()).said
+    said = ReportPage((both[1] / PAGE).read_text()).said
     assert len(said) == 4
     assert said[0].startswith(
         "Completion, p99: ours is 0.50× the best other (theirs), better in all 3 turns. "
@@ -124,7 +124,7 @@ def test_own_contenders_and_references_are_not_rivals() -> None:
 
 
 def test_page_links_to_pictures_and_json(both: tuple[Json, Path]) -> None:
-    page = Page((both[1] / PAGE).read_text())
+    page = ReportPage((both[1] / PAGE).read_text())
     assert json.loads((both[1] / "results.json").read_text()) == both[0]
     for shown in ("a lathe", "python -m benchmarks.compare", "envoy: 1.40.0"):
         assert shown in page.text
