@@ -141,11 +141,11 @@ ROUTED = {
     "10**400": b'{"model": "m", "max_tokens": 1' + b"0" * 400 + b', "n": 1' + b"0" * 400 + b"}",
     "a key twice": b'{"model": 1, "model": "m"}',
     "100 deep": b'{"model": "m", "messages": ' + b"[" * 100 + b"]" * 100 + b"}",
-    "content 150 deep": b'{"model": "m", "messages": [{"content":'
+    "content 150 deep": b'{"model": "m", "messages": ['
     + b'{"content":' * 150
     + b'"x"'
     + b"}" * 150
-    + b"}]}",
+    + b"]}",
 }
 
 
@@ -163,20 +163,6 @@ def test_body_that_a_replica_may_reject_is_routed(body: bytes) -> None:
         assert measured(endpoint, body).model == ("m" * 512 if b"m" * 512 in body else "m")
 
 
-def test_image_of_40_mb_does_not_count_as_text() -> None:
-    body = b"".join(
-        [
-            b'{"model": "m", "messages": [{"role": "user", "content": [',
-            b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,',
-            b"iVBORw0K" * 5_000_000,
-            b'"}}, {"type": "text", "text": "what is this?"}]}], "max_tokens": 5}',
-        ]
-    )
-    got = measured(Endpoint.CHAT, body)
-    assert (got.model, got.output_bound) == ("m", 5)
-    assert 0 < got.prompt_tokens - COUNTER.image_tokens("m") < 20
-
-
 def test_model_between_very_long_prompts_is_found() -> None:
     text = b'"' + b"sea " * 2**18 + b'"'
     body = b'{"prompt": ' + text + b', "model": "m", "input": [' + (text + b",") * 10 + b"1]}"
@@ -184,7 +170,7 @@ def test_model_between_very_long_prompts_is_found() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("[", "]"), ("[[", "]]")])
-def test_a_million_token_ids_are_estimated(before: str, after: str) -> None:
+def test_million_token_ids_are_estimated(before: str, after: str) -> None:
     ids = ", ".join(map(str, range(1_500_000)))
     body = f'{{"model": "m", "prompt": {before}{ids}{after}, "max_tokens": 9}}'
     got = measured(Endpoint.COMPLETIONS, body.encode())

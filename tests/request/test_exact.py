@@ -367,10 +367,6 @@ def test_any_fields_are_measured_with_a_tokenizer(
     check_sane(inspect(endpoint, json.dumps(body | {"model": "m"}).encode(), small), endpoint)
 
 
-def test_models_without_a_tokenizer_are_estimated(counter: Folder) -> None:
-    assert counter().count("other", ["x" * 400]) == 100
-
-
 def test_folder_without_a_template_is_an_error(counter: Folder, tmp_path: Path) -> None:
     counter()
     (tmp_path / "chat_template.jinja").unlink()

@@ -58,16 +58,6 @@ POLLED = ("least_kv", "queue_kv")
 """Policies that use the figures of polls alone, as the gateways do that they come from."""
 
 
-@pytest.mark.parametrize("policy", ["completion", "least_request", "lmetric"])
-def test_loaded_replica_is_avoided(policy: str) -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    for _ in range(4):
-        fleet.dispatch(replica(1), chat(4000, 800))
-    clock.advance(1.5)
-    assert decide(fleet, policy, chat(100, 50)).replica == replica(2)
-
-
 @pytest.mark.parametrize("policy", POLLED)
 def test_polled_policies_use_the_figures_of_the_last_poll(policy: str) -> None:
     clock = ManualClock()
@@ -101,13 +91,6 @@ def test_round_robin_takes_turns_for_each_model() -> None:
         assert decision is not None
         chosen[decision.replica] += 1
     assert set(chosen.values()) == {25}
-
-
-def test_power_of_two_chooses_the_less_loaded_replica() -> None:
-    fleet = fleet_of(ManualClock(), A10, A10)
-    fleet.dispatch(replica(1), chat(10, 10))
-    for seed in range(10):
-        assert decide(fleet, "power_of_two", chat(1), seed).replica == replica(2)
 
 
 def test_request_may_name_another_policy() -> None:
