@@ -115,7 +115,8 @@ class LocatedConnection(Connection):
     async def _connect(self) -> None:
         async with asyncio.timeout(self.socket_connect_timeout):
             self.host, self.port = await self._server.find()
-        await super()._connect()  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
+        connect: Any = super()._connect  # redis-py leaves the method untyped
+        await connect()
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:

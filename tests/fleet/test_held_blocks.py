@@ -1,7 +1,7 @@
 """Prefix cache hits from KV blocks that replicas report."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,7 @@ def keys(blocks: int, salt: str = "") -> list[int]:
     return [int(key) for key in token_keys(IDS, 16, seed_of("", salt))[:blocks]]
 
 
-class BlockReports:
+class ReportingFleet:
     """Fleet of three replicas, of which the first two report their blocks."""
 
     def __init__(self, names: ModelNames | None = None) -> None:
@@ -39,16 +39,16 @@ class BlockReports:
             self.report(number, whole=True)
         self.poll()
 
-    def poll(self, heard: Collection[int] = (1, 2)) -> None:
+    def poll(self, reporting: Collection[int] = (1, 2)) -> None:
         for number in (1, 2, 3):
-            reports = {"kv_news": self.numbers[number]} if number in heard else {}
-            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **reports))
+            last = {"kv_news": self.numbers[number]} if number in reporting else {}
+            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **last))
 
     def report(
         self,
         number: int,
-        stored: list[int] = [],  # noqa: B006
-        removed: list[int] = [],  # noqa: B006
+        stored: Sequence[int] = (),
+        removed: Sequence[int] = (),
         whole: bool = False,
         lost: bool = False,
     ) -> bool:
@@ -65,173 +65,164 @@ class BlockReports:
         update = self.numbers[number]
         self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_news=update))
 
-    def held(self, prefix: Prefix = PREFIX) -> list[float]:
+    def hits(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
         assert view.ids == [replica(number) for number in (1, 2, 3)]
         return [float(tokens) for tokens in self.fleet.prefix_hits(prefix, view).cached]
 
 
-def test_hits_end_at_the_first_missing_block() -> None:
-    reports = BlockReports()
-    assert reports.held() == [0, 0, 0]
-    reports.report(1, keys(20))
-    reports.report(2, keys(5))
-    assert reports.held() == [320, 80, 0]
-    reports.report(1, removed=keys(20)[3:])
-    assert reports.held() == [48, 80, 0]
-    reports.report(2, whole=True, stored=keys(2))
-    assert reports.held() == [48, 32, 0]
+@pytest.fixture
+def pool() -> ReportingFleet:
+    return ReportingFleet()
 
 
-def test_last_token_and_other_salts_are_no_hits() -> None:
-    reports = BlockReports()
-    reports.report(1, keys(20))
-    reports.report(2, keys(3, "pepper"))
-    assert reports.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
-    assert reports.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
+def test_hits_end_at_the_first_missing_block(pool: ReportingFleet) -> None:
+    assert pool.hits() == [0, 0, 0]
+    pool.report(1, keys(20))
+    pool.report(2, keys(5))
+    assert pool.hits() == [320, 80, 0]
+    pool.report(1, removed=keys(20)[3:])
+    assert pool.hits() == [48, 80, 0]
+    pool.report(2, whole=True, stored=keys(2))
+    assert pool.hits() == [48, 32, 0]
 
 
-def test_blocks_of_an_adapter_are_no_hits_for_the_model() -> None:
-    reports = BlockReports()
-    reports.report(1, keys(20))
-    reports.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
+def test_last_token_and_other_salts_are_no_hits(pool: ReportingFleet) -> None:
+    pool.report(1, keys(20))
+    pool.report(2, keys(3, "pepper"))
+    assert pool.hits(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
+    assert pool.hits(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
+
+
+def test_blocks_of_an_adapter_are_no_hits_for_the_model(pool: ReportingFleet) -> None:
+    pool.report(1, keys(20))
+    pool.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
     adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
-    for number, update in reports.numbers.items():
-        polled = state(number, "llama-8b-a10", reports.clock, kv_tokens=100_000, kv_news=update)
-        reports.fleet.put(structs.replace(polled, **adapters))
-    view = reports.fleet.view("sql")
-    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
-    assert reports.fleet.prefix_hits(PREFIX, reports.fleet.view(MODEL)).cached.tolist() == [
-        320,
-        0,
-        0,
-    ]
+    for number, update in pool.numbers.items():
+        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_news=update)
+        pool.fleet.put(structs.replace(polled, **adapters))
+    view = pool.fleet.view("sql")
+    assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
+    assert pool.hits() == [320, 0, 0]
 
 
 def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
-    reports = BlockReports(ModelNames({"sql": ("sql-1", "sql-2")}))
-    for number, update in list(reports.numbers.items()):
+    pool = ReportingFleet(ModelNames({"sql": ("sql-1", "sql-2")}))
+    for number, update in list(pool.numbers.items()):
         name = f"sql-{number}"
-        reports.report(number, keys(20))
-        reports.report(
-            number, [int(key) for key in token_keys(IDS, 16, seed_of(name, ""))[:number]]
-        )
-        polled = state(number, "llama-8b-a10", reports.clock, kv_tokens=100_000, kv_news=update + 2)
+        pool.report(number, keys(20))
+        own = token_keys(IDS, 16, seed_of(name, ""))[:number]
+        pool.report(number, [int(key) for key in own])
+        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_news=update + 2)
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
-        reports.fleet.put(structs.replace(polled, **adapters))
-    view = reports.fleet.view("sql")
-    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
+        pool.fleet.put(structs.replace(polled, **adapters))
+    view = pool.fleet.view("sql")
+    assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
     profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
-    reports.fleet.dispatch(replica(2), profile)
-    assert reports.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
+    pool.fleet.dispatch(replica(2), profile)
+    assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
 
 
-def test_sent_blocks_count_until_the_report_is_overdue() -> None:
-    reports = BlockReports()
+def test_sent_blocks_count_until_the_report_is_overdue(pool: ReportingFleet) -> None:
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    reports.fleet.dispatch(replica(1), profile)
-    assert reports.held() == [320, 0, 0]
-    reports.report(1, keys(4))
-    reports.clock.advance(11)
-    reports.poll()
-    assert reports.held() == [64, 0, 0]
+    pool.fleet.dispatch(replica(1), profile)
+    assert pool.hits() == [320, 0, 0]
+    pool.report(1, keys(4))
+    pool.clock.advance(11)
+    pool.poll()
+    assert pool.hits() == [64, 0, 0]
 
 
 @pytest.mark.parametrize("wrong", ["silent", "late", "lost"])
-def test_late_replica_is_estimated_and_logged(wrong: str, logged: Logged) -> None:
-    reports = BlockReports()
-    reports.report(1, keys(20))
-    reports.report(2, keys(20))
-    reports.poll()
-    assert reports.fleet.blocks.count_known() == 2
+def test_late_replica_is_estimated_and_logged(
+    pool: ReportingFleet, wrong: str, logged: Logged
+) -> None:
+    pool.report(1, keys(20))
+    pool.report(2, keys(20))
+    pool.poll()
+    assert pool.fleet.blocks.count_known() == 2
     if wrong == "silent":  # the poller gets no events
-        reports.poll(heard=[2])
+        pool.poll(reporting=[2])
     elif wrong == "late":  # no polls arrive
-        reports.clock.advance(LATE_S + 0.1)
+        pool.clock.advance(LATE_S + 0.1)
     else:  # an update was lost
-        reports.report(1, removed=keys(20), lost=True)
-        reports.report(1, stored=keys(20)[:1])
-        reports.clock.advance(LATE_S + 0.1)
-        reports.poll()
+        pool.report(1, removed=keys(20), lost=True)
+        pool.report(1, stored=keys(20)[:1])
+        pool.clock.advance(LATE_S + 0.1)
+        pool.poll()
     expected = [0, 0, 0] if wrong == "late" else [0, 320, 0]
-    assert reports.held() == expected
+    assert pool.hits() == expected
     known = sum(tokens > 0 for tokens in expected)
-    assert reports.fleet.blocks.count_known() == reports.fleet.blocks.count_known() == known
+    assert pool.fleet.blocks.count_known() == pool.fleet.blocks.count_known() == known
     assert len(logged.lines("replica's KV blocks are unknown: hits are estimated")) == 2 - known
-    reports.report(1, stored=keys(2), whole=True)
-    reports.poll()
-    assert reports.held()[0] == 32
-    assert reports.fleet.blocks.count_known() == 2
+    pool.report(1, stored=keys(2), whole=True)
+    pool.poll()
+    assert pool.hits()[0] == 32
+    assert pool.fleet.blocks.count_known() == 2
 
 
-def test_hits_known_from_events_teach_the_index_nothing() -> None:
-    reports = BlockReports()
+def test_hits_known_from_events_teach_the_index_nothing(pool: ReportingFleet) -> None:
     units = np.arange(1, 6, dtype=np.uint64)
     of_text = Prefix(units, 64.0, 64.0 * len(units))
     profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
-    reports.fleet.dispatch(replica(1), profile)
-    before = reports.held(of_text)
+    pool.fleet.dispatch(replica(1), profile)
+    before = pool.hits(of_text)
     assert before[0] > 0
-    reports.report(1, keys(20))
+    pool.report(1, keys(20))
     for _ in range(20):
-        held = reports.fleet.prefix_hits(
-            Prefix(units, 64.0, 64.0 * len(units), ids=IDS), reports.fleet.view(MODEL)
+        held = pool.fleet.prefix_hits(
+            Prefix(units, 64.0, 64.0 * len(units), ids=IDS), pool.fleet.view(MODEL)
         )
-        reports.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
-    assert reports.held(of_text) == before
+        pool.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
+    assert pool.hits(of_text) == before
 
 
-def test_removed_replica_loses_its_blocks() -> None:
-    reports = BlockReports()
-    reports.report(1, keys(20))
-    reports.fleet.remove(replica(1))
-    reports.report(2, keys(1))
-    reports.poll()
-    assert reports.held() == [0, 16, 0]
+def test_removed_replica_loses_its_blocks(pool: ReportingFleet) -> None:
+    pool.report(1, keys(20))
+    pool.fleet.remove(replica(1))
+    pool.report(2, keys(1))
+    pool.poll()
+    assert pool.hits() == [0, 16, 0]
 
 
-def test_blocks_of_no_member_are_dropped_once_members_are_known() -> None:
-    reports = BlockReports()
+def test_blocks_of_no_member_are_dropped_once_members_are_known(pool: ReportingFleet) -> None:
     for number in (5, 6):
-        reports.numbers[number] = (20 + number) * NUMBERS
-        reports.report(number, keys(3), whole=True)
-    reports.fleet.drop_stale(10)  # the members are not known yet
-    reports.join(5)
-    assert reports.fleet.blocks.count(replica(5)) == 3
-    reports.fleet.members_known.set()
-    reports.fleet.drop_stale(10)
-    reports.join(6)
-    assert reports.fleet.blocks.count(replica(5)) == 3
-    assert reports.fleet.blocks.count(replica(6)) is None
+        pool.numbers[number] = (20 + number) * NUMBERS
+        pool.report(number, keys(3), whole=True)
+    pool.fleet.drop_stale(10)  # the members are not known yet
+    pool.join(5)
+    assert pool.fleet.blocks.count(replica(5)) == 3
+    pool.fleet.members_known.set()
+    pool.fleet.drop_stale(10)
+    pool.join(6)
+    assert pool.fleet.blocks.count(replica(5)) == 3
+    assert pool.fleet.blocks.count(replica(6)) is None
 
 
-def test_update_follows_only_its_predecessor() -> None:
-    reports = BlockReports()
-    reports.numbers[5] = 20 * NUMBERS
-    assert not reports.report(5, keys(3))
-    assert reports.report(5, keys(3), whole=True)
-    assert reports.report(5, keys(4))
-    reports.report(5, keys(5), lost=True)
-    assert not reports.report(5, keys(6))
+def test_update_follows_only_its_predecessor(pool: ReportingFleet) -> None:
+    pool.numbers[5] = 20 * NUMBERS
+    assert not pool.report(5, keys(3))
+    assert pool.report(5, keys(3), whole=True)
+    assert pool.report(5, keys(4))
+    pool.report(5, keys(5), lost=True)
+    assert not pool.report(5, keys(6))
 
 
-def test_removed_block_ends_the_hits_of_a_sent_prompt() -> None:
-    reports = BlockReports()
-    reports.report(1, keys(10))
+def test_removed_block_ends_the_hits_of_a_sent_prompt(pool: ReportingFleet) -> None:
+    pool.report(1, keys(10))
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    reports.fleet.dispatch(replica(1), profile)
-    assert reports.held() == [320, 0, 0]
-    reports.report(1, removed=[keys(20)[5]])
-    assert reports.held() == [80, 0, 0]
+    pool.fleet.dispatch(replica(1), profile)
+    assert pool.hits() == [320, 0, 0]
+    pool.report(1, removed=[keys(20)[5]])
+    assert pool.hits() == [80, 0, 0]
 
 
 def whole(number: int, stored: range) -> BlockUpdate:
     return BlockUpdate(number, 0, 16, np.array(stored, np.uint64), np.zeros(0, np.uint64))
 
 
-def test_whole_update_is_applied_in_small_steps() -> None:
-    reports = BlockReports()
-    blocks, held = reports.fleet.blocks, [0]
+def test_whole_update_is_applied_in_small_steps(pool: ReportingFleet) -> None:
+    blocks, held = pool.fleet.blocks, [0]
     for number, stored in ((1, range(65_536)), (2, range(30_000, 90_000))):
         for _ in blocks.apply(replica(1), whole(number, stored)):
             held.append(blocks.count(replica(1)) or 0)
@@ -239,12 +230,11 @@ def test_whole_update_is_applied_in_small_steps() -> None:
     assert max(abs(after - before) for before, after in pairwise(held)) == 2048
 
 
-def test_replica_forgotten_within_an_update_leaves_no_blocks() -> None:
-    reports = BlockReports()
-    steps = reports.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
+def test_replica_forgotten_within_an_update_leaves_no_blocks(pool: ReportingFleet) -> None:
+    steps = pool.fleet.blocks.apply(replica(1), whole(1, range(10_000)))
     next(steps)
-    reports.fleet.blocks.forget(replica(1))
+    pool.fleet.blocks.forget(replica(1))
     deque(steps)
-    assert reports.fleet.blocks.count(replica(1)) is None
-    deque(reports.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
-    assert not reports.fleet.blocks._bitmaps.of_keys(range(10_000))[0]
+    assert pool.fleet.blocks.count(replica(1)) is None
+    deque(pool.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
+    assert not pool.fleet.blocks._bitmaps.of_keys(range(10_000))[0]

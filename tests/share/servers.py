@@ -136,7 +136,8 @@ class RedisCluster:
 
 
 async def command(client: Redis, *words: str | int) -> Any:
-    return await client.execute_command(*words)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
+    execute: Any = client.execute_command  # redis-py leaves the method untyped
+    return await execute(*words)
 
 
 async def replication_is(client: Redis, field: str, value: str) -> bool:
