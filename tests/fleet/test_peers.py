@@ -21,7 +21,7 @@ from tests.fakes import ManualClock, chat, replica, state
 A10 = "llama-8b-a10"
 ROUTERS, REPLICAS = 3, 2
 ROUTER, REPLICA = st.integers(0, ROUTERS - 1), st.integers(0, REPLICAS - 1)
-WHOLE_S = 0.6  # seconds after which a router's next digest is a whole one
+WHOLE_S = 0.6  # seconds after which a router's next digest is a whole sent
 
 
 class Sent(NamedTuple):
@@ -64,7 +64,7 @@ class SharedLoad(RuleBasedStateMachine):
             self.poll(number, 0.0, 0.0)
 
     def on(self, number: int) -> list[Sent]:
-        return [one for one in self.requests if one.replica == number]
+        return [sent for sent in self.requests if sent.replica == number]
 
     # -- events -----------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class SharedLoad(RuleBasedStateMachine):
 
     @rule(number=REPLICA, waiting=st.floats(0, 1), usage=st.floats(0, 1), late=st.booleans())
     def poll(self, number: int, waiting: float, usage: float, late: bool = False) -> None:
-        total = sum(one.sequences for one in self.on(number)) + self.external[number]
+        total = sum(sent.sequences for sent in self.on(number)) + self.external[number]
         self.steps += 1
         figures: dict[str, Any] = {"waiting": round(total * waiting), "kv_usage": usage}
         figures |= {"running": total - figures["waiting"], "steps": self.steps}
@@ -160,7 +160,7 @@ class SharedLoad(RuleBasedStateMachine):
 
     def forget_the_dead(self) -> None:
         now = self.clock()
-        self.last = {name: one for name, one in self.last.items() if now - one.at <= DEAD_S}
+        self.last = {name: last for name, last in self.last.items() if now - last.at <= DEAD_S}
 
     @rule(seconds=st.sampled_from([0.01, EVERY_S, 0.05, STALE_S, 0.3, DEAD_S]))
     def wait(self, seconds: float) -> None:
@@ -186,15 +186,15 @@ class SharedLoad(RuleBasedStateMachine):
     def load_is_own_and_of_fresh_peers_and_external(self) -> None:
         for router, fleet in enumerate(getattr(self, "fleets", ())):
             self.forget_the_dead()
-            peers = [one for name, one in self.last.items() if name != fleet.router]
-            age_s = self.clock() + self.echo_s[fleet.router]
-            fresh = [one for one in peers if age_s - one.at <= one.fresh_s]
+            peers = [last for name, last in self.last.items() if name != fleet.router]
+            now, echo_s = self.clock(), self.echo_s[fleet.router]
+            fresh = [last for last in peers if now - last.at + echo_s <= last.fresh_s]
             view = fleet.overview()
             assert fleet.peers.stale == (bool(peers) and not fresh)
             assert (fleet.peers.digest_age is None) == (not peers)
             for number, found in enumerate((view.requests - view.external).tolist()):
-                own = sum(one.router == router for one in self.on(number))
-                reported = sum(one.requests.get(replica(number + 1), 0.0) for one in fresh)
+                own = sum(sent.router == router for sent in self.on(number))
+                reported = sum(last.requests.get(replica(number + 1), 0.0) for last in fresh)
                 assert fleet.in_flight_on(replica(number + 1)) == own
                 assert found == pytest.approx(own + reported)
 
@@ -203,17 +203,17 @@ class SharedLoad(RuleBasedStateMachine):
         """Checks that sums equal the polls while digests are fresh, stale, and fresh again."""
         self.late.clear()
         self.polls.clear()
-        self.everybody_tells()
+        self.all_send_digests()
         for _ in range(2):
             for number in range(REPLICAS):
                 self.poll(number, 0.0, usage)
         self.sums_equal_polls()
         self.clock.advance(WHOLE_S + EVERY_S)
         self.sums_equal_polls()
-        self.everybody_tells()
+        self.all_send_digests()
         self.sums_equal_polls()
 
-    def everybody_tells(self) -> None:
+    def all_send_digests(self) -> None:
         self.clock.advance(WHOLE_S)
         for router in range(ROUTERS):
             self.digest(router, "in time")
@@ -221,7 +221,7 @@ class SharedLoad(RuleBasedStateMachine):
     def sums_equal_polls(self) -> None:
         for router, fleet in enumerate(self.fleets):
             for number, external in enumerate(fleet.overview().external.tolist()):
-                others = [one.sequences for one in self.on(number) if one.router != router]
+                others = [sent.sequences for sent in self.on(number) if sent.router != router]
                 late = sum(others) if fleet.peers.stale else 0
                 assert external == pytest.approx(self.external[number] + late)
 
