@@ -95,6 +95,16 @@ async def test_allowed_inference_headers_set_objective(
     assert await objective_of(envoy, services, headers) == expected
 
 
+@allowed()
+@pytest.mark.parametrize("extension", ["llm-d", "gateway"])
+async def test_fairness_id_header_names_tenant(
+    envoy: EnvoySide, services: Services, extension: str
+) -> None:
+    await objective_of(envoy, services, {f"x-{extension}-inference-fairness-id": "blue"})
+    (record,) = services.log.last(1)
+    assert record.decision.profile.tenant == "blue"
+
+
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)
 @pytest.mark.parametrize(
     "headers",

@@ -9,7 +9,7 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import router_of
-from tests.proxy.envoy_side import EnvoySide, Local
+from tests.proxy.envoy_side import EnvoySide, Local, Stream
 from tests.proxy.replies import BodyMode, chosen, destination, mode_of
 
 RESPONSES = "/v1/responses"
@@ -61,6 +61,10 @@ async def test_stored_response_continues_on_its_owner(
     reply = await envoy.ask_body_first(b"{}", f"{RESPONSES}/resp_1/cancel")
     assert chosen(reply) == [served, served]
     assert services.fleet.in_flight == 0
+
+
+async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
+    assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
 
 
 async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
