@@ -1,6 +1,5 @@
 """Child processes start, fail and stop as documented, and leave nothing running."""
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from extproc.lab.harness.processes import (
     listening,
     start_redis,
 )
-from tests.waiting import PATIENCE_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -86,9 +85,11 @@ async def test_child_ends_with_its_killed_parent(tmp_path: Path) -> None:
     argv: list[str | Path] = [sys.executable, "-c", STARTS_REDIS_AND_IS_KILLED, tmp_path, str(port)]
     parent = await Process.start("parent", argv, log=tmp_path / "parent.log")
     assert await parent.wait() == -9, parent.last_lines()
-    async with asyncio.timeout(PATIENCE_S):
-        while await listening(port)():  # noqa: ASYNC110  # nobody tells us of an orphan's end
-            await asyncio.sleep(0.01)
+
+    async def ended() -> bool:
+        return not await listening(port)()
+
+    await until(ended)
 
 
 def test_folder_envoy_does_not_hide_the_module_of_the_wheel(
