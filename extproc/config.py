@@ -219,7 +219,7 @@ class MutualTlsSettings(TlsSettings):
     def _check_authority(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
-                "tls_client_ca needs tls_cert and tls_key: without TLS no client has one"
+                "tls_client_ca needs tls_cert and tls_key: client certificates need TLS"
             )
         return self
 
