@@ -163,7 +163,7 @@ class FleetSimulation(simulation.Simulation):
         configured = ReplicaState(
             id=machine.name,
             name=machine.name,
-            profile=machine.profile.name,
+            profile=profile.name,
             models=(MODEL, *self._names),
             adapters=self._names,
             takes_priority=True,

@@ -59,6 +59,7 @@ def state(
         "models": (MODEL,),
         "listed": bool(figures.get("models", True)),
         "max_model_len": 65_536,
+        "measured": True,
         "scraped_at": clock() + next(_POLLS) * 1e-9,  # differs for each poll
     } | figures
     if isinstance(learned := fields.get("learned"), dict):

@@ -12,7 +12,7 @@ import numpy as np
 
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
-from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
+from extproc.predict.inputs import Candidates, Excluded, Floats
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _HUNG_S = 1.0  # time without any answer after which requests go elsewhere
@@ -315,18 +315,6 @@ class Eligibility:
     def heard_at(self, replica: str) -> float:
         """Returns when a member was polled last, in seconds on the clock."""
         return self._members[replica].polled_at
-
-    def favour_idle(self, view: FleetView) -> None:
-        """Takes idle new members to be no slower than the median of the candidates.
-
-        Only the profile of a new member is known. If the profile looks slow, the member would get
-        no request, and so would never be measured.
-        """
-        idle = (view.requests == 0).nonzero()[0].tolist()
-        idle = [place for place in idle if self._members[view.ids[place]].new]
-        if idle:
-            for column in (view.decode_step, view.c0, view.c_prefill, view.c_batch, view.c_kv):
-                column[idle] = np.minimum(column[idle], np.median(column))
 
     def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
         """Returns True if a candidate lists the model; ``among``: members to choose from."""

@@ -33,10 +33,12 @@ from extproc.predict.inputs import (
     Floats,
     Indices,
     Sequences,
+    least,
     most,
     usual_step,
 )
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.provisional import ProvisionalSpeeds
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -91,6 +93,8 @@ class Fleet:
         self._prefixes = PrefixIndex()
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
+        self._provisional = ProvisionalSpeeds()
+        self._unmeasured: set[int] = set()  # rows of replicas that no poll has measured
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
         self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
@@ -133,14 +137,19 @@ class Fleet:
         started_at = before.started_at if before else 0.0  # of its process; 0: not known
         fell = state.steps < self._replicas.polled_steps[row]
         is_older = fell and 0.0 < started_at == state.started_at  # from another poller
-        known = usual_step(self._replicas, row)
-        step = state.learned or profile_or_default(state.profile).step
-        self._reconciliation.set_hardware(row, state, step)
-        self._corrections.slowed(row, self._slower(row, known))
+        ignored = is_repeated or is_older or not state.healthy or bool(state.unanswered_s)
+        restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
+        if state.measured or restarted:
+            self._provisional.clear(row)
+        if state.measured:
+            self._unmeasured.discard(row)
+        else:
+            self._unmeasured.add(row)
+        self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
-        if is_repeated or is_older or not state.healthy or state.unanswered_s:
+        if ignored:
             return
-        if fell or started_at not in (0.0, state.started_at):
+        if restarted:
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
             self.prompt_log.restarted(state.id)
@@ -148,6 +157,18 @@ class Fleet:
         self._prefixes.polled(row, state)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
+
+    def _set_hardware(self, row: int, state: ReplicaState) -> None:
+        """Sets limits and step times of a replica: measured ones, or else those of its profile,
+        corrected by first tokens."""
+        before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
+        step = state.learned or profile
+        if not state.measured:
+            step = step.slowed(self._provisional.slowness(row, step.usual))
+        self._reconciliation.set_hardware(row, state, step)
+        self._replicas.prefill_slowness[row] = step.c_prefill / profile.c_prefill
+        self._replicas.decode_slowness[row] = step.usual / profile.usual
+        self._corrections.slowed(row, self._slower(row, before))
 
     def _is_idle(self, replica: str) -> bool:
         """Returns True if no router is known to have a request on a replica."""
@@ -165,7 +186,9 @@ class Fleet:
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
         self.members.models_removed(self.members.models_on(replica), self._clock())
-        self._rows.pop(replica, None)
+        row = self._rows.pop(replica, None)
+        if row is not None:
+            self._unmeasured.discard(row)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
@@ -203,6 +226,7 @@ class Fleet:
             for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
         self._corrections.clear(row)
+        self._provisional.clear(row)
         self._rows[state.id] = row
         return row
 
@@ -265,6 +289,24 @@ class Fleet:
         """Takes the prompt, and all prompts queued before it, for prefilled."""
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
+
+    def needs_first_token(self, replica: str) -> bool:
+        """True where a first token would tell how fast an unmeasured replica is."""
+        row = self._rows.get(replica)
+        return row is not None and row in self._unmeasured and self._provisional.wanted(row)
+
+    def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
+        """Learns from a first token how fast a replica is, unless a poll has measured it.
+
+        Args:
+            replica: ``ip:port``.
+            usual_steps: predicted time to the first token, in usual steps of the replica.
+            seconds: actual time to the first token.
+        """
+        if self.needs_first_token(replica):
+            row = self._rows[replica]
+            self._provisional.observe(row, usual_steps, seconds)
+            self._set_hardware(row, self.members.by_row[row])
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Ended:
         """Removes a request from the ledger.
@@ -408,9 +450,21 @@ class Fleet:
         view = self._view(candidates)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
-        if self.eligibility.any_new:
-            self.eligibility.favour_idle(view)
+        if self._unmeasured:
+            self._favour_idle(view)
         return view
+
+    def _favour_idle(self, view: FleetView) -> None:
+        """Takes idle replicas that no poll has measured to be as fast, against their profiles, as
+        the fastest candidate: a wrong profile would keep all requests away from them."""
+        idle = (view.requests == 0.0).nonzero()[0].tolist()
+        idle = [place for place in idle if view.rows.item(place) in self._unmeasured]
+        if idle:
+            prefill = self._replicas.prefill_slowness[view.rows]
+            view.c_prefill[idle] *= least(prefill) / prefill[idle]
+            decode = self._replicas.decode_slowness[view.rows]
+            for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
+                column[idle] *= least(decode) / decode[idle]
 
     def _overtake(self, view: FleetView, priority: int) -> None:
         """Takes requests of lower priority out of the queues that the view shows."""

@@ -106,6 +106,8 @@ class Replicas(Columns, Table):
     decoding: Floats  # this router's sequences that decode
     held: Floats  # prompt tokens of these sequences
     reports: Floats  # 1: it reports the size of its KV cache, and its speed was measured
+    prefill_slowness: Floats  # seconds per prompt token ÷ those of its profile
+    decode_slowness: Floats  # seconds of a decode step ÷ those of its profile
     sampled_at: Floats  # when the last poll's figures were taken
     adapter_at: Floats  # when another LoRA adapter gets a slot; in the past: now
     adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known

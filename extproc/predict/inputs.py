@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.predict.step import USUAL_BATCH
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-
-_USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
 
 # The classes below are made anew for every decision, and are not frozen for that reason alone: it
 # would make each take ten times as long. Nobody changes them.
@@ -92,7 +92,7 @@ class Columns:
 def usual_step(costs: Columns, at: int) -> float:
     """Seconds of a decode step with a usual batch, by what is known there: its speed in one figure;
     0 where nothing is known yet."""
-    sequences, kv_tokens = _USUAL_BATCH
+    sequences, kv_tokens = USUAL_BATCH
     loaded = costs.c_batch.item(at) * sequences + costs.c_kv.item(at) * kv_tokens
     return costs.c0.item(at) + loaded
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from extproc.ground.text import suggest
 
+USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
@@ -33,6 +35,11 @@ class StepModel:
             + self.c_kv * kv
             + self.c_att * attention
         )
+
+    @property
+    def usual(self) -> float:
+        """Seconds of a decode step with a usual batch: the speed in one figure."""
+        return self.step_time(0.0, *USUAL_BATCH)
 
     def slowed(self, factor: float) -> "StepModel":
         return StepModel(

@@ -80,8 +80,9 @@ class InFlight:
         self._usage.feed(message.body)
         first = self.outcome.ttft_s is None and self._usage.generating
         if first and self._forecast.profile.stream:
-            self.outcome.ttft_s = self._services.clock() - self._sent_at
+            ttft = self.outcome.ttft_s = self._services.clock() - self._sent_at
             self._services.fleet.first_token(self._ticket)
+            self._services.router.learn_first_token(self._forecast, self.served_by, ttft)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.record(found, self.served_by)
 
@@ -159,7 +160,8 @@ class InFlight:
 
     def _reads_body(self, content_type: str) -> bool:
         """Decides whether to read the response's body: yes if it is one message, or holds the id of
-        a stored response; a stream, within the budget of chunks."""
+        a stored response; a stream, within the budget of chunks, or as one of the first of a
+        replica that no poll has measured."""
         if self.outcome.status != 200:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
@@ -167,10 +169,10 @@ class InFlight:
         # The first token alone shows how fast a replica loads an adapter.
         loads_adapter = self._forecast.adapter_load > 0.0 or self._forecast.adapter_wait > 0.0
         services, reserved = self._services, 0.0 if loads_adapter else RESERVED_FOR_ADAPTERS
-        if not services.chunks.takes(services.clock(), self._expected_chunks, reserved):
-            return False
-        self._chunks = 0
-        return True
+        if services.chunks.takes(services.clock(), self._expected_chunks, reserved):
+            self._chunks = 0
+            return True
+        return services.fleet.needs_first_token(self.served_by)
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         services, profile, outcome = self._services, self._forecast.profile, self.outcome

@@ -226,7 +226,6 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        self._learn_first_token(forecast, replica, ttft)
         if ttft is None and forecast.predicted_ttft <= _SMALL * seconds:
             ttft = forecast.predicted_ttft
         if ttft is not None:
@@ -245,16 +244,17 @@ class Router:
             bound = profile.output_bound
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
-        self._learn_first_token(forecast, replica, ttft)
         # Counters alone tell when the first token came: a long wait blurs the decode time.
         wait = forecast.predicted_ttft
         if ttft is not None or wait <= _SMALL * (wait + ended.seconds):
             self._learn_decode(forecast, replica, tokens, ended.seconds)
 
-    def _learn_first_token(self, forecast: Forecast, replica: str, ttft: float | None) -> None:
-        if ttft is None or replica != forecast.replica:
+    def learn_first_token(self, forecast: Forecast, replica: str, ttft: float) -> None:
+        """Learn from a first token that came ``ttft`` seconds after the decision."""
+        if replica != forecast.replica:
             return
         self.margins.ttft.observe(forecast.predicted_ttft, ttft)
+        self.fleet.learn_first_token(replica, forecast.predicted_ttft / forecast.usual_step, ttft)
         load, wait = forecast.adapter_load, forecast.adapter_wait
         later = ttft - forecast.predicted_ttft
         if load:

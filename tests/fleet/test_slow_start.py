@@ -1,16 +1,21 @@
 """Slow start limits the requests of a new replica until its speed is measured."""
 
+from dataclasses import asdict
+
 import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.predict.inputs import usual_step
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import profile_or_default
 from extproc.proxy.app import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 NEW = replica(3)
+FAST = asdict(profile_or_default(A10).step.slowed(0.3))
 
 
 def joined(clock: ManualClock, profile: str) -> Fleet:
@@ -18,7 +23,7 @@ def joined(clock: ManualClock, profile: str) -> Fleet:
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):
         fleet.put(state(number, A10, clock, measured=True))
-    fleet.put(state(3, profile, clock))
+    fleet.put(state(3, profile, clock, measured=False))
     return fleet
 
 
@@ -41,7 +46,7 @@ def test_new_replica_gets_four_requests_at_first() -> None:
 
 def test_equal_new_replicas_are_predicted_equal(clock: ManualClock) -> None:
     fleet = joined(clock, A10)
-    fleet.put(state(4, A10, clock))
+    fleet.put(state(4, A10, clock, measured=False))
     for number in (1, 2):
         fleet.put(state(number, H100, clock, measured=True))
     third, fourth = fleet.view(MODEL).c0[2:]
@@ -57,13 +62,13 @@ def test_each_ended_request_raises_the_limit_of_a_new_replica() -> None:
 
 def test_requests_from_before_a_rejoin_do_not_raise_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
-    fleet.put(state(4, H100, clock))
+    fleet.put(state(4, H100, clock, measured=False))
     tickets = fill(fleet)
     fleet.remove(NEW)
-    fleet.put(state(3, H100, clock, healthy=False))
+    fleet.put(state(3, H100, clock, healthy=False, measured=False))
     for ticket in tickets:
         fleet.release(ticket)
-    fleet.put(state(3, H100, clock))
+    fleet.put(state(3, H100, clock, measured=False))
     assert len(fill(fleet)) == 4
 
 
@@ -82,7 +87,7 @@ def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     for _ in range(2):
         clock.advance(0.2)
-        fleet.put(state(3, H100, clock, running=4))
+        fleet.put(state(3, H100, clock, running=4, measured=False))
     assert NEW not in fleet.view(MODEL).ids
 
 
@@ -96,7 +101,9 @@ def test_first_replicas_of_a_pool_have_no_limit(clock: ManualClock) -> None:
 
 async def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
     fleet = Fleet(OutputLengths(), clock)
-    await apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
+    await apply(
+        Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock, measured=False))), fleet
+    )
     for _ in range(20):
         assert NEW in fleet.view(MODEL).ids
         fleet.dispatch(NEW, chat(10, 10))
@@ -112,23 +119,68 @@ def test_limit_is_ignored_if_all_replicas_are_new() -> None:
 
 def test_slow_start_begins_when_a_replica_is_healthy(clock: ManualClock) -> None:
     fleet = Fleet(OutputLengths(), clock)
-    fleet.put(state(3, H100, clock, healthy=False))
+    fleet.put(state(3, H100, clock, healthy=False, measured=False))
     fleet.put(state(1, A10, clock, measured=True))
-    fleet.put(state(3, H100, clock))
+    fleet.put(state(3, H100, clock, measured=False))
     assert len(fill(fleet)) == 4
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_idle_new_replica_is_predicted_as_fast_as_others(
+def test_idle_new_replica_is_predicted_as_fast_as_fastest_replica(
     in_flight: int, clock: ManualClock
 ) -> None:
+    """All three have the same profile, which is right for none of them."""
     fleet = Fleet(OutputLengths(), clock)
     for number in (1, 2):
-        fleet.put(state(number, H100, clock, measured=True))
-    fleet.put(state(3, A10, clock))
+        fleet.put(state(number, A10, clock, learned=FAST, measured=True))
+    fleet.put(state(3, A10, clock, measured=False))
     for _ in range(in_flight):
         fleet.dispatch(NEW, chat(10, 10))
     view = fleet.view(MODEL)
-    slow = [column[2] > column[0] for column in (view.c_prefill, view.c0)]
-    assert slow == [in_flight > 0] * 2
-    assert (view.decode_step[2] > view.decode_step[0]) == (in_flight > 0)
+    slow = [column[2] > column[0] * 1.01 for column in (view.c_batch, view.c0, view.decode_step)]
+    assert slow == [in_flight > 0] * 3
+
+
+# -- first tokens before the first measurement -------------------------------------------------
+
+
+def prefill_times(fleet: Fleet) -> list[float]:
+    return [float(seconds) for seconds in fleet.view(MODEL).c_prefill]
+
+
+@pytest.fixture
+def fresh() -> Fleet:
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock)
+    for number in (1, 2, 3):
+        fleet.put(state(number, A10, clock, measured=False))
+        fleet.dispatch(replica(number), chat(10, 10))
+    return fleet
+
+
+@pytest.mark.parametrize("slowness", [0.3, 3.0])
+def test_first_token_of_unmeasured_replica_tells_its_speed(fresh: Fleet, slowness: float) -> None:
+    before = prefill_times(fresh)[0]
+    step = usual_step(fresh.view(MODEL), 0)
+    fresh.learn_first_token(replica(1), 100.0, 100.0 * step * slowness)
+    first, *others = prefill_times(fresh)
+    assert first == pytest.approx(before * slowness, rel=0.05)
+    assert others == [before, before]
+
+
+def test_measured_speed_replaces_that_of_first_tokens(fresh: Fleet) -> None:
+    before, clock = prefill_times(fresh), ManualClock()
+    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    fresh.put(state(1, A10, clock, measured=True))
+    assert prefill_times(fresh) == before
+    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    assert prefill_times(fresh) == before
+
+
+def test_new_process_forgets_first_tokens_of_the_old_one(fresh: Fleet) -> None:
+    before, clock = prefill_times(fresh), ManualClock()
+    fresh.put(state(1, A10, clock, measured=False, started_at=1.0))
+    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    assert prefill_times(fresh) != before
+    fresh.put(state(1, A10, clock, measured=False, started_at=2.0))
+    assert prefill_times(fresh) == before

@@ -109,6 +109,16 @@ async def test_streams_that_load_an_adapter_get_second_half_of_budget(
     assert await answer(envoy, model="lora")
 
 
+async def test_streams_of_unmeasured_replicas_are_read_beyond_the_budget(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
+    for measured in (False, True):
+        for number in (1, 2):
+            services.fleet.put(state(number, DEFAULT_PROFILE, clock, measured=measured))
+        assert await answer(envoy) != measured
+
+
 async def test_short_stream_returns_unused_chunks(envoy: EnvoySide) -> None:
     assert all([await answer(envoy, chunks=2) for _ in range(20)])
 

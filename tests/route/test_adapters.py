@@ -214,7 +214,7 @@ def test_load_time_is_learned_from_first_tokens() -> None:
             ttft = decision.predicted_ttft - decision.forecast().adapter_load + 0.7
             system.clock.advance(ttft + 1.0)
             system.fleet.release(ticket)
-            system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
+            system.router.learn_first_token(decision.forecast(), decision.replica, ttft)
     assert system.extra("a") == pytest.approx(0.7)
 
 
@@ -225,7 +225,7 @@ def test_overrun_of_adapter_waits_is_learned() -> None:
     wait = decision.forecast().adapter_wait
     for _ in range(4):
         ttft = decision.predicted_ttft + 2 * wait
-        system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
+        system.router.learn_first_token(decision.forecast(), decision.replica, ttft)
         decision = system.decide("b")
         assert decision.forecast().adapter_wait <= 10 * wait
     assert decision.forecast().adapter_wait > 2.5 * wait

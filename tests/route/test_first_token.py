@@ -30,7 +30,7 @@ def answer(router: Router, profile: RequestProfile, times: int, by_steps: float)
     for _ in range(times):
         decision = decide(router, profile)
         ttft = by_steps + LATE_S
-        router.learn(decision.forecast(), decision.replica, 50, ttft + 2.0, ttft)
+        router.learn_first_token(decision.forecast(), decision.replica, ttft)
 
 
 def test_delay_beside_steps_is_learned_for_all_replicas(router: Router) -> None:

@@ -69,6 +69,7 @@ class Served:
     response_visible: bool  # the router reads the response's chunks
     replica: str  # after a retry the second choice
     sent: float  # time of the dispatch
+    counted: bool = False  # its chunks count against the router's budget
     sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
     frontend: float = 0.0  # seconds on the replica outside the engine's steps
     answered: bool = False  # response headers were passed: no retry any more
@@ -148,9 +149,9 @@ class RouterNode:
         self.fleet.sessions.record(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
-            served.response_visible = self._chunks.takes(
-                self._clock(), chunks, RESERVED_FOR_ADAPTERS
-            )
+            served.counted = self._chunks.takes(self._clock(), chunks, RESERVED_FOR_ADAPTERS)
+            needed = self.fleet.needs_first_token(decision.replica)
+            served.response_visible = served.counted or needed
 
     def retried(self, served: Served) -> None:
         """Move a request to the replica that answers after the first choice failed."""
@@ -166,11 +167,14 @@ class RouterNode:
     def first_token(self, served: Served) -> None:
         if served.response_visible:
             self.fleet.first_token(self._tickets[served.number])
+            forecast = served.decision.forecast()
+            ttft = self._clock() - served.sent + served.frontend
+            self.router.learn_first_token(forecast, served.replica, ttft)
 
     def ended(self, served: Served) -> None:
         """Release a request and learn from its answer."""
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
-        if served.response_visible and streamed:
+        if served.counted:
             self._chunks.spend(tokens - served.decision.prediction.output_tokens)
         ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
         forecast, replica = served.decision.forecast(), served.replica
