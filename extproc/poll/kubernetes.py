@@ -76,10 +76,8 @@ class ServiceWatch:
         self._changed = changed
         self._timeout_s = timeout_s
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
-        service, begins = (
-            str(wanted),
-            "Service cannot be watched: keeping its last pods and retrying",
-        )
+        service = str(wanted)
+        begins = "Service cannot be watched: keeping its last pods and retrying"
         over = "Service is watched again"
         self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, service=service)
         self._empty = OutageLog(log, "Service has no replicas", each=True, service=service)

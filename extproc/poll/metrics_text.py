@@ -16,7 +16,6 @@ _BLOCK_SIZE_ON_GPUS = 16
 _RUNNING = b"num_requests_running"
 _KV_USAGE = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
 _STEPS = b"iteration_tokens_total_count"
-_CACHED = (b"prompt_tokens_cached_total", b"prompt_tokens_cached")
 _CACHED_EARLY = (  # vLLM up to 0.15: counted at admission
     b"prefix_cache_hits_total",
     b"prefix_cache_hits",
@@ -119,7 +118,7 @@ def read_metrics(page: bytes) -> EngineFigures:
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
     configs = _series(page, b"cache_config_info")
-    cached = _series(page, *_CACHED)
+    cached = _series(page, b"prompt_tokens_cached_total", b"prompt_tokens_cached")
     early = [] if cached else _series(page, *_CACHED_EARLY)
     models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
@@ -133,14 +132,12 @@ def read_metrics(page: bytes) -> EngineFigures:
         block_size=block_size,
         # Average per engine: a sequence advances only with the steps of its own engine.
         steps=_sum(_STEPS, steps) / max(len(steps), 1),
-        prompt_tokens=_total(page, b"prompt_tokens_total", b"prompt_tokens"),
-        cached_tokens=_sum(_CACHED[0], cached or early),
-        generated_tokens=_total(page, b"generation_tokens_total", b"generation_tokens"),
+        prompt_tokens=_counter(page, b"prompt_tokens"),
+        cached_tokens=_sum(b"prompt_tokens_cached", cached or early),
+        generated_tokens=_counter(page, b"generation_tokens"),
         first_tokens=_total(page, b"time_to_first_token_seconds_count"),
-        accepted_tokens=_total(
-            page, b"spec_decode_num_accepted_tokens_total", b"spec_decode_num_accepted_tokens"
-        ),
-        preemptions=_total(page, b"num_preemptions_total", b"num_preemptions"),
+        accepted_tokens=_counter(page, b"spec_decode_num_accepted_tokens"),
+        preemptions=_counter(page, b"num_preemptions"),
         finished=_total(page, b"request_success_total"),
         prefill_s=_total(page, b"request_prefill_time_seconds_sum"),
         decode_s=_total(page, b"request_decode_time_seconds_sum"),
@@ -186,8 +183,12 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 
-def _total(page: bytes, *names: bytes) -> float:
-    return _sum(names[0], _series(page, *names))
+def _counter(page: bytes, name: bytes) -> float:
+    return _sum(name, _series(page, name + b"_total", name))
+
+
+def _total(page: bytes, name: bytes) -> float:
+    return _sum(name, _series(page, name))
 
 
 def _sum(name: bytes, lines: list[bytes]) -> float:
