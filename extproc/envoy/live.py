@@ -18,7 +18,8 @@ from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
+from extproc.poll.models import read_models
+from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import living
 from extproc.share.connection import Keys, address, connect, in_time

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from math import inf
 from random import Random
 from typing import Any
@@ -12,19 +12,18 @@ from msgspec import structs
 
 from extproc.config import POLL_JITTER, PollSettings
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
 from extproc.poll.batch import batch_fields
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.models import Models
 from extproc.poll.scrape import (
     PollMetrics,
     RefusedError,
     ScrapeError,
     SilentError,
     UnreachableError,
-    read_models,
     responds,
     scrape,
 )
@@ -36,7 +35,6 @@ log = logging.getLogger(__name__)
 
 BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of an unhealthy replica
 HEALTH_EVERY_S = 2.0  # between two requests for `/health` of a healthy replica
-MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
 SILENCE_STEP_S = 0.1
 """Step in which the silence of a replica is counted. The count begins when a scrape takes a step
 longer than the scrape before."""
@@ -45,7 +43,6 @@ STALL_S = 1.0
 its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
-_NO_MODELS = "replica does not list its models: using the model names in its metrics"
 
 
 class PolledReplica:
@@ -93,12 +90,7 @@ class PolledReplica:
         self._prior = prior
         self._start = hardware_profile(target.profile).step
         self._estimator = Estimator(self._start, _learned(known, target.profile))
-        self._models = Models(
-            self._read_models,
-            self._update,
-            OutageLog(log, _NO_MODELS, replica=target.title),
-            _listed(known),
-        )
+        self._models = Models(session, target, by_priority, self._update, known)
 
     @property
     def healthy(self) -> bool:
@@ -273,12 +265,6 @@ class PolledReplica:
         self.state = state
         self._publish_state(state)
 
-    async def _read_models(self) -> dict[str, Any]:
-        fields = await read_models(self._session, self.target.id)
-        before = self._models.fields.get("takes_priority", False)
-        fields["takes_priority"] |= self._identity["by_priority"] or before
-        return fields
-
     def _update(self, **values: Any) -> None:
         if self.state is not None:
             self._publish(structs.replace(self.state, **values))
@@ -308,56 +294,6 @@ class PolledReplica:
         return ReplicaState(**self._identity, **values)
 
 
-class Models:
-    """Models of one replica, read beside its scrapes so that a slow answer delays no scrape.
-
-    Args:
-        read: returns fields of a ``ReplicaState``; raises ScrapeError.
-        changed: called with the fields when they have changed.
-        outage: logs failures.
-        known: fields that another poller read before.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], Awaitable[Mapping[str, Any]]],
-        changed: Callable[..., None],
-        outage: OutageLog,
-        known: Mapping[str, Any],
-    ) -> None:
-        self.fields = known  # empty: unknown
-        self._read = read
-        self._changed = changed
-        self._outage = outage
-        self._reading: asyncio.Task[None] | None = None
-        self._read_at = -inf
-
-    def refresh(self, now: float) -> None:
-        """Starts to read the models, at most once in ``MODELS_EVERY_S``."""
-        if self._reading is not None and not self._reading.done():
-            return
-        if now - self._read_at >= MODELS_EVERY_S:
-            self._read_at = now
-            self._reading = asyncio.create_task(self._refresh())
-
-    def forget(self) -> None:
-        """Drops the models of a process that is gone, and an answer that is still to come."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self._reading, self._read_at, self.fields = None, -inf, {}
-
-    async def _refresh(self) -> None:
-        try:
-            fields = await self._read()
-        except ScrapeError as error:
-            self._outage.failed(error)
-            return
-        self._outage.recovered()
-        if fields != self.fields:
-            self.fields = fields
-            self._changed(**fields)
-
-
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     """Returns the step times that another poller learned, if usable."""
     if known is None or not known.measured or known.profile != profile:
@@ -370,9 +306,3 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     ):
         return None
     return model
-
-
-def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    """Returns the models that another poller read, if it read them."""
-    names = ("models", "listed", "adapters", "max_model_len", "takes_priority")
-    return {name: getattr(known, name) for name in names} if known and known.listed else {}

@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from pydantic import BaseModel, Field, ValidationError
 from yarl import URL
 
 from extproc.poll.metrics_text import (
@@ -26,10 +23,7 @@ _LONG = 2**18  # bytes after which old sets of adapters are dropped from an answ
 
 _SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
-_LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
-_NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
 _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_TAKES_PRIORITY = 0, 11  # first version of vLLM
 
 
 class PollMetrics:
@@ -89,43 +83,6 @@ class VanishedError(UnreachableError, SilentError):
     """The replica's machine neither accepts nor refuses the connection."""
 
 
-class _Model(BaseModel):
-    """An entry of ``/v1/models``: the model itself, or a LoRA adapter."""
-
-    id: str
-    parent: str | None = None  # an adapter's model
-    max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
-
-
-class _Version(BaseModel):
-    version: str
-
-    @property
-    def takes_priority(self) -> bool:
-        """True from 0.11 on. Before, vLLM answered 400 to ``priority`` in a body unless it ran with
-        ``--scheduling-policy priority``."""
-        number = _NUMBER.match(self.version)
-        return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
-
-
-class _ModelList(BaseModel):
-    data: tuple[_Model, ...]
-
-    def fields(self) -> dict[str, Any]:
-        """Returns fields of a ``ReplicaState``; none if the list is empty."""
-        if not self.data:
-            return {}
-        return {
-            "models": tuple(model.id for model in self.data),
-            "listed": True,
-            "adapters": tuple(model.id for model in self.data if model.parent),
-            # An adapter has null here: it has the length of its model.
-            "max_model_len": next(
-                (model.max_model_len for model in self.data if model.max_model_len), None
-            ),
-        }
-
-
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
     """Returns a session with persistent connections; the caller closes the session."""
     return aiohttp.ClientSession(
@@ -151,7 +108,7 @@ async def scrape(
         ScrapeError: a request failed.
     """
     paths = _SCRAPED if health else _SCRAPED[:1]
-    requests = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
+    requests = [asyncio.ensure_future(get(session, replica, path)) for path in paths]
     try:
         page, *_ = await asyncio.gather(*requests)
         return read_metrics(page)
@@ -184,29 +141,8 @@ async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> 
         return not isinstance(error, SilentError)
 
 
-async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Requests models and version of the replica at ``ip:port``; returns fields of its state.
-
-    Raises:
-        ScrapeError: the replica does not list its models.
-    """
-    body = await _get(session, replica, "/v1/models")
-    try:
-        fields = _ModelList.model_validate_json(body).fields()
-    except ValidationError:
-        raise ScrapeError("/v1/models is not a list of models") from None
-    return fields | {"takes_priority": await _takes_priority(session, replica)}
-
-
-async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
-    try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
-        body = await _get(session, replica, "/version")
-        return _Version.model_validate_json(body).takes_priority
-    except (ScrapeError, ValidationError):
-        return False
-
-
-async def _get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
+async def get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
+    """Returns the body of an answer with status 200; raises ScrapeError for any other."""
     async with _answer(session, replica, path) as response:
         return await _read(response, path)
 

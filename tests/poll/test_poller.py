@@ -156,7 +156,7 @@ async def test_late_answers_keep_the_replica_healthy(
     monkeypatch.setattr(
         "extproc.config._TIMEOUTS", 30
     )  # a busy machine must not exceed the timeout
-    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
+    monkeypatch.setattr("extproc.poll.models.MODELS_EVERY_S", 600.0)
     async with watching(settings) as router:
         await router.replica(replica, models=MODELS)
         for running in (7, 8):
@@ -349,7 +349,7 @@ async def test_state_follows_the_life_of_a_replica(
     monkeypatch: pytest.MonkeyPatch,
     phases: list[Phase],
 ) -> None:
-    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
+    monkeypatch.setattr("extproc.poll.models.MODELS_EVERY_S", 600.0)
     async with watching(config(redis_server, replica, poll=SOON)) as router:
         for answers_now, awaited, others in phases:
             replica.answers |= answers_now

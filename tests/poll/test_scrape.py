@@ -8,11 +8,11 @@ import pytest
 from aiohttp import ClientSession, web
 
 from extproc.lab.harness.processes import free_port
+from extproc.poll.models import read_models
 from extproc.poll.scrape import (
     ScrapeError,
     SilentError,
     open_session,
-    read_models,
     responds,
     scrape,
 )

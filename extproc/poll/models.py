@@ -1,0 +1,142 @@
+"""Models, LoRA adapters and version of one replica, from ``/v1/models`` and ``/version``."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, Field, ValidationError
+
+from extproc.ground.outage_log import OutageLog
+from extproc.poll.discovery import Target
+from extproc.poll.scrape import ScrapeError, get
+from extproc.replica_state import ReplicaState
+
+log = logging.getLogger(__name__)
+
+MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
+_FIELDS = ("models", "listed", "adapters", "max_model_len", "takes_priority")
+_LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
+_NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
+_TAKES_PRIORITY = 0, 11  # first version of vLLM
+
+
+class Models:
+    """Models of one replica, read beside its scrapes so that a slow answer delays no scrape.
+
+    Args:
+        session: from :func:`~extproc.poll.scrape.open_session`.
+        target: the replica.
+        by_priority: the pool's setting says that vLLM takes priorities.
+        changed: called with fields of a ``ReplicaState`` when they have changed.
+        known: state of the poller that scraped the replica before.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        target: Target,
+        by_priority: bool,
+        changed: Callable[..., None],
+        known: ReplicaState | None,
+    ) -> None:
+        self.fields: dict[str, Any] = {}  # empty: unknown
+        if known is not None and known.listed:
+            self.fields = {name: getattr(known, name) for name in _FIELDS}
+        self._session = session
+        self._replica = target.id
+        self._by_priority = by_priority
+        self._changed = changed
+        begins = "replica does not list its models: using the model names in its metrics"
+        self._outage = OutageLog(log, begins, replica=target.title)
+        self._reading: asyncio.Task[None] | None = None
+        self._read_at = -inf
+
+    def refresh(self, now: float) -> None:
+        """Starts to read the models, at most once in ``MODELS_EVERY_S``."""
+        if self._reading is not None and not self._reading.done():
+            return
+        if now - self._read_at >= MODELS_EVERY_S:
+            self._read_at = now
+            self._reading = asyncio.create_task(self._refresh())
+
+    def forget(self) -> None:
+        """Drops the models of a process that is gone, and an answer that is still to come."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading, self._read_at, self.fields = None, -inf, {}
+
+    async def _refresh(self) -> None:
+        try:
+            fields = await read_models(self._session, self._replica)
+        except ScrapeError as error:
+            self._outage.failed(error)
+            return
+        self._outage.recovered()
+        before = self.fields.get("takes_priority", False)
+        fields["takes_priority"] |= self._by_priority or before
+        if fields != self.fields:
+            self.fields = fields
+            self._changed(**fields)
+
+
+class _Model(BaseModel):
+    """An entry of ``/v1/models``: the model itself, or a LoRA adapter."""
+
+    id: str
+    parent: str | None = None  # an adapter's model
+    max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
+
+
+class _Version(BaseModel):
+    version: str
+
+    @property
+    def takes_priority(self) -> bool:
+        """True from 0.11 on. Before, vLLM answered 400 to ``priority`` in a body unless it ran with
+        ``--scheduling-policy priority``."""
+        number = _NUMBER.match(self.version)
+        return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
+
+
+class _ModelList(BaseModel):
+    data: tuple[_Model, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """Returns fields of a ``ReplicaState``; none if the list is empty."""
+        if not self.data:
+            return {}
+        return {
+            "models": tuple(model.id for model in self.data),
+            "listed": True,
+            "adapters": tuple(model.id for model in self.data if model.parent),
+            # An adapter has null here: it has the length of its model.
+            "max_model_len": next(
+                (model.max_model_len for model in self.data if model.max_model_len), None
+            ),
+        }
+
+
+async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
+    """Requests models and version of the replica at ``ip:port``; returns fields of its state.
+
+    Raises:
+        ScrapeError: the replica does not list its models.
+    """
+    body = await get(session, replica, "/v1/models")
+    try:
+        fields = _ModelList.model_validate_json(body).fields()
+    except ValidationError:
+        raise ScrapeError("/v1/models is not a list of models") from None
+    return fields | {"takes_priority": await _takes_priority(session, replica)}
+
+
+async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
+    try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
+        body = await get(session, replica, "/version")
+        return _Version.model_validate_json(body).takes_priority
+    except (ScrapeError, ValidationError):
+        return False
