@@ -27,7 +27,7 @@ from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
 from extproc.proxy.admin import admin_routes, readiness
 from extproc.proxy.service import GrpcServer
-from extproc.proxy.services import Services, chunk_budget, parts_of_pool
+from extproc.proxy.services import CHUNKS_SAVED_S, Budget, Services, parts_of_pool
 from extproc.proxy.sharing import share
 from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
@@ -110,7 +110,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         clock=monotonic,
         wall=wall,
         random=random,
-        chunks=chunk_budget(config.serve.chunks_per_s),
+        chunks=Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
     )
 

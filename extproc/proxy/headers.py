@@ -60,12 +60,7 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
     """Answer to ``GET /v1/models`` where ``route.models`` configures names that no replica knows.
 
     The form is OpenAI's, with vLLM's ``max_model_len``: the context length in tokens, the smallest
-    of all replicas that serve the model.
-
-    Args:
-        names: the configured names.
-        states: the replicas.
-        created: seconds since the epoch; vLLM, too, gives the time of the answer.
+    of all replicas that serve the model. ``created``: seconds since the epoch, at the answer.
     """
     kinds = {(state.models, state.max_model_len) for state in states}
     listed = names.requestable(name for models, _ in kinds for name in models)

@@ -19,7 +19,7 @@ from extproc.route.queue import Queue
 from extproc.route.router import Router
 
 RESERVED_FOR_ADAPTERS = 0.5  # fraction of the chunk budget for streams that load an adapter
-_CHUNKS_SAVED_S = 60.0
+CHUNKS_SAVED_S = 60.0
 """Seconds for which unread chunks stay in the budget: in a quiet hour whole responses are read."""
 _RESPONSES_PER_S = 100.0  # a replica with 1% of the requests is checked once a second
 
@@ -44,11 +44,6 @@ class Budget:
 
     def spend(self, amount: float) -> None:
         self._left -= amount
-
-
-def chunk_budget(chunks_per_s: float) -> Budget:
-    """Budget of chunks of streamed responses that the router reads."""
-    return Budget(chunks_per_s, _CHUNKS_SAVED_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
 from extproc.lab.simulator.steps import Sequence as EngineSequence
-from extproc.proxy.services import RESERVED_FOR_ADAPTERS, chunk_budget, routing
+from extproc.proxy.services import CHUNKS_SAVED_S, RESERVED_FOR_ADAPTERS, Budget, routing
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
@@ -137,7 +137,7 @@ class RouterNode:
         names = ModelNames(config.route.models)
         self.queue, self.router = routing(config, names, random, clock, clock)
         self.fleet = self.router.fleet
-        self._chunks = chunk_budget(config.serve.chunks_per_s)
+        self._chunks = Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
 
