@@ -43,7 +43,6 @@ _OPTIONS = [
 ]
 _REFUSES = "streams refused: serve.max_streams are open, and Envoy serves further requests itself"
 _ACCEPTS = "streams accepted again: fewer than half of serve.max_streams are open"
-_KEEPALIVE_S = 20.0
 _CHECK_READINESS_EVERY_S = 0.05
 _CHECK_HUNG_EVERY_S = 1.0
 LAME_DUCK_S = 1.5
@@ -61,7 +60,7 @@ class GrpcServer:
         self,
         services: Services,
         pools: Mapping[str, Services] = MappingProxyType({}),
-        keepalive_s: float = _KEEPALIVE_S,
+        keepalive_s: float = 20.0,
     ) -> None:
         """Creates a server that does not listen yet; ``pools``: further pools by name.
 
