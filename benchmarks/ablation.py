@@ -155,7 +155,7 @@ PARTS = {
         f"{_PREFIXES}:PrefixIndex.hits",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
-    "belief in prefix caches": AblatedPart(f"{_PREFIXES}:_Belief.observe", _returning(None)),
+    "belief in prefix caches": AblatedPart(f"{_PREFIXES}:_HitShare.observe", _returning(None)),
     "adapters": AblatedPart(f"{_FLEET}.adapter_times", _returning(None)),
     "digests of other routers": AblatedPart(f"{_FLEET}.receive_digest", _returning(None)),
     "prompts of other routers": AblatedPart(f"{_FLEET}.receive_prompts", _returning(None)),
