@@ -44,8 +44,8 @@ class PollMetrics:
         )
         self._skipped = Counter(
             "extproc_poll_redis_skipped",
-            "What the poller could not read in Redis, by reason: garbage, or what a later version "
-            "writes: messages (unknown_tag) and fields (unknown_field).",
+            "Entries in Redis that the poller skipped, by reason: garbage, or the messages "
+            "(unknown_tag) and fields (unknown_field) of a later version.",
             ["reason"],
             registry=registry,
         )
