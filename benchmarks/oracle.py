@@ -103,12 +103,11 @@ class Oracle(Routers):
         """Prediction with the true rest of each step in progress."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
-        longer = rest - prediction.step_rest
         return replace(
             prediction,
-            step_rest=rest,
-            ttft=prediction.ttft + longer,
-            completion=prediction.completion + longer,
+            admission=prediction.admission + rest,
+            ttft=prediction.ttft + rest,
+            completion=prediction.completion + rest,
         )
 
 

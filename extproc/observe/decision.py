@@ -8,7 +8,6 @@ Figure = float | None  # null where a value is unknown or infinite
 class Terms(Struct):
     """Parts of a prediction, in seconds."""
 
-    step_rest: Figure
     queue: Figure  # wait in the router's queue; 0: the replica can start the request at once
     admission: Figure  # wait in the engine; TTFT includes the longer of queue and admission
     adapter: Figure

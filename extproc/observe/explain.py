@@ -38,7 +38,6 @@ _CANDIDATES: Cells[Candidate] = (
     (Column("KV"), lambda candidate: share(candidate.kv_usage)),
     (Column("queued"), lambda candidate: count(candidate.backlog_tokens)),
     (Column("cached"), lambda candidate: count(candidate.cached_tokens)),
-    (Column("step"), lambda candidate: figure(candidate.terms_s.step_rest)),
     (Column("wait"), lambda candidate: figure(candidate.terms_s.queue)),
     (Column("admit"), lambda candidate: figure(candidate.terms_s.admission)),
     (Column("adapter"), lambda candidate: figure(candidate.terms_s.adapter)),
@@ -58,8 +57,7 @@ _CANDIDATES: Cells[Candidate] = (
 _LEGEND = (
     "requests: in flight.  KV: share of the KV cache in use.  queued: prompt tokens to prefill.  "
     "Times in seconds:",
-    "step: rest of the step in progress.  admit: wait for KV blocks or a batch slot.  "
-    "others: delay of other requests.",
+    "admit: wait for KV blocks or a batch slot.  others: delay of other requests.",
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
 _COMPLETION_SCORE = "  score = finish + weight * others."

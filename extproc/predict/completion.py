@@ -15,12 +15,11 @@ class Prediction:
     """Predicted times in seconds, one entry of each array a candidate of the view."""
 
     output_tokens: float  # tokens a sequence of the request is expected to generate
-    step_rest: Floats  # rest of the step in progress
     admission: Floats  # wait until enough KV space and a place in the batch are free
     prefill: Floats  # of the queue ahead and of the prompt, and what passes beside the steps
     beside: Floats  # of that, what passes beside the engine's steps
     decode: Floats  # from the first token to the last
-    ttft: Floats  # time to first token: the first three, and that of the adapter
+    ttft: Floats  # time to first token: the first two, and that of the adapter
     completion: Floats  # time to the last token
     cost_to_others: Floats  # time the requests in flight lose, summed over them
     kv_pressure: Floats  # fraction of the KV cache in use after admission and preemption, 0…1
@@ -63,7 +62,7 @@ def predict(
     tokens a sequence, a backlog of W prompt tokens, B sequences decoding and K KV tokens, and
     sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
 
-        T_first   = rest of step + admission + (W + u)·c_prefill
+        T_first   = admission + (W + u)·c_prefill
                     + ceil((W + u)/budget)·step(0, B, K)
                     + x·step + y + z·p
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
@@ -97,13 +96,12 @@ def predict(
         cached = np.minimum(held, prompt - 1.0)
         new = prompt - cached
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
-    step_rest = _step_rest(view)
     wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
     beside = _beside_steps(view, prompt)
     prefill = _prefill(view, prompt, new) + beside
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
-    ttft = step_rest + wait + prefill
+    ttft = wait + prefill
     completion = ttft + decode
     taken, yielded = view.taken, None
     if most(view.by_priority) > 0.0:
@@ -112,7 +110,6 @@ def predict(
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
-        step_rest,
         wait,
         prefill,
         beside,
@@ -130,12 +127,6 @@ def predict(
         np.zeros(len(view)),
         yielded,
     )
-
-
-def _step_rest(view: FleetView) -> Floats:
-    """Half a step of decoding, where one is in progress; a prefill is in the backlog."""
-    half: Floats = np.minimum(view.batch, 0.5)  # none where nothing decodes
-    return half * view.decode_step * (view.backlog <= 0.0)
 
 
 def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:

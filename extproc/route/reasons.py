@@ -56,7 +56,6 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
         term = max(terms, key=lambda term: more(terms[term]))
         return f"{name} already in {seconds(later)}, but {term} {seconds(more(terms[term]))} more"
     terms = {
-        "the step in progress takes": prediction.step_rest,
         "the wait at the router takes": prediction.queue,
         "admission takes": prediction.admission,
         "its adapter takes": prediction.adapter,

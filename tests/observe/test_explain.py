@@ -127,7 +127,7 @@ async def test_adapter_terms_are_shown_for_its_requests(services: Services, show
     assert (first["replica"], first["adapter"]) == ("r2", "0.000")
     assert (second["replica"], second["adapter"]) == ("r1", "0.100")
     assert "wasted" in second
-    terms = sum(float(second[name]) for name in ("step", "admit", "adapter", "prefill"))
+    terms = sum(float(second[name]) for name in ("admit", "adapter", "prefill"))
     assert float(second["TTFT"]) == pytest.approx(terms, abs=0.002)
     assert decision.predicted_ttft < 0.1
     assert any(line.startswith("adapter: wait for a slot of the LoRA") for line in legend)

@@ -45,16 +45,6 @@ def test_the_queue_ahead_is_prefilled_first() -> None:
     assert prediction.ttft[0] - prediction.ttft[1] > 4000 * PREFILL
 
 
-def test_the_step_in_progress_is_waited_for() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.dispatch(replica(1), chat(100, 1000))
-    clock.advance(1.0)
-    prediction = predicted(fleet, chat(100, 10), 10)
-    assert prediction.step_rest[0] == pytest.approx(C0 / 2, rel=0.05)
-    assert prediction.step_rest[1] == 0
-
-
 def test_a_sequence_about_to_end_costs_less_than_a_long_one() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)

@@ -381,15 +381,6 @@ def test_prompt_that_fits_nowhere_is_still_sent() -> None:
     assert decision.predicted_completion < float("inf")
 
 
-def test_reason_names_the_step_in_progress() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.dispatch(replica(1), chat(100, 500))
-    clock.advance(1.0)
-    why = decide(fleet, "completion", embedding(10)).why
-    assert why.endswith(": there the step in progress takes 14.5 ms more")
-
-
 def test_empty_replica_is_preferred_for_equal_completions() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.dispatch(replica(1), chat(3000, 500))
