@@ -94,7 +94,7 @@ async def test_request_shows_all_candidates_with_terms_that_add_up(
     assert [line[:5] for line in lines if line[3:5] in ("r1", "r2")] == [">  r1", "   r2"]
     predictions = record.decision.prediction.completion
     for cells, predicted in zip(candidates(lines)[0], predictions, strict=True):
-        ttft = sum(float(cells[name]) for name in ("step", "admit", "prefill"))
+        ttft = sum(float(cells[name]) for name in ("admit", "prefill"))
         assert float(cells["TTFT"]) == pytest.approx(ttft, abs=0.002)
         assert float(cells["finish"]) == pytest.approx(ttft + float(cells["decode"]), abs=0.003)
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
