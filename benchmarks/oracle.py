@@ -195,7 +195,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     }
     candidates = Candidates(np.arange(len(machines)), names, names)
     view = FleetView(candidates, columns.items())
-    view.beside_steps = 0.0, most(of_steps("frontend")), 0.0
+    view.outside_steps = 0.0, most(of_steps("frontend")), 0.0
     return view
 
 

@@ -469,9 +469,9 @@ class Fleet:
     def _overtake(self, view: FleetView, priority: int) -> None:
         """Takes requests of lower priority out of the queues that the view shows."""
         tokens, requests = self._ledger.behind(priority)
-        view.behind = tokens[view.rows]
-        view.backlog -= view.behind
-        view.taken -= view.behind
+        view.overtaken = tokens[view.rows]
+        view.backlog -= view.overtaken
+        view.taken -= view.overtaken
         view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
@@ -501,7 +501,7 @@ class Fleet:
         columns = table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
         view = FleetView(candidates, columns)
         view.taken = view.kv_used + view.joining + view.external_backlog
-        view.beside_steps = self.first_tokens.beside_steps
+        view.outside_steps = self.first_tokens.outside_steps
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]

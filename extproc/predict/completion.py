@@ -17,7 +17,7 @@ class Prediction:
     output_tokens: float  # tokens a sequence of the request is expected to generate
     admission: Floats  # wait until enough KV space and a place in the batch are free
     prefill: Floats  # of the queue ahead and of the prompt, and what passes beside the steps
-    beside: Floats  # of that, what passes beside the engine's steps
+    outside_steps: Floats  # of that, what passes beside the engine's steps
     decode: Floats  # from the first token to the last
     ttft: Floats  # time to first token: the first two, and that of the adapter
     completion: Floats  # time to the last token
@@ -34,7 +34,7 @@ class Prediction:
     first_token_share: float  # time to first token in the completion, at the soonest, 0…1
     adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
     queue: Floats  # expected wait at the router; 0 where the replica can start the request now
-    yielded: Floats | None  # KV tokens preempted before it; None: no candidate goes by priority
+    preemptible: Floats | None  # KV tokens preempted before it; None: no candidate goes by priority
 
     @property
     def cost_weight(self) -> Floats:
@@ -98,21 +98,22 @@ def predict(
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
     wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
-    beside = _beside_steps(view, prompt)
-    prefill = _prefill(view, prompt, new) + beside
+    outside_steps = _outside_steps(view, prompt)
+    prefill = _prefill(view, prompt, new) + outside_steps
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = wait + prefill
     completion = ttft + decode
-    taken, yielded = view.taken, None
+    taken, preemptible = view.taken, None
     if most(view.by_priority) > 0.0:
-        yielded, theirs = _yielded(profile.priority, view, sequences, out)
-        taken, growth = np.maximum(taken + view.behind - yielded, 0.0), growth - theirs
+        preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
+        taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
+        growth = growth - preempted_growth
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         wait,
         prefill,
-        beside,
+        outside_steps,
         decode,
         ttft,
         completion,
@@ -125,7 +126,7 @@ def predict(
         least(ttft) / least(completion),
         np.zeros(len(view)),
         np.zeros(len(view)),
-        yielded,
+        preemptible,
     )
 
 
@@ -150,9 +151,9 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     return _prefill_steps(view, queue, steps)
 
 
-def _beside_steps(view: FleetView, prompt: float) -> Floats:
+def _outside_steps(view: FleetView, prompt: float) -> Floats:
     """Seconds before a first token that no step shows."""
-    each_step, request, token = view.beside_steps
+    each_step, request, token = view.outside_steps
     return each_step * view.decode_step + (request + token * prompt)
 
 
@@ -161,7 +162,7 @@ def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
     return seconds
 
 
-def _yielded(
+def _preemptible(
     priority: int, view: FleetView, sequences: Sequences, out: float
 ) -> tuple[Floats, Floats]:
     """KV tokens of the sequences that are preempted before this one, and what they generate."""

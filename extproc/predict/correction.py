@@ -131,7 +131,7 @@ class FirstTokens:
         descend(self._equations, [_KNOWN] * 3, [0.0] * 3, self._solution)
 
     @property
-    def beside_steps(self) -> tuple[float, float, float]:
+    def outside_steps(self) -> tuple[float, float, float]:
         """Seconds for each second of a step, for each request, and for each token of its prompt."""
         each_step, request, token = self._solution
         return (
@@ -145,7 +145,7 @@ _ASKED = 0.9  # share of the requests that are to take no longer
 _STEP = 0.03  # of the logarithm, for each request: it follows the last hundred or so
 
 
-class Margin:
+class ErrorQuantile:
     """Actual ÷ predicted of a time: the quantile ``_ASKED`` of those seen.
 
     By stochastic approximation (Robbins and Monro, 1951): each that exceeds it moves it up, and
@@ -165,10 +165,10 @@ class Margin:
             self._log += _STEP * (exceeds - 1.0 + _ASKED)
 
 
-class Margins:
-    """Margins of first token, time per token and completion: the times that have targets."""
+class ErrorQuantiles:
+    """Error quantiles of the times that have targets: first token, time per token, completion."""
 
     def __init__(self) -> None:
-        self.ttft = Margin()
-        self.tpot = Margin()
-        self.completion = Margin()
+        self.ttft = ErrorQuantile()
+        self.tpot = ErrorQuantile()
+        self.completion = ErrorQuantile()

@@ -1,4 +1,4 @@
-"""The fleet at one moment, as policies see it."""
+"""State of the fleet at one moment, as predictions and policies read it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from extproc.predict.step import USUAL_BATCH
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# The classes below are made anew for every decision, and are not frozen for that reason alone: it
-# would make each take ten times as long. Nobody changes them.
+# Every decision creates `Sequences` and `FleetView`. They are not frozen, because creating a frozen
+# object takes ten times as long; no code changes them once a policy reads them.
 
 
 def least(values: Floats) -> float:
-    """``values.min()``, in a fifth of the time where there are a dozen of them."""
+    """Returns ``values.min()``, for a dozen values in a fifth of numpy's time."""
     return values.item(values.argmin())
 
 
 def most(values: Floats) -> float:
-    """``values.max()``, likewise."""
+    """Returns ``values.max()``, as fast as :func:`least`."""
     return values.item(values.argmax())
 
 
 @dataclass(slots=True)
 class Sequences:
-    """What is in flight on the candidates; an entry stands for ``weight`` sequences alike."""
+    """Sequences in flight on the candidates; an entry stands for ``weight`` equal sequences."""
 
-    replica: Indices  # which candidate holds it: an index into the view's arrays
+    replica: Indices  # candidate that computes them: an index into the view's arrays
     weight: Floats
-    context: Floats  # KV tokens each holds, or will hold once its prompt is prefilled
-    remaining: Floats  # tokens each is expected to generate still
-    priority: Floats  # the higher goes first; infinite where it is not known
+    context: Floats  # KV tokens of each sequence, once its prompt is prefilled
+    remaining: Floats  # tokens that each sequence is still expected to generate
+    priority: Floats  # higher goes first; infinite where the priority is not known
 
 
 NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
@@ -41,75 +41,77 @@ NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A replica that was left out."""
+    """Replica of the pool that may not get the request now."""
 
     id: str
     name: str
-    why: str  # in a few words, for people
+    why: str  # the reason in a few words, for people
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The replicas that may serve a model; they change seldom."""
+    """Replicas that may serve a model; they rarely change."""
 
-    rows: Indices  # where they stand in the fleet's table
-    ids: list[str]  # ``ip:port`` of each
-    names: list[str]  # what the configuration calls them
-    adapters: Sequence[str] = ()  # LoRA adapter that each is asked for, ""; (): all for none
-    excluded: tuple[Excluded, ...] = ()  # replicas of the pool that could not serve it now
-    unknown: bool = False  # all members told all they serve, and none serves this model
+    rows: Indices  # row of each replica in the fleet's table
+    ids: list[str]  # ``ip:port`` of each replica
+    names: list[str]  # name of each replica in the configuration
+    adapters: Sequence[str] = ()
+    """LoRA adapter that the request needs on each replica, "" for none; (): none on all."""
+    excluded: tuple[Excluded, ...] = ()
+    unknown: bool = False  # all members have listed their models, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
 
 
 class Columns:
-    """What is known of each replica: the columns of the fleet's table that a view has, too."""
+    """State of each replica: the first columns of the fleet's table, which a view copies."""
 
-    requests: Floats  # in flight: the router's own; in a view, all that are known of
-    queued: Floats  # of these, without a token yet
-    joining: Floats  # prompt tokens of these, prefilled or not, without those that were cached
-    enqueued: Floats  # prompt tokens sent, in all
-    prefilled: Floats  # of these, prefilled
-    external: Floats  # sequences that two polls in a row saw and no router told of
-    external_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
+    requests: Floats  # this router's requests in flight; in a view, all known requests
+    queued: Floats  # those of ``requests`` without a first token
+    joining: Floats  # uncached prompt tokens of the queued requests, prefilled or not
+    enqueued: Floats  # prompt tokens sent to the replica since its row exists
+    prefilled: Floats  # those of ``enqueued`` that the replica has prefilled
+    external: Floats  # sequences that two polls in a row counted and no router has reported
+    external_backlog: Floats  # prompt tokens of external requests in the replica's queue
     polled_waiting: Floats  # requests in the replica's queue at the last poll
     polled_kv_usage: Floats  # fraction of the KV cache in use at the last poll
-    by_priority: Floats  # 1: higher priorities go first, and the lowest is preempted first
+    by_priority: Floats  # 1: the highest priority goes first, and the lowest is preempted first
     batch: Floats  # sequences decoding
     kv_used: Floats  # KV tokens of the sequences decoding
     kv_capacity: Floats
     token_budget: Floats
     max_num_seqs: Floats
-    longest_prompt: Floats  # tokens that its context and its KV cache can hold
-    decode_step: Floats  # seconds of a step that only decodes what is in the batch now
-    tokens_per_step: Floats  # that a sequence gets: more than one where vLLM decodes speculatively
-    stretch: Floats  # actual ÷ predicted decode time, as of late
-    c0: Floats  # this and the following: StepModel
+    longest_prompt: Floats  # tokens that fit into the model's context and the KV cache
+    decode_step: Floats  # seconds of a step that only decodes the current batch
+    tokens_per_step: Floats  # for each sequence: above 1 with speculative decoding
+    stretch: Floats  # actual ÷ predicted decode time of recent requests
+    c0: Floats  # this column and the three below: coefficients of :class:`StepModel`
     c_prefill: Floats
     c_batch: Floats
     c_kv: Floats
 
 
 def usual_step(costs: Columns, at: int) -> float:
-    """Seconds of a decode step with a usual batch, by what is known there: its speed in one figure;
-    0 where nothing is known yet."""
+    """Returns the seconds of a decode step with ``USUAL_BATCH`` on replica ``at``: its speed in one
+    figure; 0 before the first poll."""
     sequences, kv_tokens = USUAL_BATCH
     loaded = costs.c_batch.item(at) * sequences + costs.c_kv.item(at) * kv_tokens
     return costs.c0.item(at) + loaded
 
 
 class FleetView(Columns):
-    """The replicas that could serve a request, one entry of each array a replica."""
+    """Candidates for a request and their state: arrays with an entry for each candidate."""
 
-    waiting: Floats  # requests that have no token yet, or are in the replica's queue
+    waiting: Floats  # requests without a first token or in the replica's queue, whichever is more
     backlog: Floats  # prompt tokens sent and not yet prefilled
     taken: Floats  # KV tokens in use, and those that the backlog will use
-    beside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
-    """Seconds before a first token that no step shows: for each second of a step, for each request,
-    and for each token of its prompt."""
-    behind: Floats | float = 0.0  # prompt tokens of requests that let this one pass; not in backlog
+    outside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
+    """Seconds before a first token that the engine's steps do not explain: for each second of a
+    step, for each request, and for each token of its prompt (``FirstTokens``)."""
+    overtaken: Floats | float = 0.0
+    """Prompt tokens of queued requests of a lower priority, which this request overtakes; they are
+    not in ``backlog``."""
 
     def __init__(self, candidates: Candidates, columns: Iterable[tuple[str, Floats]]) -> None:
-        """A view of these, with columns and their names."""
         self.candidates = candidates
         self.rows, self.ids, self.names = candidates.rows, candidates.ids, candidates.names
         self.excluded = candidates.excluded
@@ -118,7 +120,7 @@ class FleetView(Columns):
 
     @property
     def kv_usage(self) -> Floats:
-        """Fraction of the KV cache in use; the queued prompts are not in it yet."""
+        """Fraction of the KV cache in use by sequences that decode; queued prompts do not count."""
         return np.minimum(self.kv_used / self.kv_capacity, 1.0)
 
     def __len__(self) -> int:

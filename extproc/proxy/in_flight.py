@@ -212,7 +212,7 @@ class InFlight:
         if seconds > 0:
             metrics.prediction_error.observe(abs(predicted - seconds) / seconds)
         if as_chosen:
-            services.router.margins.completion.observe(predicted, seconds)
+            services.router.error_quantiles.completion.observe(predicted, seconds)
             predicts_hits = profile.sequences == 1 and forecast.hits_depth >= 0
             reported = cached if predicts_hits else None
             services.accuracy.add(

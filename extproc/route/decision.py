@@ -168,5 +168,5 @@ class Decision:
             stretch,
             usual_step(view, first),
             view.decode_step.item(first),
-            self.predicted_ttft - prediction.beside.item(first) if by_steps else None,
+            self.predicted_ttft - prediction.outside_steps.item(first) if by_steps else None,
         )

@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 
 from extproc.predict.completion import Prediction
-from extproc.predict.correction import Margins
+from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import Floats, least
 from extproc.request.objective import Objective
 from extproc.route.decision import Choice, Situation
@@ -56,7 +56,7 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
 
 
 def lateness(
-    objective: Objective, prediction: Prediction, margins: Margins, waited: float
+    objective: Objective, prediction: Prediction, error_quantiles: ErrorQuantiles, waited: float
 ) -> Floats:
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
@@ -66,11 +66,11 @@ def lateness(
     """
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
-        (prediction.ttft, margins.ttft, objective.ttft_s - waited),
-        (prediction.decode, margins.tpot, objective.tpot_s * later if later else np.inf),
-        (prediction.completion, margins.completion, objective.completion_s - waited),
+        (prediction.ttft, error_quantiles.ttft, objective.ttft_s - waited),
+        (prediction.decode, error_quantiles.tpot, objective.tpot_s * later if later else np.inf),
+        (prediction.completion, error_quantiles.completion, objective.completion_s - waited),
     )
-    late = [time * margin.ratio - target for time, margin, target in times if target < np.inf]
+    late = [time * quantile.ratio - target for time, quantile, target in times if target < np.inf]
     worst: Floats = np.max([np.full(len(prediction.ttft), -np.inf), *late], axis=0)
     return worst
 

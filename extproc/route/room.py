@@ -91,8 +91,8 @@ def _peak_pressure(
     mean, count = prediction.output_tokens, len(view)
     own = profile.prompt_tokens - prediction.cached + max(profile.sequences, 1) * mean
     taken = view.taken
-    if prediction.yielded is not None:
-        taken = np.maximum(taken + view.behind - prediction.yielded, 0.0)
+    if prediction.preemptible is not None:
+        taken = np.maximum(taken + view.overtaken - prediction.preemptible, 0.0)
     now = (taken + own) / view.kv_capacity
     if not mean:
         return now

@@ -7,7 +7,7 @@ import numpy as np
 
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
-from extproc.predict.correction import Margins
+from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
 from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Backlog
@@ -40,7 +40,7 @@ class Router:
         """``session_cost_s``: seconds of delay that a request accepts to stay with its session;
         ``backlog``: requests queued at this router; None: no request ever waits."""
         self.fleet = fleet
-        self.margins = Margins()
+        self.error_quantiles = ErrorQuantiles()
         self._session_cost_s = session_cost_s
         self._backlog = backlog
         self._default = policy
@@ -82,7 +82,7 @@ class Router:
         )
         if profile.objective.has_target:
             waited = fleet.now - place.since if place else 0.0
-            situation.late = lateness(profile.objective, prediction, self.margins, waited)
+            situation.late = lateness(profile.objective, prediction, self.error_quantiles, waited)
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
@@ -253,7 +253,7 @@ class Router:
         """Learn from a first token that came ``ttft`` seconds after the decision."""
         if replica != forecast.replica:
             return
-        self.margins.ttft.observe(forecast.predicted_ttft, ttft)
+        self.error_quantiles.ttft.observe(forecast.predicted_ttft, ttft)
         self.fleet.learn_first_token(replica, forecast.predicted_ttft / forecast.usual_step, ttft)
         load, wait = forecast.adapter_load, forecast.adapter_wait
         later = ttft - forecast.predicted_ttft
@@ -272,7 +272,7 @@ class Router:
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
             self.fleet.decoded(replica, predicted, seconds, forecast.usual_step)
-            self.margins.tpot.observe(predicted * forecast.stretch, seconds)
+            self.error_quantiles.tpot.observe(predicted * forecast.stretch, seconds)
 
 
 def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:

@@ -100,8 +100,8 @@ class Waiting(Place):
         reserve = 1.0 - full_at(self.priority, decision.peers_age_s is not None)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
         self.tokens += reserve * view.kv_capacity.item(first)
-        if prediction.yielded is not None:
-            self.tokens = max(self.tokens - prediction.yielded.item(first), prompt)
+        if prediction.preemptible is not None:
+            self.tokens = max(self.tokens - prediction.preemptible.item(first), prompt)
 
     def declines(self, row: int, now: float) -> bool:
         """Return True if a decision of the last 0.2 s passed over a replica that had room."""

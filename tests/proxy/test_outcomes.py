@@ -223,7 +223,7 @@ async def test_stream_without_usage_teaches_completion_error(
                 services.fleet.put(state(number, "llama-8b-a10", clock))
             await stream.response_body(b"data: [DONE]\n\n", True)
             await stream.end()
-    assert services.router.margins.completion.ratio > 1.1
+    assert services.router.error_quantiles.completion.ratio > 1.1
 
 
 @unread

@@ -33,7 +33,7 @@ def answer(router: Router, profile: RequestProfile, times: int, by_steps: float)
         router.learn_first_token(decision.forecast(), decision.replica, ttft)
 
 
-def test_delay_beside_steps_is_learned_for_all_replicas(router: Router) -> None:
+def test_delay_outside_steps_is_learned_for_all_replicas(router: Router) -> None:
     request = chat(1000, 50)
     before = decide(router, request).prediction.ttft
     answer(router, request, 30, before.item(0))
@@ -55,4 +55,4 @@ def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None
     for number in (1, 2):
         router.fleet.dispatch(replica(number), chat(20_000, 50))
     answer(router, request, 30, by_steps)
-    assert router.fleet.first_tokens.beside_steps == (0.0, 0.0, 0.0)
+    assert router.fleet.first_tokens.outside_steps == (0.0, 0.0, 0.0)

@@ -110,10 +110,10 @@ def test_prediction_errors_enlarge_the_safety_margin() -> None:
     foretold = before.forecast().predicted_completion
     for number in range(100):
         late = 1.5 if number % 5 == 0 else 1.0  # every fifth request
-        router.margins.completion.observe(foretold, late * foretold)
+        router.error_quantiles.completion.observe(foretold, late * foretold)
     assert decide(router, aim).replica == FAST
     for _ in range(300):
-        router.margins.completion.observe(foretold, foretold)
+        router.error_quantiles.completion.observe(foretold, foretold)
     assert decide(router, aim).replica == SLOW
 
 

@@ -187,7 +187,8 @@ class RouterNode:
         completion = served.completion - waited
         ttft = served.ttft - waited if streamed else None
         if replica == forecast.replica:
-            self.router.margins.completion.observe(forecast.predicted_completion, completion)
+            error = self.router.error_quantiles.completion
+            error.observe(forecast.predicted_completion, completion)
         self.router.learn(forecast, replica, tokens, completion, ttft)
 
     def queue_freed(self, served: Served) -> None:
