@@ -125,7 +125,7 @@ PARTS = {
     "speed of the last seconds": AblatedPart(f"{_ESTIMATOR}:Estimator._scale", _constant(1.0)),
     "proportions of step times": AblatedPart(f"{_ESTIMATOR}:_PROPORTIONS", _constant(1e3)),
     "prior of the fleet": AblatedPart(f"{_ESTIMATOR}:FleetPrior.report", _returning(None)),
-    "solo rows": AblatedPart("extproc.predict.windows:Windows._lone", _returning([])),
+    "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
     "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
     "trial of new replicas": AblatedPart(f"{_NEW}.favour_idle", _returning(None)),
     "decode correction": AblatedPart(

@@ -23,7 +23,7 @@ FIRST_WORDS = {
 """A docstring that begins with one of these words hides its subject."""
 BANNED_NAMES = {"told", "let_go", "came", "theirs", "unseen", "kept", "went_on", "news", "saw"}
 """Identifiers that had several meanings each."""
-ALLOWED = {"docstring": 19, "class name": 0, "identifier": 8}
+ALLOWED = {"docstring": 0, "class name": 0, "identifier": 0}
 """Highest number of hits of each kind: lower it when hits are gone, and never raise it."""
 
 

@@ -99,7 +99,7 @@ class EngineFigures:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             prompt_tokens=self.prompt_tokens,
-            early=self.cached_early,
+            cached_early=self.cached_early,
         )
 
 

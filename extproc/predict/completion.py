@@ -1,4 +1,4 @@
-"""When each replica would finish a request, over the whole fleet in one expression."""
+"""Completion time: predicts a request on all candidates at once, in one expression."""
 
 from dataclasses import dataclass
 from math import inf
@@ -12,36 +12,38 @@ from extproc.request.profile import RequestProfile
 
 @dataclass(slots=True)
 class Prediction:
-    """Predicted times in seconds, one entry of each array a candidate of the view."""
+    """Predicted times in seconds; arrays have an entry for each candidate of the view."""
 
-    output_tokens: float  # tokens a sequence of the request is expected to generate
+    output_tokens: float  # expected length of each sequence of the request
     admission: Floats  # wait until enough KV space and a place in the batch are free
-    prefill: Floats  # of the queue ahead and of the prompt, and what passes beside the steps
-    outside_steps: Floats  # of that, what passes beside the engine's steps
+    prefill: Floats  # steps for the prompts ahead and for this prompt, and ``outside_steps``
+    outside_steps: Floats  # delay of the first token that the engine's steps do not explain
     decode: Floats  # from the first token to the last
-    ttft: Floats  # time to first token: the first two, and that of the adapter
+    ttft: Floats  # time to first token: admission, prefill, adapter, and the wait at the router
     completion: Floats  # time to the last token
-    cost_to_others: Floats  # time the requests in flight lose, summed over them
+    cost_to_others: Floats  # delay of the requests in flight, summed over them
     kv_pressure: Floats  # fraction of the KV cache in use after admission and preemption, 0…1
-    growth: Floats  # tokens that those sequences in flight generate meanwhile
-    cached: Floats  # tokens of the prompt that the replica has in its prefix cache
+    growth: Floats  # tokens that the sequences not preempted generate until the request ends
+    cached: Floats  # prompt tokens in the replica's prefix cache
     avoidable: Floats
-    """Time to prefill what another candidate has in its prefix cache: once for each request that
-    waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
-    lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
+    """Time to prefill tokens that another candidate has in its prefix cache, counted once for each
+    request that the prefill delays and once for the cache that the tokens displace. With a LoRA
+    adapter, also the delay of others by its load (:func:`add_adapter`)."""
 
-    first_token_matters: bool  # the answer is streamed, or has a target for its first token
-    first_token_share: float  # time to first token in the completion, at the soonest, 0…1
-    adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
-    queue: Floats  # expected wait at the router; 0 where the replica can start the request now
-    preemptible: Floats | None  # KV tokens preempted before it; None: no candidate goes by priority
+    first_token_matters: bool  # the answer is streamed or has a target for its first token
+    first_token_share: float  # lowest time to first token ÷ lowest completion, 0…1
+    adapter: Floats  # wait for the LoRA adapter's slot beyond the admission, and its load
+    queue: Floats  # expected wait at the router; 0: the replica can start the request now
+    preemptible: Floats | None
+    """KV tokens of sequences that vLLM preempts before this request; None: no candidate schedules
+    by priority."""
 
     @property
     def cost_weight(self) -> Floats:
-        """How much the cost to others counts, 0…1 (:class:`~extproc.route.policies.completion`).
+        """Weight of the cost to others, 0…1 (:func:`~extproc.route.policies.completion`).
 
-        All of it where the first token does not matter. Else the square of the KV pressure or,
-        where that is more, the time to first token ÷ that of decoding, at the soonest.
+        1 if the first token does not matter; otherwise the square of the KV pressure or, if that is
+        more, the lowest time to first token ÷ the rest of the lowest completion.
         """
         if not self.first_token_matters:
             return np.ones(len(self.kv_pressure))
@@ -58,48 +60,48 @@ def predict(
 ) -> Prediction:
     """Predicts a request on every candidate.
 
-    With p prompt tokens, of which h are cached, and u = p − h to prefill, an expected output of o
-    tokens a sequence, a backlog of W prompt tokens, B sequences decoding and K KV tokens, and
-    sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
+    The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled, and
+    sequences of o expected output tokens. The replica has a backlog of W prompt tokens, B sequences
+    decoding with K KV tokens, and sequences i in flight with context k_i and r_i expected tokens to
+    go; m_i = min(r_i, o)::
 
-        T_first   = admission + (W + u)·c_prefill
-                    + ceil((W + u)/budget)·step(0, B, K)
-                    + x·step + y + z·p
+        T_first   = admission + (W + u)·c_prefill + ceil((W + u)/budget)·step + x·step + y + z·p
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
 
-    s being actual ÷ predicted decode time of the replica, as of late
-    (:class:`~extproc.predict.correction.Corrections`), d the tokens that a sequence gets from a
-    step, and x, y and z what passes beside the steps
+    ``step`` is the time of a decode step with B and K, s the ratio of actual to predicted decode
+    time (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets
+    from a step; x, y and z are the delays outside the steps
     (:class:`~extproc.predict.correction.FirstTokens`).
 
-    Where a replica goes by priority, W and the queue that the admission waits for have none of a
-    lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
-    others are preempted first. They give no room for the admission itself.
+    On a replica that schedules by priority, W and the queue ahead of the admission leave out
+    requests of a lower priority. The KV pressure leaves out sequences of a lower priority: vLLM
+    preempts them first, but not to admit a request.
 
-    Two sequences about to finish cost next to nothing; one long one costs for the whole way.
+    A sequence that is about to end hardly delays the request and is hardly delayed by it; a long
+    sequence counts for the whole decode time.
 
     Args:
         profile: the request.
-        output_tokens: a sequence of it is expected to generate.
+        output_tokens: expected length of each of its sequences.
         view: the candidates.
-        sequences: what is in flight on them.
-        held: tokens of the prompt that each should hold in its prefix cache; one token at least is
-            computed all the same.
+        sequences: sequences in flight on the candidates.
+        held: prompt tokens that each candidate should have in its prefix cache. vLLM computes at
+            least one token of a cached prompt.
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
-    new: Floats | float = prompt
+    uncached: Floats | float = prompt
     cached = avoidable = held
     if most(held) > 0.0:
         cached = np.minimum(held, prompt - 1.0)
-        new = prompt - cached
-        avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
-    wait = admission(view, sequences, own, new)
-    _refuse(view, profile.longest_prompt, wait)
+        uncached = prompt - cached
+        avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + 1.0))
+    wait = admission(view, sequences, own, uncached)
+    _exclude_too_small(view, profile.longest_prompt, wait)
     outside_steps = _outside_steps(view, prompt)
-    prefill = _prefill(view, prompt, new) + outside_steps
+    prefill = _prefill(view, prompt, uncached) + outside_steps
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = wait + prefill
     completion = ttft + decode
@@ -108,7 +110,7 @@ def predict(
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth
-    kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
+    kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         wait,
@@ -117,7 +119,7 @@ def predict(
         decode,
         ttft,
         completion,
-        view.c_prefill * new * view.batch + slower,
+        view.c_prefill * uncached * view.batch + slower,
         kv_pressure,
         growth,
         cached,
@@ -130,8 +132,8 @@ def predict(
     )
 
 
-def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
-    """The wait is infinite where no prompt that long can be held, unless that is everywhere."""
+def _exclude_too_small(view: FleetView, prompt: float, wait: Floats) -> None:
+    """Sets an infinite wait for candidates that cannot hold the prompt, unless none can."""
     if least(view.longest_prompt) < prompt:
         too_long = view.longest_prompt < prompt
         if not too_long.all():
@@ -139,12 +141,12 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
 
 
 def backlog_s(view: FleetView) -> Floats:
-    """Seconds until what is queued on each candidate is prefilled."""
+    """Seconds until the backlog of each candidate is prefilled."""
     return _prefill_steps(view, view.backlog, np.ceil(view.backlog / view.token_budget))
 
 
-def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
-    queue = view.backlog + new
+def _prefill(view: FleetView, prompt: float, uncached: Floats | float) -> Floats:
+    queue = view.backlog + uncached
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
@@ -152,7 +154,6 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
 
 
 def _outside_steps(view: FleetView, prompt: float) -> Floats:
-    """Seconds before a first token that no step shows."""
     each_step, request, token = view.outside_steps
     return each_step * view.decode_step + (request + token * prompt)
 
@@ -165,7 +166,7 @@ def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
 def _preemptible(
     priority: int, view: FleetView, sequences: Sequences, out: float
 ) -> tuple[Floats, Floats]:
-    """KV tokens of the sequences that are preempted before this one, and what they generate."""
+    """KV tokens of the sequences preempted before this request, and the tokens they generate."""
     on, count = sequences.replica, len(view)
     lower = ((sequences.priority < priority) & (view.by_priority[on] > 0.0)).nonzero()[0]
     on, weight = on[lower], sequences.weight[lower]
@@ -177,13 +178,13 @@ def _preemptible(
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Decode time, what the sequences in flight lose by it, and the tokens they generate."""
+    """Decode time, delay of the sequences in flight, and the tokens that these generate."""
     count = len(view)
-    # The first token comes out of the prefill; `later` decode steps follow.
+    # The prefill gives the first token; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
     on, together = sequences.replica, np.minimum(sequences.remaining, later)
     shared = together * sequences.weight
-    steps = cast(Floats, np.bincount(on, shared, count))  # integers by its annotation
+    steps = cast(Floats, np.bincount(on, shared, count))  # numpy's annotation says integers
     kv_growth = np.bincount(on, shared * together, count) * 0.5
     kv = np.bincount(on, shared * sequences.context, count) + kv_growth
     step_share = 1.0 / view.tokens_per_step
@@ -196,33 +197,33 @@ def _decode(
     return decode, own * slower, steps
 
 
-def admission(view: FleetView, sequences: Sequences, own: int, new: Floats | float) -> Floats:
-    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
+def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | float) -> Floats:
+    """Seconds until sequences in flight have ended and freed enough KV tokens and places.
 
-    vLLM admits a prompt only when all of it fits, after those queued before it.
+    vLLM admits a prompt once all of its tokens fit, after the prompts queued before it.
 
     Args:
         view: the candidates.
-        sequences: what is in flight on them.
-        own: places that the request needs.
-        new: KV tokens that it needs, on each candidate.
+        sequences: sequences in flight on the candidates.
+        own: places in the batch that the request needs.
+        needed: KV tokens that the request needs on each candidate.
     """
     wait = np.zeros(len(view))
-    missing = new - (view.kv_capacity - view.taken)
+    missing = needed - (view.kv_capacity - view.taken)
     places = view.max_num_seqs - view.batch - view.waiting
     if most(missing) <= 0.0 and least(places) >= own:
         return wait
-    here = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
-    if not len(here):
+    on_full = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
+    if not len(on_full):
         return wait
-    # By replica, and of each the first to end first.
-    here = here[np.lexsort((sequences.remaining[here], sequences.replica[here]))]
-    weight, remaining = sequences.weight[here], sequences.remaining[here]
-    on = sequences.replica[here]
+    # Sorted by replica, and on each replica by the time of their end.
+    on_full = on_full[np.lexsort((sequences.remaining[on_full], sequences.replica[on_full]))]
+    weight, remaining = sequences.weight[on_full], sequences.remaining[on_full]
+    on = sequences.replica[on_full]
     borders = (on[1:] != on[:-1]).nonzero()[0] + 1
     first, end = np.concatenate([[0], borders]), np.concatenate([borders, [len(on)]])
     full = on[first]
-    freed = weight * (sequences.context[here] + remaining)
+    freed = weight * (sequences.context[on_full] + remaining)
     last = np.maximum(
         _reaching(freed, first, missing[full]), _reaching(weight, first, own - places[full])
     )
@@ -232,8 +233,8 @@ def admission(view: FleetView, sequences: Sequences, own: int, new: Floats | flo
 
 
 def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
-    """With which of the amounts that begin at each of ``first`` their sum gets to what is wanted
-    there."""
+    """Returns, for each group of amounts, the index of the amount with which the sum of the group
+    reaches ``wanted``; ``first``: index of each group's first amount."""
     sums = amounts.cumsum()
     before = sums[first] - amounts[first]
     return np.maximum(sums.searchsorted(before + wanted), first)
@@ -241,23 +242,23 @@ def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
 
 @dataclass(slots=True)
 class AdapterTimes:
-    """Times that a LoRA adapter adds, one entry of each array a candidate of a view."""
+    """Times that a LoRA adapter adds, in seconds, for each candidate of a view."""
 
-    wait: Floats  # seconds until the batch has a place for the adapter
-    load: Floats  # seconds to load it
+    wait: Floats  # until the batch has a slot for the adapter
+    load: Floats  # to load the adapter
     wasted: Floats
-    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
-    for it may have to be loaded again."""
+    """Delay of others: all sequences that decode stand still during the load, and the adapter that
+    is evicted may have to be loaded again."""
     overrun: float
-    """Times as long as for what came before it that a request waits: requests for the adapters in
-    the batch that come after it pass."""
+    """Actual ÷ expected wait for a slot, already in ``wait``. Above 1, because later requests for
+    adapters in the batch overtake the request."""
 
 
 def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
-    """Puts into a prediction what an adapter costs, with B sequences decoding::
+    """Adds the times of a LoRA adapter to a prediction, with B sequences decoding::
 
-    T_first   += (wait for a place of the adapter − admission, if more) + load
-    avoidable += B·load + load again what is dropped, where that is likely
+    T_first   += max(wait for a slot − admission, 0) + load
+    avoidable += B·load, and another load if the evicted adapter is likely to be needed again
     """
     later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
     prediction.adapter = later
@@ -270,10 +271,10 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
 def add_queue_wait(
     prediction: Prediction, wait: Floats, queued: Floats | float, batch: Floats
 ) -> None:
-    """Puts the wait at the router into a prediction: the engine admits the request after it.
+    """Adds the wait at the router to a prediction; the wait for admission passes at the same time.
 
-    Avoidable prefill counts once for each of the B sequences decoding and once for the cache
-    (:func:`predict`); it delays each of the requests ``queued`` for the replica, too.
+    :func:`predict` counts avoidable prefill once for each of the B sequences decoding and once for
+    the cache; the prefill also delays each of the requests ``queued`` for the replica.
     """
     later = np.maximum(wait - prediction.admission, 0.0)
     prediction.avoidable = prediction.avoidable * (1.0 + queued / (batch + 1.0))
@@ -282,34 +283,35 @@ def add_queue_wait(
     prediction.completion = prediction.completion + later
 
 
-FULL = 0.94  # KV pressure from which on a replica can carry no other request: sequences grow
+FULL = 0.94  # KV pressure at which a replica has no room: the rest is for sequences that grow
 
 
 def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: int) -> float:
-    """Seconds for which the request would keep the candidate ``at`` busy, all by itself.
+    """Seconds of the candidate ``at`` that the request uses up: its share of the engine's time.
 
-    With u prompt tokens to prefill, o output tokens, d tokens a step and K KV tokens it holds on
-    average, of which m are its own (those that were cached are shared)::
+    With u prompt tokens to prefill, o output tokens, d tokens per step, and on average K KV tokens
+    in use, of which m are not shared through the prefix cache::
 
         work  = u·c_prefill + o/d·(share·c0 + c_batch + c_kv·K)
-        share = m / (0.94·KV capacity), or 1 / places in the batch, whichever is more
+        share = max(m / (0.94·KV capacity), 1 / places in the batch)
 
-    The work of requests that come in a second adds up to 1 where a replica can just do it: shares
-    of a full batch add up to 1, so that each step's c0 is counted once. (That is the least a step
-    costs, whoever is in it, so a request in an emptier batch takes more of a replica than this.)
-    The stretch of decode times is not in it: most of that is others' prefill, which is their work.
-    A target for each token, or for the end, needs quicker steps, in smaller batches: larger shares.
+    A replica is just at capacity if the work of the requests that arrive in a second adds up to 1:
+    the shares of a full batch add up to 1, so the c0 of each step counts once. (Work is a lower
+    bound: in a batch that is not full a request takes a larger share.) The stretch of decode times
+    does not count: most of it is the prefill of other requests, which is their work. A target for
+    the time per token or for the completion needs faster steps, so smaller batches and a larger
+    share.
     """
     own, out = max(profile.sequences, 1), prediction.output_tokens
     prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)
-    new = prompt - prediction.cached.item(at)
-    prefill = new * view.c_prefill.item(at)
+    uncached = prompt - prediction.cached.item(at)
+    prefill = uncached * view.c_prefill.item(at)
     step = view.c0.item(at)
     if not later:
-        return prefill + step * new / view.token_budget.item(at)
+        return prefill + step * uncached / view.token_budget.item(at)
     decoded = own * later / 2
     places, memory = view.max_num_seqs.item(at), FULL * view.kv_capacity.item(at)
-    share = max((new + decoded) / memory, own / places)
+    share = max((uncached + decoded) / memory, own / places)
     steps = later / view.tokens_per_step.item(at)
     rows = own * view.c_batch.item(at) + view.c_kv.item(at) * (prompt + decoded)
     objective = profile.objective

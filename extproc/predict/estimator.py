@@ -1,17 +1,18 @@
 """Estimates the step times of one replica from stretches of its work.
 
-A stretch took y seconds; its terms x are steps, prompt tokens prefilled, tokens generated and KV
-tokens summed over the steps, in units of the replica's profile. With weight w and decay λ::
+A stretch took y seconds. Its terms x are steps, prompt tokens prefilled, tokens generated, and KV
+tokens summed over the steps, each multiplied by its coefficient in the replica's profile. The
+coefficients c, as multiples of the profile's, follow by non-negative least squares (nnls)::
 
-    w = y / 16 s · min(r, 1/r)²                    r: expected by c, divided by y
-    A ← λ·A + w·x·xᵀ/y²     b ← λ·b + w·x/y        normal equations of relative errors
-    g = Σ b / Σ A                                  how slow the replica is, as a whole
-    p = median(g_j) · nnls(Σ g_j²·A_j + κ′·I, Σ g_j·b_j + κ′)    what the fleet tells
-    f = (p·b + ε) / (pᵀ·A·p + ε)                   one factor finds the speed at once
-    c = nnls(A + κ·I, b + κ·f·p)                   proportions move once there is evidence
-    s = (Σ y + δ) / (Σ c·x + δ)                    speed of the last seconds, against c
+    w = y / 16 s · min(r, 1/r)²                    weight; r: seconds expected by c, divided by y
+    A ← λ·A + w·x·xᵀ/y²     b ← λ·b + w·x/y        normal equations of relative errors; λ: decay
+    g = Σ b / Σ A                                  slowness of the replica: actual ÷ profile's
+    p = median(g_j) · nnls(Σ g_j²·A_j + κ′·I, Σ g_j·b_j + κ′)    prior from replicas j of the fleet
+    f = (p·b + ε) / (pᵀ·A·p + ε)                   slowness against the prior, fast to learn
+    c = nnls(A + κ·I, b + κ·f·p)                   proportions differ from p only by evidence
+    s = (Σ y + δ) / (Σ c·x + δ)                    slowness of the last seconds, against c
 
-    seconds of a step = s · c · unit
+    coefficient of the step-time model = s · c · coefficient of the profile
 """
 
 from collections.abc import Sequence
@@ -26,49 +27,51 @@ from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
-_MEMORY_S = 7200.0  # of work, in which a stretch loses two thirds of its weight
-_IDLE_MEMORY_S = 60.0  # the same without work: a slow replica is tried again after 20 minutes
-_REACTION_S = 4.0  # memory of ``s``: a throttled card, a noisy neighbour
-_IDLE_REACTION_S = 20.0  # the same without work: rest does not make a slow replica fast
-_DOUBT_S = 0.1  # δ
-_PROPORTIONS = 2e-4  # κ, in stretches of 16 s
-_FLEET_PROPORTIONS = 0.05  # κ′, in the same: a fleet of one kind tells little of proportions
-_LITTLE = 1e-5  # ε, in the same, while fewer than three replicas were measured
+_MEMORY_S = 7200.0  # of work, during which the weight of a stretch falls by a factor e
+_IDLE_MEMORY_S = 60.0  # of idling, likewise: a slow replica is tried again after 20 minutes
+_REACTION_S = 4.0  # memory of s in seconds of work: for a throttled GPU or a noisy neighbour
+_IDLE_REACTION_S = 20.0  # memory of s in seconds of idling: an idle replica may still be slow
+_PRIOR_S = 0.1  # δ
+# The next five are weights, in stretches of 16 s:
+_PROPORTIONS = 2e-4  # κ
+_FLEET_PROPORTIONS = 0.05  # κ′: replicas of one kind say little about proportions
+_SMALL_FLEET = 1e-5  # ε while fewer than three replicas are measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
-"""ε in a larger fleet is noise / (spread + floor), as squared logarithms: where replicas match
-their profiles, only seconds of work show that a replica differs."""
-_MEASURED = 0.01  # work, in the same, from which on a replica tells of the fleet
-_MOST_SCALE = 10.0  # s stays within this factor
+"""In a larger fleet ε = noise / (spread + floor), with the spread of log(g): if replicas match
+their profiles, seconds of work are needed to show that a replica differs."""
+_MEASURED = 0.01  # work from which on a replica counts as measured
+_MOST_SCALE = 10.0  # bound of s and of 1/s
 _WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0
-"""An engine compiles kernels in its first steps: these alone make no replica more than 4 times
-slower than its fleet."""
-_NONSENSE = 1000.0  # expected ÷ actual time from which on a counter is wrong
-_ROUNDS = 4  # of coordinate descent each time; it starts from the last solution
+"""An engine compiles kernels in its first steps: a stretch then counts as at most 4 times slower
+than the prior."""
+_WRONG_COUNTER = 1000.0  # expected ÷ actual time above which a counter must be wrong
+_ROUNDS = 4  # of coordinate descent after each poll, starting from the last solution
 
 _SAME = (1.0, 1.0, 1.0, 1.0)
 
 
 class Prior(NamedTuple):
-    """Knowledge of a replica before its first work: that of its fleet."""
+    """Coefficients that a replica is expected to have before its first work."""
 
-    proportions: Terms  # p
+    coefficients: Terms  # p, as multiples of the profile's
     weight: float  # ε
 
 
-NOTHING_KNOWN = Prior(_SAME, _LITTLE)
+PROFILE_PRIOR = Prior(_SAME, _SMALL_FLEET)
 
 
 class Estimator:
     """Step-time model of one replica, learned from polls."""
 
     def __init__(self, profile: StepModel, known: StepModel | None = None) -> None:
-        """Starts from the profile, or from what was ``known``, as if learned from 16 s of work."""
+        """Starts from ``known``, as if learned from 16 s of work; None: from the profile."""
         self._unit = coefficients(profile)
         self._equations = np.zeros((4, 5))  # A, and b as the last column
         self._solution = list(_SAME)
         if known is not None:
             self._solution = list(map(truediv, coefficients(known), self._unit))
-            weight = 1.0 / max(sum(one * one for one in self._solution), _LITTLE)
+            squares = sum(coefficient * coefficient for coefficient in self._solution)
+            weight = 1.0 / max(squares, _SMALL_FLEET)
             self._equations += weight * np.column_stack([np.eye(4), self._solution])
         self._recent = Work(0.0, (0.0, 0.0, 0.0, 0.0))
         self._windows = Windows()
@@ -76,13 +79,13 @@ class Estimator:
 
     @property
     def measured(self) -> bool:
-        """True after enough work, lately enough, to judge the replica by itself."""
+        """True after enough recent work to know the replica's own speed."""
         return self.evidence is not None
 
     @property
     def evidence(self) -> Floats | None:
-        """Normal equations, b as the last column, which change with each poll; None after too
-        little work."""
+        """Normal equations, with b as the last column, which the next poll changes in place; None
+        if the replica is not measured."""
         return self._equations if self._equations[:, :4].sum() > _MEASURED else None
 
     @property
@@ -90,16 +93,16 @@ class Estimator:
         c0, prefill, batch, kv = map(mul, self._solution, self._unit)
         return StepModel(c0, prefill, batch, kv).slowed(self._scale)
 
-    def poll(self, counts: EngineCounts, fleet: Prior = NOTHING_KNOWN) -> None:
-        """Learns from one more poll; ``fleet``: what is known of replicas in general."""
+    def poll(self, counts: EngineCounts, fleet: Prior = PROFILE_PRIOR) -> None:
+        """Learns from a poll; ``fleet``: the prior of the replica's fleet."""
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
         stretches = [
-            self._bounded(work, fleet) if _warms_up(counts, work) else work
+            self._bounded(work, fleet) if _warms_up(counts) else work
             for work in self._windows.poll(counts)
         ]
-        if any(self._expected(work, _SAME) > _NONSENSE * work.seconds for work in stretches):
+        if any(self._expected(work, _SAME) > _WRONG_COUNTER * work.seconds for work in stretches):
             self._windows.interrupted()
         elif stretches:
             latest, *windows = stretches
@@ -110,21 +113,21 @@ class Estimator:
         self._solve(fleet)
 
     def interrupted(self) -> None:
-        """A poll failed: until the next one the engine may have hung, which is no work."""
+        """Notes a failed poll: the time until the next poll may be a hang, so no work counts."""
         self._windows.interrupted()
 
     @property
     def _scale(self) -> float:
         expected = max(self._expected(self._recent, self._solution), 0.0)
-        scale = (self._recent.seconds + _DOUBT_S) / (expected + _DOUBT_S)
+        scale = (self._recent.seconds + _PRIOR_S) / (expected + _PRIOR_S)
         return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
 
     def _expected(self, work: Work, solution: Sequence[float]) -> float:
-        """Seconds that the work should take."""
+        """Seconds that the work takes by these coefficients."""
         return float(sum(map(mul, map(mul, solution, self._unit), work.terms)))
 
     def _bounded(self, work: Work, fleet: Prior) -> Work:
-        most = _WARM_UP_SLOWER * self._expected(work, fleet.proportions)
+        most = _WARM_UP_SLOWER * self._expected(work, fleet.coefficients)
         return Work(min(work.seconds, most), work.terms)
 
     def _forget(self, elapsed: float, idle: bool) -> None:
@@ -141,75 +144,77 @@ class Estimator:
         self._equations += weight * np.outer(row[:4], row)
 
     def _solve(self, fleet: Prior) -> None:
-        p = np.array(fleet.proportions)
-        seen = p @ self._equations
-        factor = (seen[-1] + fleet.weight) / (seen[:-1] @ p + fleet.weight)
+        p = np.array(fleet.coefficients)
+        fitted = p @ self._equations
+        factor = (fitted[-1] + fleet.weight) / (fitted[:-1] @ p + fleet.weight)
         centers = (p * factor).tolist()
         descend(self._equations, [_PROPORTIONS] * 4, centers, self._solution)
 
 
 class FleetPrior:
-    """Prior of a poller's replicas, p, from those that were measured.
+    """Prior p of a poller's replicas, learned from the measured replicas.
 
-    Where nobody named a profile, the default one is wrong for all of them alike. Their speed is the
-    median, so that an outlier teaches nobody; of an even number, the one of the middle two that is
-    nearer to its profile. Those not measured yet count as their profiles say: the fast ones are
-    measured first, and would make the others look fast, too.
+    If no profile is configured, the default profile is wrong for all replicas in the same way. The
+    prior's slowness is the median, so that an outlier does not change it; of an even number of
+    replicas, the one of the middle two that is nearer to 1. A replica that is not measured counts
+    with slowness 1: fast replicas are measured first, and would make all others look fast.
     """
 
     def __init__(self) -> None:
         self._evidence: dict[str, Floats | None] = {}
         self._solution = list(_SAME)
         self._reports = 0
-        self.prior = NOTHING_KNOWN
+        self.prior = PROFILE_PRIOR
 
     def report(self, replica: str, evidence: Floats | None) -> None:
-        """Takes what :attr:`Estimator.evidence` says of a replica."""
+        """Takes a replica's :attr:`Estimator.evidence`; each round of reports renews the prior."""
         self._evidence[replica] = evidence
         self._reports += 1
-        if self._reports >= len(self._evidence):  # once a round is soon enough
+        if self._reports >= len(self._evidence):
             self._reports = 0
-            self.prior = self._typical()
+            self.prior = self._renewed()
 
     def forget(self, replica: str) -> None:
-        """Drops a replica that this poller scrapes no more."""
+        """Drops a replica that this poller no longer scrapes."""
         self._evidence.pop(replica, None)
 
-    def _typical(self) -> Prior:
-        measured = [one for one in self._evidence.values() if one is not None]
+    def _renewed(self) -> Prior:
+        measured = [evidence for evidence in self._evidence.values() if evidence is not None]
         if not measured:
-            return NOTHING_KNOWN
-        slower = [_slower(one) for one in measured]
-        all_of_them = slower + [1.0] * (len(self._evidence) - len(measured))
-        middle = median_low(all_of_them), median_high(all_of_them)
-        median = min(middle, key=lambda one: abs(log(one)))
-        # Evidence as if all were as fast as their profiles say.
-        alike = [one * ([g**2] * 4 + [g]) for one, g in zip(measured, slower, strict=True)]
-        descend(np.sum(alike, axis=0), [_FLEET_PROPORTIONS] * 4, _SAME, self._solution)
-        spread = mean(log(one / median) ** 2 for one in slower)
-        weight = _NOISE / (spread + _EVEN) if len(slower) > 2 else _LITTLE
-        return Prior(tuple(median * one for one in self._solution), weight)
+            return PROFILE_PRIOR
+        slowness = [_slowness(evidence) for evidence in measured]
+        of_all = slowness + [1.0] * (len(self._evidence) - len(measured))
+        middle = median_low(of_all), median_high(of_all)
+        median = min(middle, key=lambda g: abs(log(g)))
+        # Evidence scaled to slowness 1, so that only proportions remain.
+        scaled = [
+            evidence * ([g**2] * 4 + [g]) for evidence, g in zip(measured, slowness, strict=True)
+        ]
+        descend(np.sum(scaled, axis=0), [_FLEET_PROPORTIONS] * 4, _SAME, self._solution)
+        spread = mean(log(g / median) ** 2 for g in slowness)
+        weight = _NOISE / (spread + _EVEN) if len(slowness) > 2 else _SMALL_FLEET
+        return Prior(tuple(median * proportion for proportion in self._solution), weight)
 
 
-def _slower(evidence: Floats) -> float:
-    """Seconds of the work seen, divided by those that its profile expects."""
-    *seen, took = map(float, evidence.sum(axis=0))
-    return max(took / sum(seen), 1.0 / _NONSENSE)
+def _slowness(evidence: Floats) -> float:
+    """Actual ÷ expected seconds of the work, by the replica's profile: g."""
+    *expected, actual = map(float, evidence.sum(axis=0))
+    return max(actual / sum(expected), 1.0 / _WRONG_COUNTER)
 
 
-def _warms_up(counts: EngineCounts, work: Work) -> bool:
-    """True if the engine did some of the work in its first steps."""
+def _warms_up(counts: EngineCounts) -> bool:
+    """True if the engine still makes its first steps."""
     return 0.0 < counts.steps < _WARM_UP_STEPS
 
 
 def coefficients(model: StepModel) -> Terms:
-    """Seconds for one of each term of :class:`~extproc.predict.windows.Work`."""
+    """Seconds for a unit of each of the terms."""
     return model.c0, model.c_prefill, model.c_batch, model.c_kv
 
 
 def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
-    """Stretches of work, a row each: its terms in units of the coefficients, and 1, all divided by
-    the seconds it took."""
+    """Returns a row for each stretch of work: its terms multiplied by the coefficients ``units``,
+    and 1, all divided by the actual seconds."""
     rows = np.array([(*work.terms, work.seconds) for work in works])
     scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
     return scaled
@@ -218,13 +223,13 @@ def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
 def descend(
     equations: Floats, weights: Sequence[float], centers: Sequence[float], solution: list[float]
 ) -> None:
-    """Improves a non-negative least squares solution in place.
+    """Improves a non-negative least squares solution in place, by coordinate descent.
 
     Args:
         equations: normal equations, with the right side as the last column.
-        weights: of what each coefficient is taken to be beside them.
-        centers: what each is taken to be.
-        solution: the coefficients; none gets below zero.
+        weights: weight of each coefficient's prior.
+        centers: prior of each coefficient.
+        solution: the coefficients, which stay at or above zero.
     """
     rows, pulls = equations.tolist(), list(map(mul, weights, centers))
     for _ in range(_ROUNDS):

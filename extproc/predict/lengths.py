@@ -1,4 +1,4 @@
-"""How many tokens a request will generate, learned from the ones that ended."""
+"""Output lengths: the tokens that a request will generate, learned from requests that ended."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -17,19 +17,20 @@ _LENGTHS_LIST: list[float] = _LENGTHS.tolist()
 
 _PRIOR_MEDIAN = 128.0
 _PRIOR_SPREAD = 1.2
-"""Log-normal to start from, wide enough for chat and code alike; it is outweighed after a dozen
-observations."""
-_PRIOR_WEIGHT = 4.0
-_DECAY = 0.998  # weight that older observations keep: a memory of about 500 requests
-_MOST_KINDS = 512  # told apart without tenants, and as many with: clients may make tenants up
-_MOST_COUNTED = 200.0  # requests that a replica's own histogram counts for, at most
+"""Log-normal prior, wide enough for both chat and code; a dozen observations outweigh it."""
+_PRIOR_WEIGHT = 4.0  # observations
+_DECAY = 0.998  # weight of older observations after each new one: a memory of about 500 requests
+_MOST_KINDS = 512
+"""Most kinds without a tenant, and most with a tenant: clients may invent tenants, which take no
+rows of the other kinds."""
+_MOST_COUNTED = 200.0  # most requests that a reading of a replica's own histogram counts for
 
-_NONE = 1e-9  # survivors this few are none
+_NONE = 1e-9  # weight of sequences below which a suffix of the histogram is empty
 _SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram
-_NEXT: Floats = np.append(_LENGTHS, inf)  # the length after so many of them
+_NEXT: Floats = np.append(_LENGTHS, inf)  # length of the bucket with this index
 
 _Kind = tuple[object, ...]
-_UNTENANTED = 4  # parts of the finest kind without a tenant
+_UNTENANTED = 4  # fields of the finest kind without a tenant
 
 
 def _prior() -> Floats:
@@ -38,15 +39,15 @@ def _prior() -> Floats:
 
 
 def _suffix_sums(weights: Floats) -> Floats:
-    """Of histograms and of the tokens they stand for: an array of two where there was one."""
-    of_both = np.stack([weights, weights * _LENGTHS])
-    sums: Floats = np.zeros((*of_both.shape[:-1], _SUMS))
-    sums[..., :-1] = of_both[..., ::-1].cumsum(axis=-1)[..., ::-1]
+    """Suffix sums of histograms, and of the tokens that they stand for, stacked on a new axis 0."""
+    sequences_and_tokens = np.stack([weights, weights * _LENGTHS])
+    sums: Floats = np.zeros((*sequences_and_tokens.shape[:-1], _SUMS))
+    sums[..., :-1] = sequences_and_tokens[..., ::-1].cumsum(axis=-1)[..., ::-1]
     return sums
 
 
 def _kinds(profile: RequestProfile) -> list[_Kind]:
-    """What a request is one of, from coarse to fine; bounds are told apart by their doublings."""
+    """Kinds of a request, from coarse to fine; output bounds differ by their power of two."""
     bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
     kinds: list[_Kind] = [
         (profile.model,),
@@ -59,11 +60,11 @@ def _kinds(profile: RequestProfile) -> list[_Kind]:
 
 
 class _Rows:
-    """Rows of the histograms of kinds."""
+    """Histogram rows by kind, with the least recently used kind first."""
 
     def __init__(self, rows: range) -> None:
         self._free = [*rows]
-        self._of: dict[_Kind, int] = {}  # the one used the longest ago first
+        self._of: dict[_Kind, int] = {}
 
     def find(self, kind: _Kind) -> int | None:
         return self._of.get(kind)
@@ -72,9 +73,9 @@ class _Rows:
         self._of[kind] = self._of.pop(kind)
 
     def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
-        """Row for a new kind: a free one, or that of the kind used the longest ago.
+        """Adds a kind and returns its row: a free row, or that of the least recently used kind.
 
-        None where all rows are to ``keep``.
+        ``keep``: True for a row that must not change its kind. None if all rows must not.
         """
         if not self._free:
             old = next((old for old, row in self._of.items() if not keep(row)), None)
@@ -86,53 +87,54 @@ class _Rows:
 
 
 class OutputLengths:
-    """Decaying histograms of output lengths, per kind of request.
+    """Decaying histograms of output lengths, by kind of request.
 
-    A kind is a model, an endpoint of it, whether it streams and how it is bounded, and a tenant. Of
-    a kind that nothing was seen of yet, the next coarser one tells; its first histogram starts from
-    that one's. Where there are too many kinds, the one used the longest ago gives way; those of
-    requests in flight stay.
+    Kinds form a hierarchy: model; with the endpoint; with streaming and output bound; with the
+    tenant. A kind without observations uses the histogram of the next coarser kind, and its own
+    histogram starts from a copy. If all rows are in use, a new kind takes the row of the least
+    recently used kind that has no request in flight.
 
-    What remains of a request follows from its progress, not from an estimate made at its start:
-    ``E[min(L, bound) − g | L > g]`` after ``g`` tokens. Suffix sums of the histogram make that a
-    constant-time look-up, for one request or for all in flight at once.
+    The remaining tokens of a request follow from its progress, not from an estimate at its start:
+    ``E[min(L, bound) − g | L > g]`` after ``g`` tokens. With suffix sums of the histogram this is a
+    look-up in constant time, for one request or for all requests in flight at once.
     """
 
     def __init__(self) -> None:
         self._rows = _Rows(range(1, 1 + _MOST_KINDS))
         self._tenants = _Rows(range(1 + _MOST_KINDS, 1 + 2 * _MOST_KINDS))
         self._in_flight = [0] * (1 + 2 * _MOST_KINDS)  # requests by row
-        # Histograms are kept as suffix sums, of sequences and of their tokens, a row a kind.
+        # Suffix sums of the histograms: sequences and their tokens, a row for each kind.
         self._sums: Floats = np.zeros((2, 1 + 2 * _MOST_KINDS, _SUMS))
         self._sums[:, 0] = _prior()
         self._count: Floats = self._sums[0]
         self._tokens: Floats = self._sums[1]
 
     def row(self, profile: RequestProfile) -> int:
-        """The histogram of the finest kind that requests like this were seen of; 0: of all."""
+        """Returns the histogram row of the request's finest known kind; 0: of all requests."""
         for kind in reversed(_kinds(profile)):
             if (row := self._table(kind).find(kind)) is not None:
                 return row
         return 0
 
     def hold(self, profile: RequestProfile) -> int:
-        """:meth:`row`, which stays that of its kind until it is released."""
+        """Returns :meth:`row`, and keeps the row for its kind until it is released."""
         row = self.row(profile)
         self._in_flight[row] += 1
         return row
 
     def release(self, begin: int) -> None:
-        """The request is over; ``begin`` is from :meth:`place`."""
+        """Releases a row that :meth:`hold` returned; ``begin``: from :meth:`place`."""
         self._in_flight[begin // _SUMS] -= 1
 
     def _table(self, kind: _Kind) -> _Rows:
         return self._tenants if len(kind) > _UNTENANTED else self._rows
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
-        """A sequence of that request ended after ``tokens`` tokens.
+        """Learns from a sequence of the request that ended after ``tokens`` tokens.
 
-        One that was cut by its bound would have gone on: it counts for the lengths beyond, as they
-        are distributed among themselves. One that asked for a least length tells nothing.
+        A sequence that reached its bound would have been longer: its weight is spread over the
+        lengths from the bound on, in the proportions seen so far. A request with a minimum length
+        is not counted.
         """
         bound = inf if profile.output_bound is None else profile.output_bound
         if profile.least_output:
@@ -151,11 +153,11 @@ class OutputLengths:
         self._sums[:, rows] = sums
 
     def observe_counts(self, model: str, counts: Sequence[tuple[float, float]]) -> None:
-        """A replica's own histogram says how long its answers were.
+        """Learns from new counts of a replica's own histogram of output lengths.
 
         Args:
-            model: what they came from.
-            counts: upper bound in tokens of each bucket, rising, and the requests in it.
+            model: model that the replica serves.
+            counts: buckets in rising order: upper bound in tokens, and new requests.
         """
         edges, requests = zip(*counts, strict=True) if counts else ((), ())
         total = float(sum(requests))
@@ -166,7 +168,7 @@ class OutputLengths:
             self._sums[:, rows] = self._sums[:, rows] * _DECAY**weight + seen[:, None]
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
-        """The row of all and those of the kinds; a new one starts from what its coarser shows."""
+        """Rows of all requests and of the kinds; a new row starts from that of the coarser kind."""
         rows = [0]
         for kind in kinds:
             table = self._table(kind)
@@ -182,39 +184,41 @@ class OutputLengths:
         return rows
 
     def expected(self, row: int, bound: float) -> float:
-        """:meth:`remaining` of one sequence that has no token yet, without the cost of numpy."""
+        """Returns :meth:`remaining` of a sequence without a token, without the cost of numpy."""
         begin, cut = self.place(row, bound)
         count, tokens = self._count.item, self._tokens.item
         total = tokens(begin) - tokens(cut) + bound * count(cut)
         return min(max(total / count(begin), 1.0), max(bound, 0.0))
 
     def p90(self, row: int, bound: float) -> float:
-        """Tokens that nine of ten sequences do not exceed."""
+        """Returns the output length that nine of ten sequences do not exceed."""
         count = self._count[row]
         beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
         return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
 
     def place(self, row: int, bound: float) -> tuple[int, int]:
-        """Where a histogram's sums begin, and where they reach the bound."""
+        """Returns indices into the flat suffix sums: the start of a row, and the bound's bucket."""
         return row * _SUMS, row * _SUMS + bisect_left(_LENGTHS_LIST, bound)
 
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
-        """Where sums that begin there reach the progress, and the progress that is beyond that."""
+        """Returns the flat index of each progress in generated tokens, and the progress from which
+        the next index applies; ``begin``: from :meth:`place`."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
     def remaining(
         self, alive: Indices, cut: Indices, progress: Floats, bound: Floats, least: Floats
     ) -> Floats:
-        """Tokens still to come of each sequence, given those generated and the bound; at least 1
-        below the bound. Beyond every length seen, half the progress is expected to follow.
+        """Returns the expected number of tokens that each sequence still generates.
+
+        At least 1 below the bound; half the progress if the progress exceeds every length seen.
 
         Args:
             alive: from :meth:`reached`.
             cut: from :meth:`place`.
             progress: tokens generated, at most ``bound``.
-            bound: most it may generate.
-            least: fewest it will generate.
+            bound: most tokens that the sequence may generate.
+            least: fewest tokens that the sequence will generate.
         """
         count, tokens = self._count, self._tokens
         survivors = count.take(alive)
@@ -230,8 +234,10 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Suffix sums of the lengths that a request of each bucket counts for, equally; engines have
-    few kinds of buckets."""
+    """Suffix sums of a request of each bucket, spread evenly over the lengths in the bucket.
+
+    ``edges``: upper bounds of the buckets; few sets of buckets exist.
+    """
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):

@@ -1,42 +1,42 @@
-"""Speed of replicas that no poll has measured yet, by the first tokens that a router sees."""
+"""Speed of replicas that no poll has measured yet, learned from their first tokens."""
 
-_DOUBT_S = 0.03  # δ: first tokens within this time tell little
-_MOST = 5.0  # no replica is taken for more than 5 times as slow or as fast
-_ENOUGH = 4  # first tokens, from which on the router need not read more streams for this
+_PRIOR_S = 0.03  # δ: times to first token well below this change little
+_MOST = 5.0  # bound of the slowness and of its inverse
+_ENOUGH = 4  # first tokens after which the router reads no further streams for this purpose
 
 
 class ProvisionalSpeeds:
     """Slowness of unmeasured replicas: actual ÷ predicted time to first token.
 
-    Polls need a second to measure a replica. A fresh pool gets dozens of requests in that second,
-    and slow replicas would get their full share. First tokens arrive sooner. By them::
+    Polls need a second to measure a replica. In that second a fresh pool gets dozens of requests,
+    and slow replicas would get their full share. First tokens arrive sooner::
 
         slowness = (Σ actual + δ) / (Σ predicted + δ)
     """
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[int, float, float]] = {}  # count, usual steps, seconds
+        self._sums: dict[int, tuple[int, float, float]] = {}  # by row: count, usual steps, seconds
 
     def observe(self, row: int, usual_steps: float, seconds: float) -> None:
         """Adds a first token.
 
         Args:
-            row: of its replica.
-            usual_steps: predicted time to the first token, in usual steps of the replica.
-            seconds: actual time to the first token.
+            row: row of its replica.
+            usual_steps: predicted time to first token ÷ ``usual_step`` of the replica.
+            seconds: actual time to first token.
         """
         count, steps, total = self._sums.get(row, (0, 0.0, 0.0))
         self._sums[row] = count + 1, steps + usual_steps, total + seconds
 
     def slowness(self, row: int, usual_step: float) -> float:
-        """Returns how many times as long the replica takes as by its model, in which a usual step
-        takes ``usual_step`` seconds."""
+        """Returns actual ÷ predicted time by the replica's step-time model, whose speed is
+        ``usual_step`` in seconds."""
         _, steps, seconds = self._sums.get(row, (0, 0.0, 0.0))
-        slowness = (seconds + _DOUBT_S) / (steps * usual_step + _DOUBT_S)
+        slowness = (seconds + _PRIOR_S) / (steps * usual_step + _PRIOR_S)
         return min(max(slowness, 1.0 / _MOST), _MOST)
 
     def wanted(self, row: int) -> bool:
-        """True while more first tokens would tell more."""
+        """True until enough first tokens are known."""
         return self._sums.get(row, (0,))[0] < _ENOUGH
 
     def clear(self, row: int) -> None:

@@ -1,4 +1,4 @@
-"""How long one step of a vLLM engine takes, and what named models on named GPUs start from."""
+"""Step-time model of a vLLM engine, and the profiles that it starts from."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Step time in seconds, linear in what the step does.
+    """Step time in seconds, linear in the work of the step.
 
     ``t = c0 + c_prefill·P + c_batch·B + c_kv·K + c_att·A`` with P prompt tokens prefilled in the
-    step, B sequences in it, K KV tokens they hold and A = Σ(chunk × context) over the prefill
-    chunks. Fitted on real steps of vLLM 0.32, the first four terms have a median error of 6%; the
-    attention term takes the bias on long prefills from −8% to ±3%.
+    step, B sequences in the step, K KV tokens of these sequences, and A = Σ(chunk × context) over
+    the prefill chunks. Fitted to real steps of vLLM 0.32, the first four terms have a median error
+    of 6%; the attention term reduces the bias on long prefills from −8% to ±3%.
     """
 
     c0: float  # seconds per step
@@ -22,12 +22,12 @@ class StepModel:
     c_batch: float  # seconds per sequence in the step
     c_kv: float  # seconds per KV token held by the sequences in the step
     c_att: float = 0.0
-    """Seconds per (prefill token × token of its context): of the simulator's engines alone, for it
-    leaves no trace in the counters that a router learns from."""
+    """Seconds per (prefill token × token of its context). Only simulated engines use this term: the
+    counters that step times are learned from do not contain A."""
     frontend: float = 0.0  # seconds of a request outside steps: HTTP, tokenizer, transport
 
     def step_time(self, prefill: float, batch: float, kv: float, attention: float = 0.0) -> float:
-        """Seconds for a step over ``prefill`` tokens, ``batch`` sequences and ``kv`` KV tokens."""
+        """Seconds of a step with P ``prefill``, B ``batch``, K ``kv`` and A ``attention``."""
         return (
             self.c0
             + self.c_prefill * prefill
@@ -38,7 +38,7 @@ class StepModel:
 
     @property
     def usual(self) -> float:
-        """Seconds of a decode step with a usual batch: the speed in one figure."""
+        """Seconds of a decode step with ``USUAL_BATCH``: the speed in one figure."""
         return self.step_time(0.0, *USUAL_BATCH)
 
     def slowed(self, factor: float) -> "StepModel":
@@ -54,13 +54,13 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """A model on a machine: its step times and its limits."""
+    """Hardware profile: step times and limits of a model on a machine."""
 
     name: str
     step: StepModel
-    kv_tokens: int  # KV cache, in tokens, when the replica does not say
-    token_budget: int  # vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most
-    max_num_seqs: int  # vLLM's limit on sequences running at once
+    kv_tokens: int  # KV cache in tokens, for replicas that do not report theirs
+    token_budget: int  # vLLM's ``max_num_batched_tokens``: most tokens scheduled in one step
+    max_num_seqs: int  # vLLM's limit on running sequences
 
 
 def _profile(
@@ -76,21 +76,21 @@ def _profile(
     return HardwareProfile(name, step, kv_tokens, *limits)
 
 
-# Token budget and sequences that vLLM's API server takes by default (`get_batch_defaults` of 0.32's
-# `EngineArgs`): large ones where a card has 70 GiB or more and is no A100.
+# Default token budget and max_num_seqs of vLLM's API server (`get_batch_defaults` of `EngineArgs`
+# in 0.32): the large ones for GPUs with at least 70 GiB, except the A100.
 _LARGE, _OTHER = (8192, 1024), (2048, 256)
 
 _LISTED = (
-    # Roofline of the card with usual efficiency:
+    # Roofline of the GPU with usual efficiency:
     _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE),
     _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER),
-    # Linear operators of the Vidur simulator's published profiles, fitted; the last one without
-    # all-reduce:
+    # Fits to the linear operators of the Vidur simulator's published profiles; the last profile
+    # leaves out the all-reduce:
     _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER),
     _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER),
     _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE),
     _profile("llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER),
-    # Whole-engine fit published with the BLIS simulator:
+    # Fits to whole engines, published with the BLIS simulator:
     _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE),
     _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE),
 )
@@ -101,15 +101,15 @@ DEFAULT_PROFILE = "llama-3-8b-a100"
 
 
 def profile_or_default(name: str) -> HardwareProfile:
-    """The profile of that name, or the default one where there is none."""
+    """Returns the named profile, or the default profile if no profile has this name."""
     return PROFILES.get(name) or PROFILES[DEFAULT_PROFILE]
 
 
 def hardware_profile(name: str) -> HardwareProfile:
-    """The profile of that name.
+    """Returns the named profile.
 
     Raises:
-        ValueError: no profile has that name; the message lists the nearest.
+        ValueError: no profile has this name; the message suggests the nearest name.
     """
     if name not in PROFILES:
         hint = suggest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"

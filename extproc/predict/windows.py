@@ -1,4 +1,4 @@
-"""Stretches of an engine's work whose beginning and end the counters tell exactly."""
+"""Windows: stretches of an engine's uninterrupted work that its counters measure exactly."""
 
 from bisect import bisect_left
 from collections import deque
@@ -7,44 +7,45 @@ from operator import add, sub
 from typing import NamedTuple
 
 SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Lengths of the windows. Short ones tell apart what differs from moment to moment, long ones are
-exact."""
-_SHORTEST, _LONGEST = 0.8, 1.3  # a window may be shorter or longer than it should by this factor
-_WARMING_UP = 1.0  # steps of an engine's life that tell nothing: it compiles most kernels for them
+"""Lengths of the windows. Short windows separate the terms, because their mix of prefill and decode
+varies; long windows are exact."""
+_SHORTEST, _LONGEST = 0.8, 1.3  # bounds of a window's actual ÷ nominal length
+_WARMING_UP = 1.0  # first steps of an engine, which are not learned from: it compiles kernels
 _DIP = 0.1
-"""Largest fraction by which computed tokens fall where cached tokens are counted before the prompt
-they belong to; a larger fall is an error of a counter."""
+"""Largest fall of the computed tokens, as a fraction, if cached tokens are counted before their
+prompt; a larger fall is a wrong reading."""
 _DECODING = 0.95
-"""Share of the tokens that a batch without prefill would have generated, from which on there was
-none: a sequence in prefill generates nothing."""
+"""Generated tokens ÷ (steps × batch) above which no sequence was in prefill: a sequence in prefill
+generates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """What one poll read, at one time."""
+    """Counters and gauges of an engine at one poll."""
 
     at: float  # seconds, on the poller's clock
     steps: float
-    computed_tokens: float  # prompt tokens prefilled, cached ones not counted
-    generated_tokens: float  # without drafted ones: as many as sequences took part in steps
+    computed_tokens: float  # prompt tokens prefilled, without cached tokens
+    generated_tokens: float  # without accepted drafts: one per sequence and step
     in_flight: int  # requests running and waiting
     kv_tokens: float  # in use
     finished: float = 0.0  # requests finished
     first_tokens: float = 0.0  # sequences with a first token
-    prefill_s: float = 0.0  # seconds of these from their admission to their first token
-    decode_s: float = 0.0  # seconds of these from their first token to their last
-    prompt_tokens: float = 0.0  # cached ones included
-    early: bool = False  # cached tokens count at admission, all others when the prefill ends
+    prefill_s: float = 0.0  # sum of the times from admission to the first token
+    decode_s: float = 0.0  # sum of the times from the first token to the last
+    prompt_tokens: float = 0.0  # cached tokens included
+    cached_early: bool = False
+    """vLLM up to 0.15: cached tokens are counted at admission, the prompt when its prefill ends."""
 
 
 Terms = tuple[float, ...]
-"""Steps, prompt tokens prefilled, tokens generated, and KV tokens summed over the steps. Of four
-numbers Python makes a sum in a quarter of the time that numpy takes."""
+"""Steps, prompt tokens prefilled, tokens generated, and KV tokens summed over the steps. A tuple,
+because Python adds four numbers in a quarter of numpy's time."""
 _NOTHING: Terms = (0.0, 0.0, 0.0, 0.0)
 
 
 class Work(NamedTuple):
-    """What an engine did in a stretch of time without a pause."""
+    """Work of an engine in a stretch of time without a pause."""
 
     seconds: float
     terms: Terms
@@ -57,33 +58,37 @@ class Work(NamedTuple):
 
 
 class Windows:
-    """Finds, poll by poll, the stretches that a step-time model can be learned from.
+    """Finds, poll by poll, the stretches of work that a step-time model can learn from.
 
-    vLLM counts the tokens of a prompt when its prefill ends. A stretch that ends in the middle of a
-    prefill took time for tokens that are not counted yet, and taking the count as it is makes
-    prefill look cheap and steps dear: by tens of percent where prompts are long. So a stretch
-    begins and ends at polls that are settled: a prompt has just been counted, or none is in
-    prefill. (vLLM up to 0.15 counts cached tokens at admission: there, none is in prefill.) And it
-    holds no pause: the engine is never seen idle, nor can it have been in between.
+    vLLM counts the tokens of a prompt when its prefill ends. In the middle of a prefill the engine
+    has spent time on tokens that are not counted yet. A stretch that ended there would make prefill
+    look cheap and steps expensive, by tens of percent if prompts are long. Therefore a stretch
+    begins and ends at a settled poll: since the poll before, a prompt was counted or no prompt was
+    in prefill. (With vLLM up to 0.15, which counts cached tokens at admission, a poll is settled
+    only if no prompt was in prefill.) A stretch contains no pause: no poll found the engine idle,
+    and the engine cannot have been idle between two polls.
 
-    A request that an engine served alone between two idle polls is two stretches, its prefill and
-    its decoding, by vLLM's own times.
+    A solo request, which the engine served alone between two idle polls, gives two stretches,
+    prefill and decode, with the times that vLLM measured.
     """
 
     def __init__(self) -> None:
         self._last: EngineCounts | None = None
         self._idle: EngineCounts | None = None  # the last poll of an idle engine
         self._now = _NOTHING  # terms since the last pause
-        self._settled: deque[tuple[float, Terms]] = deque()  # when, and the terms until then
+        self._settled: deque[tuple[float, Terms]] = deque()  # time of each poll, and terms then
 
     def poll(self, counts: EngineCounts) -> list[Work]:
-        """The stretches to learn from that end with this poll, after one that spans the latest of
-        them: all since the last settled poll, or a lone request."""
+        """Returns the stretches that end with this poll; empty if the poll ends none.
+
+        The first stretch is the most recent work, since the last settled poll or of a whole solo
+        request. The others, which overlap, are those to learn the step times from.
+        """
         last, self._last = self._last, counts
         if last is None or _paused(last, counts):
             self._now = _NOTHING
             self._settled.clear()
-            return self._lone(counts)
+            return self._solo_request(counts)
         step = _terms(last, counts)
         self._now = tuple(map(add, self._now, step))
         if not _settled(last, counts, step):
@@ -93,14 +98,14 @@ class Windows:
         return found
 
     def interrupted(self) -> None:
-        """A poll failed: nothing is known of the time from the last one to the next."""
+        """Notes a failed poll: no stretch spans the time between the polls around it."""
         self._last = self._idle = None
 
-    def _lone(self, counts: EngineCounts) -> list[Work]:
+    def _solo_request(self, counts: EngineCounts) -> list[Work]:
         if counts.in_flight:
             return []
         before, self._idle = self._idle, counts
-        if before is None or not _served_one(before, counts):
+        if before is None or not _served_one_request(before, counts):
             return []
         steps, computed, generated, _ = _terms(before, counts)
         later = max(generated - 1.0, 0.0)
@@ -129,7 +134,7 @@ class Windows:
             fits = _SHORTEST <= (end - nearest[0]) / seconds <= _LONGEST
             if fits and all(nearest is not other for other in chosen[1:]):
                 chosen.append(nearest)
-        if end - chosen[0][0] > SECONDS[-1]:  # a prompt that takes longer than any window
+        if end - chosen[0][0] > SECONDS[-1]:  # one prefill took longer than the longest window
             chosen.append(chosen[0])
         return [Work(end - at, tuple(map(sub, self._now, terms))) for at, terms in chosen]
 
@@ -141,20 +146,20 @@ class Windows:
         return earlier if wanted - earlier[0] <= later[0] - wanted else later
 
 
-def _served_one(before: EngineCounts, counts: EngineCounts) -> bool:
-    """True if one request began and ended, and no other was aborted."""
+def _served_one_request(before: EngineCounts, counts: EngineCounts) -> bool:
+    """True if exactly one request began and ended, and no other was aborted."""
     finished = counts.finished - before.finished
     return finished == counts.first_tokens - before.first_tokens == 1.0
 
 
 def warms_up(before: float, after: float) -> bool:
-    """True if the engine's first step lies between two counts of its steps; an engine that counts
-    no steps never warms up."""
+    """True if the engine made its first step between these two step counts; False for an engine
+    that does not count steps."""
     return before < _WARMING_UP and after > 0.0
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
-    """Whether the engine restarted, was idle, or may have been in between, or a counter fell."""
+    """True if the engine restarted, was or may have been idle, or a counter fell."""
     return (
         warms_up(last.steps, counts.steps)
         or counts.steps < last.steps
@@ -178,7 +183,7 @@ def _terms(last: EngineCounts, counts: EngineCounts) -> Terms:
 def _settled(last: EngineCounts, counts: EngineCounts, terms: Terms) -> bool:
     steps, computed, generated, _ = terms
     batch = max(last.in_flight, counts.in_flight)
-    if counts.early:  # a prompt in prefill may have more cached tokens than all others computed
+    if counts.cached_early:  # cached tokens of a prompt in prefill can exceed the computed tokens
         same = (last.in_flight, last.finished) == (counts.in_flight, counts.finished)
         return same and steps > 0 and generated >= steps * batch
     return computed > 0 or (steps > 0 and generated >= _DECODING * steps * batch)

@@ -1,3 +1,5 @@
+"""Predicted times of a request, and its work, against the step-time model and simulated engines."""
+
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -14,7 +16,7 @@ from extproc.request.profile import RequestProfile
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica
 
-A10 = "llama-8b-a10"
+A10, H100 = "llama-8b-a10", "llama-8b-h100"
 C0, PREFILL, BATCH, KV = 0.029, 260e-6, 50e-6, 0.26e-6
 
 
@@ -24,7 +26,7 @@ def predicted(fleet: Fleet, profile: RequestProfile, output: int) -> Prediction:
     return predict(profile, output, view, fleet.sequences(view), held.cached)
 
 
-def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
+def test_completion_on_an_idle_replica_is_prefill_and_decode_steps() -> None:
     fleet = fleet_of(ManualClock(), A10)
     prediction = predicted(fleet, chat(1000, 50), 50)
     steps = sum(C0 + BATCH + KV * (1000 + g) for g in range(1, 50))
@@ -32,20 +34,20 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     assert prediction.completion[0] == pytest.approx(C0 + 1000 * PREFILL + steps, rel=0.01)
 
 
-def test_a_long_prompt_takes_several_steps() -> None:
+def test_prompt_longer_than_the_token_budget_takes_several_steps() -> None:
     fleet = fleet_of(ManualClock(), A10)
     prediction = predicted(fleet, chat(5000, 1), 1)
     assert prediction.completion[0] == pytest.approx(5000 * PREFILL + 3 * C0)
 
 
-def test_the_queue_ahead_is_prefilled_first() -> None:
+def test_time_to_first_token_includes_the_prompts_ahead() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.dispatch(replica(1), chat(4000, 100))
     prediction = predicted(fleet, chat(100, 10), 10)
     assert prediction.ttft[0] - prediction.ttft[1] > 4000 * PREFILL
 
 
-def test_a_sequence_about_to_end_costs_less_than_a_long_one() -> None:
+def test_decode_time_and_cost_to_others_are_lower_beside_a_sequence_about_to_end() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     fleet.dispatch(replica(1), chat(100, 40))
@@ -56,7 +58,7 @@ def test_a_sequence_about_to_end_costs_less_than_a_long_one() -> None:
     assert prediction.cost_to_others[0] < prediction.cost_to_others[1]
 
 
-def test_a_full_kv_cache_makes_a_prompt_wait_for_the_next_to_end() -> None:
+def test_admission_on_a_full_kv_cache_waits_until_a_sequence_ends() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     fleet.dispatch(replica(1), chat(41_000, 500))
@@ -68,8 +70,8 @@ def test_a_full_kv_cache_makes_a_prompt_wait_for_the_next_to_end() -> None:
     assert prediction.kv_pressure[1] < 0.1
 
 
-def test_on_each_full_replica_it_waits_for_as_many_as_it_needs_to_end() -> None:
-    """The one that is sent first ends first; on the third replica there is room."""
+def test_admission_waits_for_as_many_sequences_as_the_prompt_needs() -> None:
+    """Two replicas are full, and their shorter sequence ends first; the third one has room."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10, A10)
     for prompt, bound in ((20_000, 100), (20_000, 600)):
@@ -83,44 +85,42 @@ def test_on_each_full_replica_it_waits_for_as_many_as_it_needs_to_end() -> None:
     assert small.admission[2] == large.admission[2] == 0
 
 
-def test_an_embedding_only_prefills() -> None:
+def test_completion_of_an_embedding_is_its_prefill() -> None:
     fleet = fleet_of(ManualClock(), A10)
     prediction = predicted(fleet, embedding(500), 0)
     assert prediction.completion[0] == pytest.approx(C0 + 500 * PREFILL)
 
 
-def test_an_empty_prompt_still_takes_a_step() -> None:
+def test_empty_prompt_takes_a_step() -> None:
     fleet = fleet_of(ManualClock(), A10)
     assert predicted(fleet, chat(0, 1), 1).completion[0] == pytest.approx(C0)
 
 
-def test_several_sequences_decode_side_by_side() -> None:
+def test_sequences_of_a_request_decode_in_the_same_steps() -> None:
     fleet = fleet_of(ManualClock(), A10)
-    one = predicted(fleet, chat(100, 100), 100).completion[0]
+    single = predicted(fleet, chat(100, 100), 100).completion[0]
     four = predicted(fleet, chat(100, 100, sequences=4), 100).completion[0]
-    assert one < four < 1.1 * one
+    assert single < four < 1.1 * single
 
 
-A10, H100 = "llama-8b-a10", "llama-8b-h100"
-
-
-def taken(name: str, profile: RequestProfile) -> float:
-    """Seconds of an idle replica of that kind."""
+def work_of(name: str, profile: RequestProfile) -> float:
+    """Work of the request on an idle replica with this hardware profile."""
     decision = Router(fleet_of(ManualClock(), name), "completion", Random(0)).decide(profile)
     assert decision is not None
     return work(decision.profile, decision.prediction, decision.situation.view, 0)
 
 
-def asking(prompt: int, output: int, objective: Objective = NO_OBJECTIVE) -> RequestProfile:
-    """A request of known length."""
+def of_length(prompt: int, output: int, objective: Objective = NO_OBJECTIVE) -> RequestProfile:
     if not output:
         return embedding(prompt)
     return replace(chat(prompt, output), least_output=output, objective=objective)
 
 
-def rate(profile: HardwareProfile, prompt: int, output: int, at_once: int) -> tuple[float, float]:
-    """Requests that an engine ends in a second while it always has so many of them, of about this
-    length; and the mean time of each token after the first."""
+def throughput(
+    profile: HardwareProfile, prompt: int, output: int, at_once: int
+) -> tuple[float, float]:
+    """Requests per second of an engine that always has ``at_once`` requests of about this length,
+    and the mean time per token after the first."""
     engine, random, ended = Engine(profile), Random(1), list[Sequence]()
 
     def sequences() -> Iterator[Sequence]:
@@ -135,12 +135,12 @@ def rate(profile: HardwareProfile, prompt: int, output: int, at_once: int) -> tu
         engine.schedule(now)
         outcome = engine.complete()
         now = outcome.ends_at
-        for one in outcome.finished:
-            ended.append(one)
+        for sequence in outcome.finished:
+            ended.append(sequence)
             engine.add(next(new), now)
     last = ended[2 * at_once :]
-    times = [(one.finished or 0.0) - (one.first_token or 0.0) for one in last]
-    tokens = sum(one.generated - 1 for one in last)
+    times = [(sequence.finished or 0.0) - (sequence.first_token or 0.0) for sequence in last]
+    tokens = sum(sequence.generated - 1 for sequence in last)
     seconds = (last[-1].finished or 0.0) - (last[0].finished or 0.0)
     return (len(last) - 1) / seconds, sum(times) / max(tokens, 1)
 
@@ -148,32 +148,33 @@ def rate(profile: HardwareProfile, prompt: int, output: int, at_once: int) -> tu
 @pytest.mark.parametrize(
     ("name", "prompt", "output", "at_once"),
     [
-        (A10, 500, 200, 100),  # its KV cache is what is full
-        (A10, 4000, 20, 20),  # its engine prefills all the time
-        (A10, 50, 50, 400),  # all places in its batch are taken
+        (A10, 500, 200, 100),  # the KV cache is full
+        (A10, 4000, 20, 20),  # the engine prefills all the time
+        (A10, 50, 50, 400),  # the batch is full
         (A10, 1000, 0, 50),
         (H100, 500, 200, 600),
     ],
 )
-def test_a_busy_replica_does_a_second_of_work_in_a_second(
+def test_replica_at_capacity_does_a_second_of_work_in_a_second(
     name: str, prompt: int, output: int, at_once: int
 ) -> None:
-    per_second, _ = rate(hardware_profile(name), prompt, output, at_once)
-    assert per_second * taken(name, asking(prompt, output)) == pytest.approx(1.0, abs=0.15)
+    per_second, _ = throughput(hardware_profile(name), prompt, output, at_once)
+    assert per_second * work_of(name, of_length(prompt, output)) == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("at_once", [4, 16, 48])
-def test_with_a_target_a_replica_does_less(at_once: int) -> None:
-    per_second, tpot = rate(hardware_profile(A10), 500, 200, at_once)
-    aimed = asking(500, 200, objective=Objective(tpot_s=tpot))
-    assert per_second * taken(A10, aimed) == pytest.approx(1.0, abs=0.15)
+def test_request_with_a_target_is_more_work(at_once: int) -> None:
+    """The target is what the replica reaches with this many requests at once."""
+    per_second, tpot = throughput(hardware_profile(A10), 500, 200, at_once)
+    per_token = of_length(500, 200, Objective(tpot_s=tpot))
+    assert per_second * work_of(A10, per_token) == pytest.approx(1.0, abs=0.15)
     prefill = 500 * hardware_profile(A10).step.c_prefill
-    whole = asking(500, 200, objective=Objective(completion_s=tpot * 199 + prefill))
-    assert per_second * taken(A10, whole) == pytest.approx(1.0, abs=0.2)
-    assert taken(A10, aimed) > taken(A10, asking(500, 200))
+    in_all = of_length(500, 200, Objective(completion_s=tpot * 199 + prefill))
+    assert per_second * work_of(A10, in_all) == pytest.approx(1.0, abs=0.2)
+    assert work_of(A10, per_token) > work_of(A10, of_length(500, 200))
 
 
-def test_a_target_that_nothing_meets_takes_the_replica_for_itself() -> None:
-    alone = taken(A10, asking(500, 200, objective=Objective(tpot_s=1e-3)))
-    per_second, _ = rate(hardware_profile(A10), 500, 200, 1)
+def test_request_with_an_unreachable_target_takes_the_whole_replica() -> None:
+    alone = work_of(A10, of_length(500, 200, Objective(tpot_s=1e-3)))
+    per_second, _ = throughput(hardware_profile(A10), 500, 200, 1)
     assert alone * per_second == pytest.approx(1.0, abs=0.1)

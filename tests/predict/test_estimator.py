@@ -1,3 +1,5 @@
+"""Step times learned from polls: of a real vLLM, of simulated engines, and across a fleet."""
+
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -33,7 +35,7 @@ def real_run() -> list[EngineCounts]:
 
 
 def seconds(model: StepModel, window: list[EngineCounts]) -> float:
-    """How long the work of a window should have taken."""
+    """Predicted seconds of the work between the first and the last poll."""
     first, last = window[0], window[-1]
     kv = sum((b.steps - a.steps) * (a.kv_tokens + b.kv_tokens) / 2 for a, b in pairwise(window))
     return (
@@ -45,16 +47,16 @@ def seconds(model: StepModel, window: list[EngineCounts]) -> float:
 
 
 @pytest.mark.parametrize("start", ["llama-3-8b-a100", "llama-8b-a10", "llama-8b-h100"])
-def test_a_real_vllm_is_learned_from_its_counters_alone(start: str) -> None:
-    """Each window of 4 s of the second half is predicted with what was known at its start."""
+def test_step_times_of_a_real_vllm_are_learned_from_its_counters(start: str) -> None:
+    """In the second half, the model learned so far predicts the work of the next 4 s within 5%."""
     polls, estimator = real_run(), Estimator(PROFILES[start].step)
-    known: list[StepModel] = []
+    learned: list[StepModel] = []
     for poll in polls:
         estimator.poll(poll)
-        known.append(estimator.model)
+        learned.append(estimator.model)
     errors = []
     for begin in range(len(polls) // 2, len(polls) - 16):
-        window, model = polls[begin : begin + 17], known[begin]
+        window, model = polls[begin : begin + 17], learned[begin]
         if all(poll.in_flight for poll in window):
             took = window[-1].at - window[0].at
             errors.append(abs(seconds(model, window) - took) / took)
@@ -68,35 +70,35 @@ def assert_like(learned: StepModel, true: StepModel) -> None:
 
 
 def simulated(
-    model: StepModel, polls: int, start: EngineCounts | None = None, idle: float = 0.0
+    model: StepModel, polls: int, start: EngineCounts | None = None
 ) -> list[EngineCounts]:
-    """An engine that works through steps of changing size, polled every 0.2 s."""
+    """Polls, every 0.2 s, of an engine whose steps change in size."""
     now = start or EngineCounts(0.0, 0.0, 0.0, 0.0, 4, 0.0)
-    seen, at, next_poll = [now], now.at, now.at + 0.2
+    polled, at, next_poll = [now], now.at, now.at + 0.2
     steps, computed, generated = now.steps, now.computed_tokens, now.generated_tokens
     number = 0
-    while len(seen) <= polls:
+    while len(polled) <= polls:
         number += 1
         prefill = 300 * (number % 17 == 0)
         batch = 4 + 8 * (number // 150 % 2)
         kv = 2_000.0 + 6_000 * (number // 230 % 2)
-        at += model.step_time(prefill, batch, kv) + idle
+        at += model.step_time(prefill, batch, kv)
         steps, computed, generated = steps + 1, computed + prefill, generated + batch
-        while next_poll <= at and len(seen) <= polls:
-            seen.append(EngineCounts(at, steps, computed, generated, batch, kv))
+        while next_poll <= at and len(polled) <= polls:
+            polled.append(EngineCounts(at, steps, computed, generated, batch, kv))
             next_poll = at + 0.2
-    return seen
+    return polled
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
-def test_a_wrong_profile_is_put_right_within_a_minute(wrong: float) -> None:
+def test_wrong_profile_is_corrected_within_a_minute(wrong: float) -> None:
     estimator = Estimator(A10.slowed(wrong))
     for poll in simulated(A10, 300):
         estimator.poll(poll)
     assert_like(estimator.model, A10)
 
 
-def test_a_throttled_card_is_seen_within_seconds() -> None:
+def test_throttled_gpu_is_noticed_after_10_s_of_work() -> None:
     estimator = Estimator(A10)
     polls = simulated(A10, 600)
     for poll in polls:
@@ -109,11 +111,11 @@ def test_a_throttled_card_is_seen_within_seconds() -> None:
 
 
 def idle(polls: list[EngineCounts], seconds: float) -> list[EngineCounts]:
-    """What an engine without work shows after these polls."""
+    """Polls of an engine that is idle after these polls."""
     last = polls[-1]
     return [
-        replace(last, at=last.at + 0.2 * wait, in_flight=0, kv_tokens=0.0)
-        for wait in range(1, round(seconds / 0.2))
+        replace(last, at=last.at + 0.2 * number, in_flight=0, kv_tokens=0.0)
+        for number in range(1, round(seconds / 0.2))
     ]
 
 
@@ -125,7 +127,7 @@ def test_idle_time_does_not_make_an_engine_look_slow() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_neither_does_a_hang_that_polls_noticed() -> None:
+def test_hang_between_failed_polls_does_not_make_an_engine_look_slow() -> None:
     estimator = Estimator(A10)
     polls = simulated(A10, 300)
     later = replace(polls[-1], at=polls[-1].at + 10.0)
@@ -137,8 +139,8 @@ def test_neither_does_a_hang_that_polls_noticed() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_the_first_steps_of_an_engine_that_warms_up_count_for_little() -> None:
-    """The engine compiles kernels while the first requests wait: steps take a second each."""
+def test_first_steps_of_an_engine_make_it_look_at_most_4_times_slower() -> None:
+    """The engine compiles kernels in its first steps, which take a second each."""
     estimator = Estimator(A10)
     for number in range(30):
         steps = number // 5
@@ -150,8 +152,8 @@ def test_the_first_steps_of_an_engine_that_warms_up_count_for_little() -> None:
     assert estimator.model.step_time(0, 4, 2000) < 1.5 * A10.step_time(0, 4, 2000)
 
 
-def test_pauses_between_two_polls_do_not_either() -> None:
-    """One request at a time, of 5 steps in 150 ms, every 200 ms; each poll finds one running."""
+def test_pauses_between_two_polls_do_not_make_an_engine_look_slow() -> None:
+    """A request of 5 steps in 150 ms arrives every 200 ms, and each poll finds it running."""
     estimator = Estimator(A10)
     for number in range(300):
         estimator.poll(
@@ -160,8 +162,8 @@ def test_pauses_between_two_polls_do_not_either() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_long_prompts_alone_do_not_make_every_step_look_dear() -> None:
-    """Every step is a chunk of a prompt; a prompt is counted when its prefill ends."""
+def test_long_prompts_alone_do_not_make_each_step_look_expensive() -> None:
+    """Each step prefills a chunk of a prompt, which is counted when its prefill ends."""
     estimator = Estimator(A10)
     at, next_poll, steps, computed, left = 0.0, 0.2, 0, 0, 7_000
     while at < 30.0:
@@ -176,7 +178,7 @@ def test_long_prompts_alone_do_not_make_every_step_look_dear() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_one_that_was_slow_a_moment_ago_is_not_fast_because_it_was_left_alone() -> None:
+def test_throttled_gpu_is_still_slow_after_10_s_of_idling() -> None:
     estimator = Estimator(A10)
     polls = simulated(A10, 600)
     polls += simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]
@@ -188,8 +190,8 @@ def test_one_that_was_slow_a_moment_ago_is_not_fast_because_it_was_left_alone() 
 
 
 @pytest.mark.parametrize("seconds", [10, 300])
-def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
-    """While it looks slow nothing is sent to it, and so nothing would be learned."""
+def test_slow_replica_counts_by_its_profile_again_after_3_minutes_of_idling(seconds: int) -> None:
+    """While the replica looks slow it gets no requests, so that no work could correct it."""
     estimator = Estimator(A10)
     polls = simulated(A10, 1500)
     polls += simulated(A10.slowed(3.0), seconds * 5, start=polls[-1])[1:]
@@ -201,7 +203,7 @@ def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
     assert estimator.model.c0 < 1.2 * A10.c0
 
 
-def test_what_was_known_before_a_restart_is_forgotten_when_idle() -> None:
+def test_step_times_known_at_the_start_are_forgotten_after_an_idle_hour() -> None:
     estimator = Estimator(A10, known=A10.slowed(3.0))
     polls = [EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)]
     estimator.poll(polls[0])
@@ -211,7 +213,7 @@ def test_what_was_known_before_a_restart_is_forgotten_when_idle() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_after_a_night_without_work_nothing_is_told_of_it() -> None:
+def test_replica_is_not_measured_after_a_night_without_work() -> None:
     estimator = Estimator(A10)
     for poll in simulated(A10.slowed(1.4), 300):
         estimator.poll(poll)
@@ -221,14 +223,14 @@ def test_after_a_night_without_work_nothing_is_told_of_it() -> None:
     assert_like(estimator.model, A10)
 
 
-def test_before_anything_was_seen_a_replica_is_as_others_turned_out_to_be() -> None:
+def test_replica_without_work_has_the_step_times_of_the_fleet() -> None:
     estimator = Estimator(A10)
     assert not estimator.measured
     estimator.poll(EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0), Prior((2.0,) * 4, 1e-5))
     assert_like(estimator.model, A10.slowed(2.0))
 
 
-def test_a_restart_does_not_disturb_what_was_learned() -> None:
+def test_restart_of_the_engine_leaves_the_learned_step_times() -> None:
     estimator = Estimator(A10)
     for _ in range(2):
         for poll in simulated(A10, 100):
@@ -238,7 +240,9 @@ def test_a_restart_does_not_disturb_what_was_learned() -> None:
 
 @pytest.mark.parametrize("counter", ["steps", "computed_tokens", "generated_tokens", "finished"])
 @pytest.mark.parametrize("value", [0.0, 1e7, 2.0**53])
-def test_one_reading_that_is_nonsense_is_forgotten(counter: str, value: float) -> None:
+def test_one_wrong_reading_of_a_counter_leaves_the_learned_step_times(
+    counter: str, value: float
+) -> None:
     estimator = Estimator(A10)
     polls = simulated(A10, 400)
     for number, poll in enumerate(polls):
@@ -247,21 +251,21 @@ def test_one_reading_that_is_nonsense_is_forgotten(counter: str, value: float) -
     assert_like(estimator.model, A10)
 
 
-def test_a_card_that_is_suddenly_throttled_is_known_after_a_few_seconds_of_work() -> None:
-    """It gets little to do: three requests in six seconds, then none for twenty."""
+def test_throttled_gpu_is_noticed_after_three_requests() -> None:
+    """After the three requests the replica is idle for 20 s."""
     estimator, counts = Estimator(A10), EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)
     for _ in range(30):
-        counts = _serve(estimator, counts, 1.0)
+        counts = poll_request(estimator, counts, 1.0)
     for _ in range(3):
-        counts = _serve(estimator, counts, 4.0)
+        counts = poll_request(estimator, counts, 4.0)
     for _ in range(100):
         counts = replace(counts, at=counts.at + 0.2, in_flight=0)
         estimator.poll(counts)
     assert estimator.model.c0 == pytest.approx(4.0 * A10.c0, rel=0.2)
 
 
-def _serve(estimator: Estimator, counts: EngineCounts, slow: float) -> EngineCounts:
-    """A prompt of 2,000 tokens and an answer of 40, polled every 0.2 s; then a second's pause."""
+def poll_request(estimator: Estimator, counts: EngineCounts, slow: float) -> EngineCounts:
+    """Polls an engine every 0.2 s during a request of 2,000 and 40 tokens, and 1 s after it."""
     prefill, step = A10.step_time(2000, 1, 0) * slow, A10.step_time(0, 1, 2000) * slow
     took = prefill + 39 * step
     start = counts
@@ -282,11 +286,10 @@ def _serve(estimator: Estimator, counts: EngineCounts, slow: float) -> EngineCou
     return counts
 
 
-class Lone:
-    """An A10, taken for an A100, that serves a request now and then; polled every 0.2 s."""
+class SoloReplica:
+    """An A10, whose profile is an A100's, that serves a request from time to time."""
 
-    def __init__(self, truth: StepModel = A10) -> None:
-        self.truth = truth
+    def __init__(self) -> None:
         self.estimator = Estimator(PROFILES["llama-3-8b-a100"].step)
         self.counts = EngineCounts(0.0, 20.0, 0.0, 0.0, 0, 0.0)
         self.estimator.poll(self.counts)
@@ -294,10 +297,12 @@ class Lone:
     def serve(
         self, prompt: int, tokens: int, cached: int = 0, at_once: int = 1, aborted: int = 0
     ) -> None:
-        """``at_once``: requests between two polls; their times in vLLM overlap. ``aborted``: more
-        of them, which have no times."""
-        prefill = self.truth.step_time(prompt - cached, 1, 0)
-        decode = (tokens - 1) * self.truth.step_time(0, 1, prompt + tokens / 2)
+        """Serves equal requests between two idle polls.
+
+        ``at_once``: requests whose times in vLLM overlap; ``aborted``: further ones without times.
+        """
+        prefill = A10.step_time(prompt - cached, 1, 0)
+        decode = (tokens - 1) * A10.step_time(0, 1, prompt + tokens / 2)
         counts = self.counts
         polls = max(int((prefill + decode) / 0.2), 1) + 5
         self.counts = EngineCounts(
@@ -316,36 +321,34 @@ class Lone:
         self.estimator.poll(self.counts)
 
 
-def test_ten_lone_requests_tell_prompts_from_steps() -> None:
-    lone, random = Lone(), Random(1)
+def test_ten_solo_requests_separate_prefill_from_decode_steps() -> None:
+    solo, random = SoloReplica(), Random(1)
     for _ in range(10):
-        lone.serve(random.randint(20, 2000), random.randint(3, 30))
-    learned = lone.estimator.model
+        solo.serve(random.randint(20, 2000), random.randint(3, 30))
+    learned = solo.estimator.model
     assert learned.step_time(0, 1, 1000) == pytest.approx(A10.step_time(0, 1, 1000), rel=0.1)
     assert learned.step_time(1000, 1, 0) == pytest.approx(A10.step_time(1000, 1, 0), rel=0.1)
 
 
-def test_cached_tokens_of_a_lone_request_are_not_taken_for_fast_ones() -> None:
-    lone = Lone()
+def test_cached_tokens_of_a_solo_request_do_not_make_prefill_look_fast() -> None:
+    solo = SoloReplica()
     for _ in range(20):
-        lone.serve(1000, 20, cached=900)
-    learned = lone.estimator.model
+        solo.serve(1000, 20, cached=900)
+    learned = solo.estimator.model
     assert learned.step_time(100, 1, 0) == pytest.approx(A10.step_time(100, 1, 0), rel=0.1)
 
 
 @pytest.mark.parametrize(("at_once", "aborted"), [(2, 0), (1, 1)])
-def test_requests_that_were_served_together_are_not_taken_for_lone_ones(
-    at_once: int, aborted: int
-) -> None:
-    lone = Lone()
-    start = lone.estimator.model
+def test_requests_served_together_do_not_count_as_solo_requests(at_once: int, aborted: int) -> None:
+    solo = SoloReplica()
+    start = solo.estimator.model
     for _ in range(20):
-        lone.serve(1000, 20, at_once=at_once, aborted=aborted)
-    assert lone.estimator.model == start
+        solo.serve(1000, 20, at_once=at_once, aborted=aborted)
+    assert solo.estimator.model == start
 
 
 @pytest.mark.parametrize("cached", [0, 4_000, 32_000])
-def test_old_counters_tell_the_time_of_a_prompt_in_spite_of_cached_tokens(cached: int) -> None:
+def test_prefill_time_is_learned_from_counters_of_an_old_vllm(cached: int) -> None:
     """vLLM up to 0.15 counts cached tokens at admission, the prompt when its prefill ends."""
     estimator, random = Estimator(A10), Random(1)
     at, poll_at, steps, computed, generated = 0.0, 0.2, 0.0, 0.0, 0.0
@@ -362,7 +365,7 @@ def test_old_counters_tell_the_time_of_a_prompt_in_spite_of_cached_tokens(cached
             generated += 1
         while poll_at <= at:
             counts = EngineCounts(poll_at, steps, computed, generated, 4 + queue, 4_000.0)
-            estimator.poll(replace(counts, early=True))
+            estimator.poll(replace(counts, cached_early=True))
             poll_at += 0.2
     assert estimator.model.c_prefill == pytest.approx(A10.c_prefill, rel=0.1)
 
@@ -371,22 +374,24 @@ START = StepModel(0.01, 1e-4, 1e-4, 1e-7)
 
 
 class Pool:
-    """Replicas that start from one profile and report to one median at every poll."""
+    """Replicas of one poller with the same profile, whose estimators share a :class:`FleetPrior`.
+
+    ``ratios``: actual ÷ profile's step times of each replica; None: the replica is always idle.
+    """
 
     def __init__(self, *ratios: float | None) -> None:
-        """By ``ratios`` they were measured to be; None: idle ever since."""
         self._prior = FleetPrior()
         self.replicas = [Estimator(START) for _ in ratios]
         self.ratios = list(ratios)
         self._at = 0.0
 
     def poll(self, seconds: float, working: bool = True) -> None:
-        """One poll a second of all; those that were measured work, or none does."""
+        """Polls all replicas once a second; ``working=False``: all are idle."""
         for _ in range(round(seconds)):
             self._at += 1.0
-            for number, (one, ratio) in enumerate(zip(self.replicas, self.ratios, strict=True)):
-                one.poll(self._counts(ratio if working else None), self._prior.prior)
-                self._prior.report(str(number), one.evidence)
+            for number, (replica, ratio) in enumerate(zip(self.replicas, self.ratios, strict=True)):
+                replica.poll(self._counts(ratio if working else None), self._prior.prior)
+                self._prior.report(str(number), replica.evidence)
 
     def _counts(self, ratio: float | None) -> EngineCounts:
         if ratio is None:
@@ -396,11 +401,10 @@ class Pool:
 
     @property
     def slowness(self) -> list[float]:
-        """c0 of each as a multiple of the profile's."""
-        return [one.model.c0 / START.c0 for one in self.replicas]
+        return [replica.model.c0 / START.c0 for replica in self.replicas]
 
 
-def test_one_not_measured_is_taken_to_be_as_most_others_turned_out_to_be() -> None:
+def test_replica_that_is_not_measured_has_the_speed_of_most_others() -> None:
     pool = Pool(2.0, 2.0, None)
     assert pool.slowness == [1.0] * 3
     pool.poll(30)
@@ -408,27 +412,27 @@ def test_one_not_measured_is_taken_to_be_as_most_others_turned_out_to_be() -> No
 
 
 @pytest.mark.parametrize("measured", [0.5, 7.0])
-def test_one_of_two_teaches_the_other_nothing(measured: float) -> None:
-    """The fast one is measured first, and the slow one may be an outlier."""
+def test_one_measured_replica_of_two_does_not_change_the_other(measured: float) -> None:
+    """A fast replica is measured first, and a slow replica may be an outlier."""
     pool = Pool(measured, None)
     pool.poll(30)
     assert pool.slowness == pytest.approx([measured, 1.0], rel=0.05)
 
 
-def test_what_was_measured_of_a_replica_outweighs_the_others() -> None:
+def test_measured_replicas_keep_their_own_speed() -> None:
     pool = Pool(1.0, 3.0)
     pool.poll(30)
     assert pool.slowness == pytest.approx([1.0, 3.0], rel=0.05)
 
 
-def test_of_more_the_median_counts() -> None:
+def test_replica_that_is_not_measured_has_the_median_speed_of_the_others() -> None:
     pool = Pool(1.0, 2.0, 2.0, 9.0, None)
     pool.poll(30)
     assert pool.slowness[-1] == pytest.approx(2.0, rel=0.05)
 
 
-def test_one_that_is_idle_long_enough_is_as_the_other_again() -> None:
-    """Its own ratio is in the median no more, so it does not hold itself up."""
+def test_slow_replica_has_the_speed_of_the_other_after_20_idle_minutes() -> None:
+    """The median no longer contains its own slowness, which would keep it slow."""
     pool = Pool(1.0, 3.0)
     pool.poll(30)
     pool.ratios[1] = None
@@ -436,7 +440,7 @@ def test_one_that_is_idle_long_enough_is_as_the_other_again() -> None:
     assert pool.slowness == pytest.approx([1.0, 1.0], rel=0.05)
 
 
-def test_when_all_are_idle_the_profile_counts_again() -> None:
+def test_all_replicas_have_the_speed_of_the_profile_after_20_idle_minutes() -> None:
     pool = Pool(2.0, 3.0)
     pool.poll(30)
     pool.poll(20 * 60, working=False)

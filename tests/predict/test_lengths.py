@@ -1,3 +1,5 @@
+"""Histograms of output lengths: expected and remaining tokens, kinds, and their bounded number."""
+
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
@@ -30,45 +32,45 @@ def learned(*lengths: float) -> tuple[OutputLengths, int]:
 
 
 def remaining(outputs: OutputLengths, row: int, progress: ArrayLike, bound: float) -> Floats:
-    """Of sequences that have generated so much."""
+    """Remaining tokens of sequences that have generated ``progress`` tokens."""
     done = np.minimum(np.atleast_1d(np.array(progress, float)), bound)
     begin, cut = (np.full(len(done), place) for place in outputs.place(row, bound))
     alive, _ = outputs.reached(begin, done)
     return outputs.remaining(alive, cut, done, np.full(len(done), bound), np.zeros(len(done)))
 
 
-def test_the_expectation_is_learned() -> None:
+def test_expected_length_is_learned() -> None:
     outputs, row = learned(40)
     assert remaining(outputs, row, 0, 4096) == pytest.approx(40, rel=0.2)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 16, 100, 4096, 131_072, 1e7])
-def test_the_first_estimate_is_what_remains_at_the_start(bound: float) -> None:
+def test_expected_length_equals_the_remaining_tokens_at_the_start(bound: float) -> None:
     outputs, row = learned(20, 1000)
     assert outputs.expected(row, bound) == pytest.approx(remaining(outputs, row, 0.0, bound).item())
 
 
-def test_the_bound_clamps_it() -> None:
+def test_remaining_tokens_end_at_the_bound() -> None:
     outputs, row = learned(400)
     assert remaining(outputs, row, 0, 16) == pytest.approx(16, rel=0.05)
     assert remaining(outputs, row, 10, 16) == pytest.approx(6, rel=0.05)
     assert remaining(outputs, row, 16, 16) == 0
 
 
-def test_what_remains_follows_from_the_hazard_not_from_the_first_estimate() -> None:
-    """Half of them end at 20 tokens, half at 1,000: who passes 30 goes on for long."""
+def test_remaining_tokens_rise_once_a_sequence_outlives_the_short_answers() -> None:
+    """Half of the sequences end at 20 tokens and half at 1,000."""
     outputs, row = learned(20, 1000)
     assert remaining(outputs, row, 0, 4096) == pytest.approx(510, rel=0.2)
     assert remaining(outputs, row, 30, 4096) > 800
     assert remaining(outputs, row, 900, 4096) < 200
 
 
-def test_the_bound_is_taken_inside_the_expectation() -> None:
+def test_each_length_is_cut_at_the_bound_before_the_mean_is_taken() -> None:
     outputs, row = learned(20, 1000)
     assert remaining(outputs, row, 0, 100) == pytest.approx((20 + 100) / 2, rel=0.15)
 
 
-def test_what_nothing_is_known_of_is_taken_for_what_all_have_shown() -> None:
+def test_unknown_model_uses_the_lengths_of_all_until_it_has_its_own() -> None:
     outputs, _ = learned(40)
     other = outputs.row(request("another", Endpoint.COMPLETIONS))
     assert remaining(outputs, other, 0, 4096) == pytest.approx(40, rel=0.2)
@@ -79,7 +81,7 @@ def test_what_nothing_is_known_of_is_taken_for_what_all_have_shown() -> None:
     assert remaining(outputs, outputs.row(request()), 0, 4096) < 100
 
 
-def test_what_was_cut_by_its_bound_would_have_gone_on() -> None:
+def test_sequences_cut_at_their_bound_do_not_count_as_short() -> None:
     outputs, row = learned(20, 1000)
     before = outputs.expected(row, FREE)
     for _ in range(500):
@@ -87,7 +89,7 @@ def test_what_was_cut_by_its_bound_would_have_gone_on() -> None:
     assert outputs.expected(row, FREE) == pytest.approx(before, rel=0.3)
 
 
-def test_it_takes_all_requests_in_flight_at_once() -> None:
+def test_remaining_tokens_of_many_sequences_equal_those_of_each() -> None:
     outputs, row = learned(40, 300)
     progress = np.array([0.0, 50.0, 400.0, 1e6])
     together = remaining(outputs, row, progress, FREE)
@@ -97,7 +99,7 @@ def test_it_takes_all_requests_in_flight_at_once() -> None:
     assert np.isfinite(together).all()
 
 
-def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
+def test_number_of_histograms_is_bounded_for_2000_model_names() -> None:
     outputs = OutputLengths()
     for number in range(2000):
         outputs.observe(request(f"model-{number}"), 100)
@@ -105,7 +107,7 @@ def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
 
 
 @pytest.mark.parametrize("tenants", [False, True])
-def test_kind_that_comes_after_thousands_is_learned(tenants: bool) -> None:
+def test_new_kind_after_thousands_of_others_is_learned(tenants: bool) -> None:
     def numbered(number: int) -> RequestProfile:
         name = f"name-{number}"
         return request(tenant=name) if tenants else request(name)
@@ -119,7 +121,7 @@ def test_kind_that_comes_after_thousands_is_learned(tenants: bool) -> None:
     assert outputs.expected(outputs.row(numbered(2000)), FREE) == pytest.approx(2000, rel=0.2)
 
 
-def test_kind_in_use_outlives_those_that_are_not() -> None:
+def test_kind_in_use_keeps_its_histogram_among_5000_others() -> None:
     outputs = OutputLengths()
     for number in range(5000):
         if number % 100 == 0:
@@ -129,7 +131,7 @@ def test_kind_in_use_outlives_those_that_are_not() -> None:
     assert outputs.expected(outputs.row(request("usual")), FREE) == pytest.approx(900, rel=0.2)
 
 
-def test_requests_in_flight_keep_the_histogram_of_their_kind() -> None:
+def test_kind_with_requests_in_flight_keeps_its_histogram() -> None:
     outputs, _ = learned(900)
     held = [outputs.hold(request()) for _ in range(2)]
     before = outputs.expected(held[0], FREE)
@@ -145,7 +147,7 @@ def test_requests_in_flight_keep_the_histogram_of_their_kind() -> None:
     assert outputs.row(request()) == 0
 
 
-def test_kinds_share_coarser_rows_while_requests_in_flight_have_all() -> None:
+def test_new_kind_uses_a_coarser_histogram_while_requests_in_flight_hold_all() -> None:
     outputs = OutputLengths()
     for number in range(2000):
         outputs.observe(request(f"model-{number}"), 19)
@@ -155,7 +157,7 @@ def test_kinds_share_coarser_rows_while_requests_in_flight_have_all() -> None:
     assert {number: outputs.row(request(f"model-{number}")) for number in rows} == rows
 
 
-def test_names_that_clients_make_up_take_no_room() -> None:
+def test_models_without_an_observation_take_no_histogram() -> None:
     outputs = OutputLengths()
     for number in range(2000):
         outputs.row(request(f"bogus-{number}"))
@@ -171,7 +173,7 @@ def test_names_that_clients_make_up_take_no_room() -> None:
         request(tenant="summaries"),
     ],
 )
-def test_kinds_of_requests_are_told_apart(other: RequestProfile) -> None:
+def test_streaming_bound_and_tenant_have_lengths_of_their_own(other: RequestProfile) -> None:
     outputs = OutputLengths()
     for _ in range(100):
         outputs.observe(request(tenant="chat"), 800)
@@ -180,7 +182,7 @@ def test_kinds_of_requests_are_told_apart(other: RequestProfile) -> None:
     assert outputs.expected(outputs.row(other), FREE) < 60
 
 
-def test_a_kind_not_seen_yet_is_like_the_next_coarser_one() -> None:
+def test_kind_without_observations_uses_the_next_coarser_kind() -> None:
     outputs, row = learned(40)
     for _ in range(200):
         outputs.observe(request("llama", Endpoint.COMPLETIONS), 800)
@@ -189,7 +191,7 @@ def test_a_kind_not_seen_yet_is_like_the_next_coarser_one() -> None:
 
 
 @pytest.mark.parametrize("least", [1999, 2000])
-def test_a_request_that_had_to_go_on_tells_nothing(least: int) -> None:
+def test_request_with_a_minimum_length_is_not_learned_from(least: int) -> None:
     outputs, row = learned(40)
     before = outputs.expected(row, FREE)
     for _ in range(100):
@@ -197,13 +199,13 @@ def test_a_request_that_had_to_go_on_tells_nothing(least: int) -> None:
     assert outputs.expected(outputs.row(request()), FREE) == before
 
 
-def test_nine_of_ten_do_not_exceed_p90() -> None:
+def test_nine_of_ten_sequences_do_not_exceed_p90() -> None:
     outputs, row = learned(*[20.0] * 17, 300.0, 300.0, 900.0)
     assert outputs.p90(row, FREE) == pytest.approx(300, rel=0.2)
     assert outputs.p90(row, 64) == 64
 
 
-def test_a_replicas_own_histogram_tells_of_its_model() -> None:
+def test_lengths_of_a_model_are_learned_from_a_replicas_histogram() -> None:
     outputs = OutputLengths()
     outputs.observe_counts("llama", [(10.0, 0.0), (20.0, 90.0), (50.0, 10.0), (float("inf"), 0.0)])
     row = outputs.row(request())
@@ -214,7 +216,7 @@ def test_a_replicas_own_histogram_tells_of_its_model() -> None:
     assert outputs.expected(row, FREE) == seen
 
 
-def test_tenants_that_clients_make_up_leave_room_for_models() -> None:
+def test_2000_tenants_leave_histograms_for_a_new_model() -> None:
     outputs = OutputLengths()
     for number in range(2000):
         outputs.observe(request(tenant=f"tenant-{number}"), 100)

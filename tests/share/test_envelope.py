@@ -71,8 +71,8 @@ def digest(figures: Floats, sent_at: float = 1.5) -> bytes:
 
 def short_keys() -> bytes:
     """An update of blocks whose keys are no multiple of eight bytes."""
-    tag, version, (replica, news) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
-    return msgpack.encode([tag, version, [replica, [*news[:3], b"short", b""]]])
+    tag, version, (replica, update) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
+    return msgpack.encode([tag, version, [replica, [*update[:3], b"short", b""]]])
 
 
 @pytest.mark.parametrize(("kind", "body"), MESSAGES, ids=[kind.tag for kind in KINDS])
