@@ -1,10 +1,11 @@
 """Limits of an engine's batch that ``/metrics`` does not report, inferred from consecutive polls.
 
-- *Limit.* The highest number of sequences that ever ran in the process, once two consecutive polls
-  showed waiting requests while that many ran, KV space was free and all running sequences decoded.
-  A poll that shows more running sequences refutes the limit.
-- *Tokens per step.* The ratio of generated tokens to steps of a sequence between two polls,
-  averaged over about the last thousand tokens.
+- *Limit of sequences* (``max_num_seqs``). The highest number of sequences that ran at once since
+  the process started. It counts as the limit once two consecutive polls show requests waiting at
+  that number although KV space is free and all running sequences decode. A poll with more running
+  sequences refutes the limit.
+- *Tokens per step.* Tokens that a sequence gets from a step, averaged over about the last thousand
+  generated tokens.
 """
 
 from math import exp
@@ -14,9 +15,9 @@ from extproc.poll.metrics_text import EngineFigures
 from extproc.replica_state import ReplicaState
 
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
-_FEWEST_STEPS = 3  # between two polls; in fewer, sequences that begin or end count for much
-_MOST_PER_STEP = 8.0  # tokens of a sequence from a step: longer drafts are seldom right
-_MEMORY = 1000.0  # generated tokens over which a ratio loses two thirds of its weight
+_FEWEST_STEPS = 3  # between two polls; in fewer, sequences that begin or end distort the figures
+_MOST_PER_STEP = 8.0  # tokens of a sequence per step: longer drafts are seldom accepted
+_MEMORY = 1000.0  # generated tokens during which the weight of a ratio falls by a factor e
 
 
 def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dict[str, Any]:
@@ -36,11 +37,11 @@ def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dic
 
 
 def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
-    """Tells whether requests wait for a place in the batch, and for nothing else.
+    """Returns True if requests wait only because the batch is full.
 
-    Requests that wait in a single poll may have arrived a moment ago. While a prompt is prefilled,
-    requests wait for the token budget instead: then at least one running sequence gets no token in
-    a step, hence the margin of half a sequence per step.
+    Both polls must show waiting requests: those of a single poll may just have arrived. While a
+    prompt is prefilled, requests wait for the token budget instead. Then at least one running
+    sequence gets no token from a step, so half a token per step is the threshold.
     """
     waiting = all(poll.waiting > 0 and poll.kv_usage < _NEARLY_FULL for poll in (before, now))
     steps = now.steps - before.steps
@@ -54,7 +55,7 @@ def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
 def _tokens_per_step(before: ReplicaState, now: EngineFigures | ReplicaState) -> float:
     """Returns the tokens that a sequence gets from a step.
 
-    vLLM counts drafts accepted beyond the end of an answer, so short answers overstate the ratio.
+    Short answers overstate it: vLLM also counts drafts accepted beyond the end of an answer.
     """
     generated = now.generated_tokens - before.generated_tokens
     if generated <= 0.0:

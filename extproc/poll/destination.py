@@ -1,4 +1,4 @@
-"""Destinations of what a poller reads from replicas; they also divide replicas among pollers."""
+"""Destinations of a poller's results; a destination also assigns replicas to the poller."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -11,7 +11,10 @@ from extproc.share.drains import Drains
 
 
 class Destination:
-    """Receives states and KV blocks. This base class drops them, and the poller is the only one."""
+    """Receives states and KV blocks of replicas.
+
+    This base class drops them, and assigns all replicas to its only poller.
+    """
 
     def __init__(self) -> None:
         self.drains = Drains()
@@ -23,7 +26,7 @@ class Destination:
         """Deletes the state of a replica that left the pool."""
 
     def forget(self, replica: str) -> None:
-        """Neither writes nor deletes the replica's state: another poller scrapes it from now on."""
+        """Leaves the replica's state to another poller: writes and deletes it no longer."""
 
     async def claim(self, replicas: Collection[str]) -> Assignment:
         """Returns which of these replicas this poller scrapes until the next call."""
@@ -37,18 +40,18 @@ class Destination:
         return {}
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
-        """Takes notice that the replica's KV blocks may have changed."""
+        """Notes that the replica's KV blocks may have changed."""
 
     async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Stores ``dump()`` for the replica's next poller, where another poller may follow."""
+        """Stores ``dump()`` for the replica's next poller."""
 
     async def load_blocks(self, replica: str) -> bytes:
-        """Returns the bytes that any poller saved last; empty: no poller did."""
+        """Returns the last bytes saved for the replica; empty: none."""
         return b""
 
 
 class IntoFleet(Destination):
-    """Brings states and KV blocks straight into the fleet of the only router, without Redis."""
+    """Puts states and KV blocks directly into the fleet of a router that runs without Redis."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class IntoFleet(Destination):
         self._fleet.remove(replica)
 
     async def claim(self, replicas: Collection[str]) -> Assignment:
-        """Returns all replicas; marks the fleet as known once each was scraped or failed to be."""
+        """Returns all replicas; marks the members as known once each was scraped or failed."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.members_known.set()
         return await super().claim(replicas)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from extproc.poll.kubernetes import ServiceWatch
 
 RESOLVE_S = 2.0
-"""Seconds between two looks at DNS names and the replicas file, and to wait for a DNS answer."""
+"""Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
 _UNNAMED_S = 10.0
-"""Seconds after which an address drains that DNS answers no longer name. A name server may answer
-with a part of its addresses, but names each of them within this time."""
+"""Seconds after which an address drains that is missing in DNS answers. A name server may answer
+with some of its addresses, and takes turns: within this time it names each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,12 @@ class Target:
     name: str
     profile: str
     kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
+    # The next two change without a new scraper: they do not take part in comparisons.
     draining: bool = field(default=False, compare=False)  # by a command, or its pod terminates
-    ready: bool = field(default=True, compare=False)  # False: so its EndpointSlice says
+    ready: bool = field(default=True, compare=False)  # False: not ready by its EndpointSlice
 
     def marked(self, state: ReplicaState) -> ReplicaState:
-        """Returns the state with what discovery knows: draining, or not ready."""
+        """Returns the state, marked as draining or not ready if this target is."""
         state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
             problem = "not ready, by its EndpointSlice"
@@ -56,10 +57,10 @@ class Target:
 
 
 class Discovery:
-    """Looks up the replicas of all sources; a source that fails keeps its last answer.
+    """Looks up the replicas of all sources; a source whose lookup fails keeps its last replicas.
 
-    An address that DNS no longer names stays while the replica answers, and drains after
-    ``_UNNAMED_S``.
+    An address that DNS no longer names stays a target while its replica answers scrapes; it drains
+    after ``_UNNAMED_S``.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Discovery:
         resolve: Resolve = resolve_host,
         drains: Drains | None = None,
         random: Random | None = None,
-        answers: Callable[[str], bool] = lambda _: False,  # does this replica answer scrapes?
+        answers: Callable[[str], bool] = lambda _: False,  # True: this replica answers scrapes
         clock: Clock = monotonic,
     ) -> None:
         self._sources = tuple(sources)
@@ -87,7 +88,7 @@ class Discovery:
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Returns the replicas as of now. Of targets with the same address the first counts."""
+        """Looks up and returns the replicas; the first target with an address wins."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -164,7 +165,7 @@ class Discovery:
 
 
 def names_replicas(config: Config) -> bool:
-    """Tells whether the configuration names any replica or a file of replicas.
+    """Returns True if the configuration names a replica or a file of replicas.
 
     Raises:
         ValueError: as :func:`require_client`.
@@ -174,7 +175,7 @@ def names_replicas(config: Config) -> bool:
 
 
 def require_client(config: Config) -> None:
-    """Checks that the optional package is installed that Services of Kubernetes need.
+    """Checks that the package for Services of Kubernetes is installed, if any source is one.
 
     Raises:
         ValueError: lightkube is needed and missing.

@@ -33,15 +33,15 @@ from extproc.share.replicas import StateReader, StateWriter
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.02
-"""Seconds to collect changes before a write: a round trip costs as much as ten states, or thousands
-of KV blocks."""
+"""Seconds to collect changes before a write: a round trip to Redis takes as long as writing ten
+states, or thousands of KV blocks."""
 _STUCK_S = 10.0
-"""Seconds without a heartbeat after which the poller is not live: five times as long as a heartbeat
-takes whose Redis commands all but time out."""
+"""Seconds without a heartbeat after which the poller is not live: five times the duration of the
+slowest heartbeat, whose Redis commands almost time out."""
 
 
 async def run_poller(config: Config) -> None:
-    """Scrapes a share of the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
+    """Polls this poller's share of the configured replicas until cancelled, SIGTERM or SIGINT.
 
     Raises:
         OSError: the admin address cannot be served.
@@ -92,7 +92,7 @@ class Health:
         self._pools[pool] = assigner, outage, unlisted
 
     def live(self) -> str:
-        """Returns why the process has to be restarted: heartbeats of a pool have ended."""
+        """Returns why the process has to be restarted: pools whose heartbeats have stopped."""
         now = self._clock()
         return "; ".join(
             f"pool {pool}: no heartbeat for {now - assigner.beat_at:.0f} s"
@@ -101,7 +101,7 @@ class Health:
         )
 
     def ready(self) -> str:
-        """Returns why the poller's states do not reach routers."""
+        """Returns why the poller's states do not reach the routers."""
         pools = self._pools.items()
         starting = self._starting | {
             pool for pool, (assigner, *_) in pools if assigner.beat_at is None
@@ -131,9 +131,12 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    Rewrites everything after an outage, since Redis may be empty then. Writes nothing of what the
-    poller read before it stood still for longer than its heartbeat lives: another poller has newer
-    states. ``name`` is unique among pollers.
+    After an outage everything is written again, since Redis may be empty. If the poller stood still
+    for longer than its heartbeat lives, the states that it read before are not written: another
+    poller has newer ones.
+
+    Args:
+        name: name of the poller, unique among pollers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Pods of a Service of Kubernetes, read from its EndpointSlices; needs the extra ``kubernetes``.
 
-Unlike pods, EndpointSlices follow the Service's selector, and need no right to read pods. They have
-everything needed here: address, port, readiness, and whether a pod is terminating.
+EndpointSlices have all that a poller needs: address, port, readiness, and whether a pod terminates.
+They follow the Service's selector, and need no right to read pods.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _LIST_S = 10.0
 _WATCH_S = 40
-"""Seconds until the API server ends a watch, and the next list begins: proxies may cut connections
-that are silent for a minute, and a list reveals a server that vanished."""
-_LATE_S = 5.0  # seconds after which a watch that should have ended is cut
+"""Seconds after which the API server ends a watch, and a new list begins. Proxies may cut
+connections that are silent for a minute, and the list fails if the server is gone."""
+_LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which this side ends the watch
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 
@@ -48,7 +48,7 @@ class Pod:
 
     name: str  # empty: not a pod
     ready: bool
-    terminating: bool  # takes no new requests, but may serve those in flight
+    terminating: bool  # gets no new requests, but may still serve those in flight
 
 
 class ServiceWatch:
@@ -86,7 +86,7 @@ class ServiceWatch:
 
     @property
     def problem(self) -> str:
-        """Reason why the pods are unknown, or there are none; empty: no problem."""
+        """Reason why the pods are unknown or the Service has none; empty: no problem."""
         return self._outage.problem or self._empty.problem or ("" if self.listed else "no answer")
 
     async def look_up(self) -> None:
@@ -161,8 +161,9 @@ class ServiceWatch:
 class _Transport(httpx2.AsyncHTTPTransport):
     """Transport that allows a single watch, and raises the API server's reason for a refusal.
 
-    When a watch ends, lightkube would begin another at the last version. A server restored from
-    older data would wait for that version and send nothing (kubernetes/kubernetes issue 107457).
+    After a watch has ended, lightkube would begin another from the last version. An API server
+    restored from older data waits for that version and sends nothing (kubernetes/kubernetes issue
+    107457).
     """
 
     def __init__(self, watch_began: Callable[[], None], authority: ssl.SSLContext) -> None:
@@ -225,8 +226,8 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     """Returns the pods of a Service by ``ip:port``; a pod with IPv4 and IPv6 counts once, as IPv4.
 
     Args:
-        slices: all slices of the Service; a pod may be in two slices for a moment, and is ready or
-            terminating if either says so.
+        slices: all slices of the Service. A pod may be in two slices for a moment; it is ready, or
+            terminating, if either slice says so.
         port: number, or name of the port in the slices.
     """
     families: dict[str, str] = {}  # by pod
@@ -236,7 +237,7 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
         if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in item.endpoints or ():
-            address = join_address(endpoint.addresses[0], number)  # others are the same pod's
+            address = join_address(endpoint.addresses[0], number)  # further ones: the same pod
             pod = _pod(endpoint)
             if families.setdefault(pod.name or address, item.addressType) != item.addressType:
                 continue

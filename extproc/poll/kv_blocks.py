@@ -13,11 +13,11 @@ from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, 
 from extproc.request.prefix import seed_of, token_keys
 
 _MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
-_WHOLE_EVERY_S = 900.0  # seconds between two whole updates, at most: Redis drops old ones
-_RESEND_S = 1.0  # seconds between two whole updates, at least: a full Redis stores nothing
-_RESEND_MOST_S = 16.0  # the same, where Redis keeps storing nothing
-_FEW = 512  # keys in changes that do not yet make a whole update due, however few blocks are held
-_KEYS_OF_A_HEADER = 4  # keys that take as many bytes as the header of an update
+_WHOLE_EVERY_S = 900.0  # longest time between two whole updates: Redis drops old ones
+_RESEND_S = 1.0  # shortest time between two whole updates
+_RESEND_MOST_S = 16.0  # the shortest time grows up to this while a full Redis stores no update
+_FEW = 512  # a whole update is due after this many keys of changes, or as many as blocks are held
+_KEYS_OF_A_HEADER = 4  # size of an update's header, in keys
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
@@ -56,7 +56,7 @@ class KvBlocks:
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
-        self.complete = False  # the events named every block that the replica holds
+        self.complete = False  # True: the events have named every block that the replica holds
         # Number of the last update, from a range that only this poller uses. Skipping a number
         # invalidates all earlier updates.
         self.number = random.randrange(1, 2**31) * NUMBERS
@@ -64,9 +64,9 @@ class KvBlocks:
         self._block_size = 0
         self._group: int | None = None
         self._keys: dict[int, int] = {}  # by hash
-        # By hash, blocks beyond the first: sequences computed at the same time have a block each.
+        # By hash, the copies of a block: sequences computed at the same time do not share blocks.
         self._copies: dict[int, int] = {}
-        self._changes: dict[int, bool] = {}  # by key, since the last update: held now?
+        self._changes: dict[int, bool] = {}  # by key, since the last update; True: held now
         self._resends = True  # a whole update is due: a router or Redis may have missed changes
         self._resend_s = _RESEND_S
         self._sent_keys = 0  # since the last whole update, headers counted as keys
@@ -76,7 +76,7 @@ class KvBlocks:
         return len(self._keys)
 
     def reset(self, complete: bool) -> None:
-        """Forgets all blocks; ``complete``: the replica holds no block."""
+        """Forgets all blocks; ``complete``: the replica holds none, else its blocks are unknown."""
         self._keys.clear()
         self._copies.clear()
         self._changes.clear()
@@ -136,7 +136,10 @@ class KvBlocks:
                         self._remove(hash_)
 
     def next_update(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
-        """Returns the update for routers, and all blocks for Redis where due; None: no change."""
+        """Returns the update for routers, with all blocks for Redis if these are due.
+
+        None if nothing changed and no whole update is due, or the blocks are unknown.
+        """
         since = self._clock() - self._whole_at
         if not self.complete:
             return None
@@ -218,7 +221,7 @@ def _salt(event: BlockStored) -> str:
 
 
 def _computable(event: BlockStored) -> int:
-    """Counts the blocks before the first whose hash covers more than tokens, adapter and salt."""
+    """Counts the leading blocks whose hash covers only tokens, adapter and salt."""
     extra_keys = event.extra_keys or ()
     for block in range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ():
         if _other_keys(event, block):

@@ -23,15 +23,15 @@ from extproc.poll.kv_events import read_batch
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Seconds between two replays: if the newest batch is lost, no later batch shows the gap. vLLM
-answers within half a millisecond."""
+"""Seconds between two replays, which find a lost batch even if no later batch shows the gap. vLLM
+answers a replay within half a millisecond."""
 _ANSWER_S = 2.0  # seconds to wait for each part of a replay; an idle vLLM takes up to 0.1 s
 SAVE_S = 30.0
-"""Seconds between two saves for the next poller, which needs a replay of all batches since then;
-vLLM can replay 10,000 steps."""
+"""Seconds between two saves of the blocks for the replica's next poller, which continues with a
+replay of the batches since the save; vLLM can replay 10,000 steps."""
 _SAVE_AGAIN_S = 900.0  # seconds between two saves without a change: Redis drops old saves
 _LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
-_MOST_PENDING = 1_000  # pushed batches in the receive queue; ZeroMQ drops others, a replay has them
+_MOST_PENDING = 1_000  # batches in the receive queue; ZeroMQ drops more, and a replay repeats them
 _LONGEST_REASON = 200
 _UNBOUNDED = 0
 _NUMBER_BYTES = 8
@@ -105,7 +105,7 @@ class KvStream:
             await asyncio.sleep(CHECK_S)
 
     async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
-        """Applies pushed batches until that time, or until a batch is missing."""
+        """Applies pushed batches until the time ``until``, or until a batch is missing."""
         while (left := until - self._clock()) > 0:
             if await pushed.poll(math.ceil(left * 1000)):
                 is_next = self._receive(_Batch.of(await pushed.recv_multipart()))
@@ -131,7 +131,7 @@ class KvStream:
             await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
 
     async def _catch_up(self) -> bool:
-        """Replays from the last batch on; returns False if the caller has to replay once more.
+        """Replays from the last batch on; returns False if the caller has to call again.
 
         Raises:
             zmq.Again: no answer within ``_ANSWER_S``.
@@ -156,7 +156,7 @@ class KvStream:
         return True
 
     def _begin(self, first: "_Batch") -> None:
-        """Starts from the oldest batch that the replica can replay, or from the replay's end."""
+        """Starts from the oldest batch of the replay, or from the mark of its end if it has none."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
         elif self._last is None:
@@ -191,7 +191,7 @@ class KvStream:
             await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
             while (batch := _Batch.of(await socket.recv_multipart())).number >= 0:
                 yield batch
-                await asyncio.sleep(0)  # receiving queued messages alone never yields to the loop
+                await asyncio.sleep(0)  # receiving a queued message does not yield to the loop
             yield batch
 
     def _socket(self, kind: int, url: str, most: int) -> zmq.asyncio.Socket:

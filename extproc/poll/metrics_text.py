@@ -1,7 +1,7 @@
-"""Parser of vLLM's ``/metrics`` page that reads only the series a router needs.
+"""Parser of vLLM's ``/metrics`` page, of the series that a router needs.
 
 A general parser takes milliseconds for the 60 kB of a page. Names of series differ between versions
-of vLLM: the newest name comes first.
+of vLLM; lists of names begin with the newest.
 """
 
 import re
@@ -82,8 +82,9 @@ class EngineFigures:
     def counts(self, at: float) -> EngineCounts:
         """Returns the counts, read at the time ``at``, from which step times are learned.
 
-        KV tokens follow from the fraction of KV blocks in use; a sequence's last block counts as
-        half full. Counted as full, blocks of 128 tokens (CPUs) overstated the KV tokens by a third.
+        KV tokens follow from the fraction of KV blocks in use, with the last block of a sequence
+        half full. Counting it as full overstates the KV tokens by a third for blocks of 128 tokens,
+        as on CPUs.
         """
         unfilled = self.running * self.block_size / 2
         return EngineCounts(
@@ -154,10 +155,10 @@ def read_metrics(page: bytes) -> EngineFigures:
 
 
 def drop_old_adapter_sets(page: bytearray) -> None:
-    """Removes all but the latest set of running LoRA adapters from a page or its first part.
+    """Removes all lines of LoRA adapters except the latest from a page, or from its first part.
 
-    vLLM keeps a line for each order of each set that ever ran, up to megabytes; the value of a line
-    is the time at which the set ran last.
+    vLLM keeps a line for each set of adapters that ever ran together, and for each order of the
+    set: up to megabytes. The value of a line is the time when the set last ran.
 
     Raises:
         MetricsError: a line has no valid value.
@@ -179,7 +180,7 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
         return []
     end = page.find(b"\n#", begin)
     lines = page[begin : end if end >= 0 else len(page)].split(start)
-    # Another next byte belongs to a longer name.
+    # After a longer name another byte follows.
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 

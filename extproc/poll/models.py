@@ -25,14 +25,14 @@ _TAKES_PRIORITY = 0, 11  # first version of vLLM
 
 
 class Models:
-    """Models of one replica, read beside its scrapes so that a slow answer delays no scrape.
+    """Models of one replica, read in a task of their own: a slow answer delays no scrape.
 
     Args:
         session: from :func:`~extproc.poll.scrape.open_session`.
         target: the replica.
-        by_priority: the pool's setting says that vLLM takes priorities.
+        by_priority: the setting ``priority_scheduling``: vLLM accepts priorities.
         changed: called with fields of a ``ReplicaState`` when they have changed.
-        known: state of the poller that scraped the replica before.
+        known: last state that the replica's previous poller wrote.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Models:
             self._reading = asyncio.create_task(self._refresh())
 
     def forget(self) -> None:
-        """Drops the models of a process that is gone, and an answer that is still to come."""
+        """Drops the models of an ended process, and cancels a request for them in progress."""
         if self._reading is not None:
             self._reading.cancel()
         self._reading, self._read_at, self.fields = None, -inf, {}
@@ -96,8 +96,8 @@ class _Version(BaseModel):
 
     @property
     def takes_priority(self) -> bool:
-        """True from 0.11 on. Before, vLLM answered 400 to ``priority`` in a body unless it ran with
-        ``--scheduling-policy priority``."""
+        """True from 0.11 on. Older versions answer 400 to ``priority`` in a body, unless they run
+        with ``--scheduling-policy priority``."""
         number = _NUMBER.match(self.version)
         return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
 
@@ -113,7 +113,7 @@ class _ModelList(BaseModel):
             "models": tuple(model.id for model in self.data),
             "listed": True,
             "adapters": tuple(model.id for model in self.data if model.parent),
-            # An adapter has null here: it has the length of its model.
+            # The entry of an adapter has null: its length is that of its model.
             "max_model_len": next(
                 (model.max_model_len for model in self.data if model.max_model_len), None
             ),

@@ -1,4 +1,4 @@
-"""Scrapes this poller's replicas of one pool while replicas and pollers come and go."""
+"""Poller of a pool: finds its replicas, and scrapes those that are assigned to this poller."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class _Polled:
 
 
 class Poller:
-    """Scrapes the discovered replicas that ``into`` assigns to this poller."""
+    """Scrapes the discovered replicas that ``into.claim`` assigns to this poller."""
 
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
@@ -80,7 +80,7 @@ class Poller:
                         await self._discover()
                         tasks.create_task(self._rediscover())
                         while True:
-                            await self._update_part(start)
+                            await self._update_assignment(start)
                             await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
@@ -114,7 +114,7 @@ class Poller:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
             self._leaving.discard(replica)
-            self._into.forget(replica)  # cancels a removal that was not written yet
+            self._into.forget(replica)  # cancels a removal that is not written yet
         before, self._targets = self._targets, targets
         for replica in before.keys() & targets.keys() & self._polled.keys():
             was, now, polled = before[replica], targets[replica], self._polled[replica].replica
@@ -122,22 +122,25 @@ class Poller:
             if polled.state and (was.draining, was.ready) != (now.draining, now.ready):
                 self._publish(polled.state)  # routers must not wait for the next scrape
 
-    async def _update_part(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
+    async def _update_assignment(
+        self, start: Callable[[Target, ReplicaState | None], _Polled]
+    ) -> None:
         targets = self._targets
-        part = await self._into.claim(targets)
-        lost = {*self._polled} if part.paused else self._polled.keys() - part.replicas
+        assigned = await self._into.claim(targets)
+        # After a pause another poller may have scraped the replicas: start all of them again.
+        lost = {*self._polled} if assigned.paused else self._polled.keys() - assigned.replicas
         for replica in lost:
             self._stop(replica)
             self._into.forget(replica)
         self._leaving |= lost - targets.keys()
-        for replica in self._leaving - part.listed_by_others:
+        for replica in self._leaving - assigned.listed_by_others:
             self._leaving.remove(replica)
             self._into.remove(replica)
             log.info("replica left the pool", extra={"replica": replica})
-        if part.redis_was_emptied:
+        if assigned.redis_was_emptied:
             for polled in self._polled.values():
                 polled.replica.resend_all()
-        new = part.replicas - self._polled.keys()
+        new = assigned.replicas - self._polled.keys()
         known = await self._into.last_states(new) if new else {}
         for replica in new:
             self._polled[replica] = start(targets[replica], known.get(replica))

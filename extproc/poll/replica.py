@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of an unhealthy replica
 HEALTH_EVERY_S = 2.0  # between two requests for `/health` of a healthy replica
 SILENCE_STEP_S = 0.1
-"""Step in which the silence of a replica is counted. The count begins when a scrape takes a step
-longer than the scrape before."""
+"""Seconds between two updates of a replica's silence. The first probe for silence starts once a
+scrape takes this much longer than the scrape before."""
 STALL_S = 1.0
-"""Seconds of silence after which routers hear of them; a busy API server may stall for less while
-its requests proceed."""
+"""Silence in seconds from which the published state shows it; a busy API server may be silent for
+less while its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
 
@@ -82,7 +82,7 @@ class PolledReplica:
             "by_priority": by_priority,
             "life_s": TTL_S,
         }
-        # The state published last; at first by the poller that scraped the replica before.
+        # The last published state; at first, the one of the replica's previous poller.
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
@@ -111,7 +111,7 @@ class PolledReplica:
 
     async def _scrape(self) -> None:
         try:
-            # Spreads the scrapes of many replicas that start at once: the first wait is shorter.
+            # A random share of the first wait spreads the scrapes of replicas that start together.
             share_of_wait = self._random.random()
             while True:
                 try:
@@ -147,7 +147,7 @@ class PolledReplica:
             self._metrics.good.inc()
             self._estimator.poll(figures.counts(started + seconds / 2), self._prior.prior)
             self._prior.report(self.target.id, self._estimator.evidence)
-        else:  # the time of the figures is too uncertain to learn step times from them
+        else:  # the figures' time is too uncertain to learn step times
             self._metrics.late.inc()
             self._estimator.interrupted()
         self._succeeded(figures, batch_fields(before or self._blank(), figures), seconds)
@@ -157,9 +157,9 @@ class PolledReplica:
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
-        """Tells whether to request ``/health`` too, which shows a dead engine behind a live server.
+        """Returns True if the scrape has to request ``/health``, which fails if the engine died.
 
-        A healthy replica is asked every ``HEALTH_EVERY_S``, an unhealthy replica at each scrape.
+        Due every ``HEALTH_EVERY_S`` for a healthy replica, at each scrape for an unhealthy one.
         """
         due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
         if due:
@@ -173,9 +173,8 @@ class PolledReplica:
         self._silent_scrapes = 0
         self._metrics.seconds.observe(seconds)
         self._figures = figures
-        kv_stream = (
-            self._kv_stream if figures.engines == 1 else None
-        )  # engines have separate caches
+        # Several engines have separate caches, and the events do not say whose.
+        kv_stream = self._kv_stream if figures.engines == 1 else None
         values = {**figures.fields(), **self._models.fields, **batch}
         state = self._blank(
             **values,
@@ -217,10 +216,10 @@ class PolledReplica:
         self._publish(structs.replace(self.state or self._blank(), **update))
 
     async def _count_silence(self, due_s: float) -> None:
-        """Publishes for how many seconds the replica has answered no request at all, from ``due_s``
-        on until cancelled; 0: the replica answers again.
+        """Waits ``due_s``, then probes the replica until cancelled, and publishes its silence.
 
-        Counts this task's own steps, so that delays of the poller do not count as silence.
+        The silence is the number of steps of this task without an answer. If the poller itself
+        stands still, its task makes no steps, so the replica does not look silent.
         """
         await asyncio.sleep(due_s)
         while True:
@@ -245,7 +244,7 @@ class PolledReplica:
         self._silence = None
 
     def _failed_unexpectedly(self, error: Exception) -> None:
-        """Drops everything learned from the replica, since any of it may have caused the error."""
+        """Drops everything learned from the replica: any of it may have caused the error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state is None or self.state.problem != problem:
             extra = {"replica": self.target.title}
@@ -270,13 +269,13 @@ class PolledReplica:
             self._publish(structs.replace(self.state, **values))
 
     def _restarted(self, figures: EngineFigures) -> bool:
-        """Tells whether another process answers than in the last scrape of any poller."""
+        """Returns True if the replica's process is not the one of the last scrape."""
         last = self._figures or self.state
         if last is None:
             return False
         if self._serves_another_model(figures):
             return True
-        if last.started_at and figures.started_at:  # else counters that fell show a restart
+        if last.started_at and figures.started_at:  # otherwise a restart shows in fallen counters
             return last.started_at != figures.started_at
         return (
             figures.steps < last.steps
@@ -295,7 +294,7 @@ class PolledReplica:
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """Returns the step times that another poller learned, if usable."""
+    """Returns the step times that the previous poller learned, if usable."""
     if known is None or not known.measured or known.profile != profile:
         return None
     model = known.learned

@@ -1,6 +1,6 @@
-"""Resolution of host names; a lookup that hangs delays nothing but itself.
+"""Resolution of host names, each on a thread of its own, so that a hanging lookup delays no other.
 
-A lookup by the system's resolver can be neither cancelled nor given a timeout. The event loop's own
+A lookup by the system's resolver has no timeout and cannot be cancelled. The event loop's own
 ``getaddrinfo`` shares a few threads (uvloop: four), which a silent name server would occupy.
 """
 
@@ -41,7 +41,7 @@ async def resolve_host(host: str) -> Sequence[str]:
 class Host:
     """A host name or an IP address, resolved repeatedly; a failure keeps the last addresses.
 
-    An answer that takes longer than ``timeout_s`` is used by the next :meth:`look_up`.
+    A lookup that takes longer than ``timeout_s`` goes on; the next :meth:`look_up` uses its answer.
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:

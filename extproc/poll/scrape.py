@@ -76,7 +76,7 @@ class RefusedError(UnreachableError):
 
 
 class SilentError(ScrapeError):
-    """The replica or its machine does not answer."""
+    """The replica, or its machine, did not answer in time."""
 
 
 class VanishedError(UnreachableError, SilentError):
@@ -120,8 +120,8 @@ async def scrape(
 
 
 async def responds(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Tells whether the replica at ``ip:port`` begins an answer, even an error, or refuses the
-    connection."""
+    """Returns True if the replica at ``ip:port`` reacts in time: it begins an answer, be it an
+    error, or refuses the connection."""
     requests = [asyncio.ensure_future(_responds(session, replica, path)) for path in _SCRAPED]
     try:
         for request in asyncio.as_completed(requests):
