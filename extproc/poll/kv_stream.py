@@ -156,7 +156,7 @@ class KvStream:
         return True
 
     def _begin(self, first: "_Batch") -> None:
-        """Starts from the oldest batch of the replay, or from the mark of its end if it has none."""
+        """Starts from the oldest batch of the replay, or from its end mark if it has no batch."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
         elif self._last is None:
