@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         findings += _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        # Failures of the parts that run here are findings; they must not be logged, too.
+        # The checks use parts that log their failures, which here are findings: print them once.
         logging.getLogger("extproc").addHandler(logging.NullHandler())
         findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
     return int(any(finding.level is Level.ERROR for finding in findings))

@@ -1,4 +1,4 @@
-"""``extproc top`` and ``extproc explain``: print what a running router answers.
+"""``extproc top`` and ``extproc explain``: print the fleet and decisions of a running router.
 
 ``top`` shows the router's dashboard in the terminal and updates it every second.
 """
@@ -105,7 +105,7 @@ def _draw(lines: list[str]) -> None:
 
 
 def screen(snapshot: Mapping[str, Any], width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, unhealthy replicas on top."""
+    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top."""
     return [printable(line)[:width] for line in _lines(snapshot, width)]
 
 
@@ -125,7 +125,7 @@ def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a table, without the last columns if they do not fit."""
+    """Yield the lines of a table, without the last columns that do not fit into the width."""
     columns = [column for column in given["columns"] if column["unit"] != "words"]
     rows = list(zip(*(column["values"] for column in columns), strict=True))
     if not rows:

@@ -23,7 +23,7 @@ from extproc.share.drains import DrainStore
 from extproc.share.replicas import StateReader
 
 _CHECK_EVERY_S = 0.1  # between reads of a draining replica's state
-_EMPTY_SCRAPES = 2  # scrapes without requests: at the first a request may be on its way
+_EMPTY_SCRAPES = 2  # consecutive scrapes without requests: at the first a request may be in transit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             print(text, flush=True)
             return await _until_empty(states, replica, args.wait)
         except (RedisError, OSError) as error:
-            # A ResponseError is a missing right or a full memory.
+            # Redis answers with a ResponseError if a right is missing or its memory is full.
             failure = "refuses" if isinstance(error, ResponseError) else "does not answer"
             where = f"Redis at {address(redis)} (redis.url)"
             raise CommandError(f"{where} {failure}: {error}") from None
@@ -113,7 +113,7 @@ class PoolReplica:
 
     @property
     def condition(self) -> str:
-        """Health in a word, or the problem that keeps requests away."""
+        """Health in a word, or the reason why the replica gets no requests."""
         if (state := self.state) is None:
             return "drained, not polled"
         health = "" if state.healthy else state.problem or "not healthy"

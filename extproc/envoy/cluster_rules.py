@@ -33,7 +33,7 @@ _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
 def _candidates(file: EnvoyFile) -> list[Node]:
-    """Return the clusters of replicas; if none obeys the router, all but the router's own."""
+    """Return the clusters that obey the router's choice; if none does, all but the router's."""
     routers = {cluster.path for cluster in file.router_clusters}
     others = [cluster for cluster in file.all(CLUSTER) if cluster.path not in routers]
     return file.replica_clusters or others
@@ -46,7 +46,7 @@ def _has_route_timeouts(file: EnvoyFile) -> bool:
 
 
 def _takes_one_address(file: EnvoyFile) -> list[Node]:
-    """Return the replicas' clusters without override_host, which alone takes a list."""
+    """Return the replicas' clusters without override_host: they take no list of addresses."""
     return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
 
 
@@ -109,7 +109,7 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
 
 
 def _not_retried(route: Node, _: EnvoyFile) -> str:
-    """Return the failures that the route does not retry: of a dead replica, of a broken one."""
+    """Return the failures that the route does not retry: refused connections, status 500."""
     policy = route["retry_policy"]
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.05  # changes within this time reach Envoy together
 _CHECK_EVERY_S = 1.0  # between checks for stale replicas, and of the connection to Redis
-_CUT_OFF_S = 3  # seconds without Redis until health checks fail: another instance may reach it
-_CLOSE_EVERY_S = 5  # between closing all streams: longer than health checks take to fail
+_CUT_OFF_S = 3  # seconds without Redis until this instance fails its health checks
+_CLOSE_EVERY_S = 5  # between two times that all streams are closed; health checks fail sooner
 _ENDPOINTS = bytes([2 << 3 | 2])  # protobuf tag of ``endpoints`` in ClusterLoadAssignment
 
 
@@ -75,11 +75,11 @@ async def _follow(reader: StateReader, members: "PoolMembers", changed: asyncio.
 
 
 async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:
-    """Send Envoy to another instance while this one has lost Redis.
+    """Send Envoy to another instance while this instance has lost Redis.
 
-    Envoy never leaves a stream by itself, so the streams are closed again and again. Instances do
-    not know each other: if all have lost Redis, Envoy finds none healthy and asks any. So each
-    instance goes on serving the last list that it has.
+    Health checks fail, and streams are closed repeatedly, because Envoy never leaves a stream by
+    itself. If all instances have lost Redis, Envoy finds none healthy and asks any of them;
+    therefore each instance keeps serving its last list.
     """
     lost_s = 0
     while True:
@@ -115,12 +115,12 @@ async def _serve(
 
 
 class PoolMembers:
-    """The health of a pool's replicas, by the rules that routers have for their fleets."""
+    """Health of a pool's replicas, by the rules that routers apply to their fleets."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self.current: dict[str, HealthStatus] | None = None
         """Health by ``ip:port``. None until the first replica is known: a Redis that has just
-        started holds none yet, and an empty list would make Envoy drop its own."""
+        started has no replica yet, and an empty list would make Envoy drop all of its own."""
         self._clock = clock
         self._staleness = Staleness(clock())
 
@@ -136,7 +136,7 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return replicas without an update for ``after_s``, if others had updates.
+        """Remove and return replicas without an update for ``after_s``, if others have updates.
 
         If no replica has updates, pollers or Redis are down, and the replicas probably still serve.
         """
@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Envoy's fallback policy uses healthy replicas only; the router's choice may be any member.
+    """Health as Envoy's fallback policy sees it; a router's choice may be any member.
 
-    So a draining replica gets a new request only if the router finds no other that could serve it.
+    A draining replica therefore gets new requests only from routers that find no other replica.
     """
     if state.draining:
         return HealthStatus.DRAINING

@@ -63,7 +63,7 @@ class Subscription:
         if request.node is not None and request.node.id:
             self._envoy["node"] = request.node.id
         if request.response_nonce != self._nonce:
-            return  # Envoy sent this before it got the last response
+            return  # Envoy sent this request before it got the last response
         names = frozenset(request.resource_names)
         if unknown := sorted(names - self._names - self._catalog.pools.keys()):
             extra = {"asked": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
@@ -75,7 +75,7 @@ class Subscription:
         self._answered = True
 
     def due(self) -> DiscoveryResponse | None:
-        """Return the response that Envoy has not been sent yet, if any."""
+        """Return a response if the assignments differ from those last sent; otherwise None."""
         pools = self._catalog.pools
         selected = {name: data for name in sorted(self._names) if (data := pools.get(name))}
         if not selected or selected == self._sent:
@@ -138,7 +138,7 @@ class EdsServer:
         self._catalog.watchers.add(woken)
         try:
             while not reading.done():
-                # An Envoy that reads slowly gets the newest response only.
+                # If Envoy reads slowly, it gets only the newest response.
                 if (response := subscription.due()) is not None:
                     yield bytes(response)
                 await woken.wait()

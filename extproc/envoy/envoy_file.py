@@ -1,4 +1,4 @@
-"""Parts of an Envoy file that concern a router: filters, routes, clusters."""
+"""Filters, routes and clusters of an Envoy file that concern a router."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,9 +26,9 @@ _OVERRIDABLE = (
 
 
 class EnvoyFile(Tree):
-    """A bootstrap, a fragment of a bootstrap, or a patch for a mesh; and its router's settings.
+    """A bootstrap, a fragment of a bootstrap, or a patch for a mesh, with the router's settings.
 
-    The methods read a file as Envoy would, if ``findings`` has no errors.
+    If ``findings`` has no error, the methods interpret the file as Envoy does.
     """
 
     def __init__(self, tree: object, config: Config | None = None) -> None:
@@ -36,7 +36,8 @@ class EnvoyFile(Tree):
         self.config = config or Config()
 
     def takes(self, kind: str) -> bool:
-        """Return true if Envoy gets listeners (``lds``) or clusters (``cds``) from elsewhere."""
+        """Return true if Envoy gets listeners (``lds``) or clusters (``cds``) from a server or
+        another file."""
         names = (f"{kind}_config", f"{kind}_resources_locator")
         return any(name in dynamic for dynamic in self.all(_DYNAMIC) for name in names)
 
@@ -74,12 +75,12 @@ class EnvoyFile(Tree):
 
     @cached_property
     def filters(self) -> list[Node]:
-        """The ext_proc filters, as written and as overridden by routes to the replicas."""
+        """The ext_proc filters as configured, and as routes to the replicas override them."""
         overridden = [filter for route in self.replica_routes for filter in self.filters_of(route)]
         return [*{node.path: node for node in (*self.all(EXT_PROC), *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
-        """Return the ext_proc filters with the overrides of a route."""
+        """Return the ext_proc filters as a route overrides them; unchanged without overrides."""
         return [
             Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
             for entry in self._entries(EXT_PROC)
@@ -106,7 +107,8 @@ class EnvoyFile(Tree):
         return not any(setting["disabled"] for setting in settings)
 
     def _settings_for(self, route: Node, entry: Node) -> list[Node]:
-        """Return a filter's settings within a route (weighted clusters) and nearest around it."""
+        """Return a filter's settings inside a route (for weighted clusters), and those of the
+        innermost scope that contains the route."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, setting in self._settings(entry):
@@ -117,7 +119,7 @@ class EnvoyFile(Tree):
         return within + around.get(max(around, key=len, default=()), [])
 
     def _settings(self, entry: Node) -> Iterator[tuple[Path, Node]]:
-        """Yield a filter's settings in routes and virtual hosts, each after its scope."""
+        """Yield the scope (a route or a virtual host) and value of each setting of a filter."""
         for setting in (node for kind in _OF_ROUTES for node in self.all(kind)):
             keys = [snake_case(str(part)) for part in setting.path]
             if "typed_per_filter_config" in keys:
@@ -184,5 +186,5 @@ def _overrides(overrides: Node) -> dict[str, object]:
 
 
 def _may_precede(first: Path, second: Path) -> bool:
-    """Return true if the first filter comes first, or a patch may put it there."""
+    """Return true if the first filter precedes the second, or a patch may place it there."""
     return first[:-2] != second[:-2] or first < second

@@ -1,4 +1,4 @@
-"""Checks running parts: files of replicas, Redis, the replicas and their models, Envoy."""
+"""Checks a running system: files of replicas, Redis, the replicas and their models, Envoy."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -155,7 +155,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
 
 
 async def _use_rights(redis: Redis, keys: Keys) -> None:
-    """Write, publish and subscribe in ways that change nothing."""
+    """Use each right that routers and pollers need in Redis, without changing anything."""
     async with in_time():
         await redis.eval(_DELETE, 1, keys.slot)  # this key never exists
         await redis.publish(keys.changes, sealed_list())
@@ -171,7 +171,7 @@ async def _check_replica(
     served: set[str],
     id_: str,
 ) -> list[Problem]:
-    """Check a replica's responses and the pollers' view of it; add the models that it serves."""
+    """Check a replica's answers and its state in Redis; add its models to ``served``."""
     began = monotonic()
     try:
         figures = await scrape(session, id_)

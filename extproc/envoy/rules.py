@@ -39,12 +39,12 @@ class Rule:
     id: str
     level: Level  # of a message that breaks the rule
     subjects: Callable[[EnvoyFile], list[Node]]  # messages that the rule judges
-    ok: str  # text where every message keeps the rule
-    problem: Callable[[Node, EnvoyFile], object]  # true for a message that breaks the rule
-    text: str = "{}"  # problem, consequence, remedy; ``{}``: the value of ``problem``
+    ok: str  # text of the finding if every message keeps the rule
+    problem: Callable[[Node, EnvoyFile], object]  # truthy for a message that breaks the rule
+    text: str = "{}"  # problem, consequence, remedy; ``{}`` stands for the value of ``problem``
 
     def apply(self, file: EnvoyFile) -> list[Finding]:
-        """Return a finding for each message that breaks the rule, or one OK if all keep it."""
+        """Return a finding for each message that breaks the rule, or a single OK if none does."""
         nodes = self.subjects(file)
         broken = [
             Finding(self.id, self.level, node.where, self.text.format(found, node=node, file=file))
@@ -93,7 +93,7 @@ def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
 
 
 def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
-    """Make a test: does the client's header reach an ext_proc filter within this message?"""
+    """Make a condition: a client's header reaches an ext_proc filter inside the message."""
     return lambda node, file: (
         not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
     )

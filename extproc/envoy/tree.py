@@ -2,8 +2,8 @@
 
 The type of a message follows from its ``@type``, from its key (``clusters``, ``listeners``, …) or,
 in Istio's EnvoyFilter, from the ``applyTo`` of its patch. The schema is that of
-``envoy-data-plane``. Its own ``from_dict`` does not suffice: its errors name no place in the file,
-and it knows neither types of modules not imported yet nor fields such as ``consecutive_5xx``.
+``envoy-data-plane``. The package's ``from_dict`` does not suffice: its errors name no place in the
+file, and it knows neither types of modules not imported yet nor fields such as ``consecutive_5xx``.
 """
 
 import importlib
@@ -78,7 +78,7 @@ class Node(dict[str, Any]):
 
 
 class Tree:
-    """The messages of a bootstrap, a fragment of a bootstrap, or a patch for a mesh."""
+    """Envoy's messages in a bootstrap, a fragment of a bootstrap, or a patch for a mesh."""
 
     def __init__(self, tree: object) -> None:
         self.findings: list[Finding] = []  # breaches of the schema, and unknown types

@@ -46,7 +46,7 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._read = read
         self._files = files
-        self._stamps: list[_Stamp | None] | None = None  # of the last content; None: read anew
+        self._stamps: list[_Stamp | None] | None = None  # None: the next call has to read
         self._was_read = False
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"

@@ -4,7 +4,7 @@ from logging import WARNING, Logger
 
 
 class OutageLog:
-    """Logs the first of several failures in a row, and the success that ends them."""
+    """Logs the first of consecutive failures, and the success after the last."""
 
     def __init__(
         self,
@@ -12,7 +12,7 @@ class OutageLog:
         begins: str,  # message of the first failure
         over: str = "",  # message of the first success; empty: not logged
         level: int = WARNING,  # of ``begins``
-        each: bool = False,  # log also a later failure whose text differs
+        each: bool = False,  # also log a later failure if its text differs from the one before
         **extra: str,  # fields of both lines
     ) -> None:
         self.problem = ""  # text of the last failure; empty: no outage
@@ -24,7 +24,7 @@ class OutageLog:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None) -> None:
-        """Records a failure; logs the first, and others as ``each`` says."""
+        """Records a failure; logs the first one, and with ``each`` every new text."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem}

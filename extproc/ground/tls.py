@@ -1,4 +1,4 @@
-"""TLS of the ports that this process opens: tries files before use, reads changed files again.
+"""TLS of the ports that this process opens: tests files before use, and reloads changed files.
 
 Functions raise ValueError with file and reason if a file cannot be used.
 """
@@ -33,13 +33,13 @@ class Certificates:
 
     chain: bytes  # the certificate and its intermediates
     key: bytes
-    client_ca: bytes | None  # authorities of permitted clients; None: all clients are
+    client_ca: bytes | None  # authorities of permitted clients; None: every client is permitted
     doubt: str  # why peers will distrust the certificate (say, it has expired); or empty
     context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
 def read(files: CertificateSection, section: str, client_ca: Path | None = None) -> Certificates:
-    """Reads and tries the files of a section; its ``tls_cert`` and ``tls_key`` are not None."""
+    """Reads and tests the files of a section, whose ``tls_cert`` and ``tls_key`` are not None."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
@@ -101,8 +101,8 @@ def _server_context(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """Returns a client context that trusts only the first certificate in the file, whatever its
-    issuer and host name."""
+    """Returns a client context that trusts only the first certificate in the file, and checks
+    neither its issuer nor its host name."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -16,7 +16,7 @@ from extproc.ground.address import join_address, split_address
 from extproc.ground.files import WatchedFiles, read_file
 from extproc.ground.tls import server_context
 
-_STOP_S = 0.1  # for responses in progress at the stop: the dashboard's events never end
+_STOP_S = 0.1  # given to responses in progress at the stop; the dashboard's events never end
 _OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
 AUTHORIZED: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("authorized")

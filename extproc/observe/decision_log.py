@@ -130,7 +130,7 @@ def _figures(values: Floats) -> list[float | None]:
 
 
 def _short(value: Any) -> Any:
-    """Round a float for people; infinity, which JSON lacks, becomes None."""
+    """Round a float for people. Infinity becomes None, since JSON has no infinity."""
     if not isinstance(value, float):
         return value
     return round(value, _DIGITS) if isfinite(value) else None

@@ -13,7 +13,7 @@ from extproc.observe.tally import OTHER, Counts, Spread
 from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
-_TENANTS = 5  # shown by name: there may be as many as users, and each is a series
+_TENANTS = 5  # shown by name: each is a series, and there may be as many tenants as users
 _MODELS = 20  # shown by name
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)

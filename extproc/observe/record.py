@@ -19,8 +19,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class StartLine(_Line, frozen=True, tag="start"):
-    """First line of a file. This file and the next ones have all later requests, except those that
-    :class:`LostLine` counts."""
+    """First line of a file. This file and the following files have all later requests, except those
+    that a :class:`LostLine` counts."""
 
     format: int
     pool: str
@@ -28,8 +28,11 @@ class StartLine(_Line, frozen=True, tag="start"):
 
 
 class ReplicaLine(_Line, frozen=True, tag="replica"):
-    """State of a replica from now on: the fields that differ from their defaults, and the step
-    times of predictions as ``learned``; None: the replica left."""
+    """State of a replica from this time on.
+
+    ``state`` has the fields that differ from their defaults, with the step times that predictions
+    used as ``learned``; None: the replica left.
+    """
 
     id: str
     state: dict[str, Any] | None = None
@@ -50,7 +53,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     waited_s: float = 0.0  # in the router's queue, before dispatch
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
-    cut: bool = False  # the router read the response, which did not end: the client left
+    cut: bool = False  # the router read the response, and it did not end: the client hung up
     failed: bool = False
     output_tokens: float = 0.0  # of each sequence, as reported, else as steps were counted
     output_bound: int | None = None
@@ -66,7 +69,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     ttft_target_s: float = inf
     tpot_target_s: float = inf
     completion_target_s: float = inf
-    keys: str = ""  # this and the next fields are those of Prefix, with the upper halves of keys
+    keys: str = ""  # this field and the next ones: a Prefix, with the upper halves of its keys
     unit: float = 0.0
     whole: int = 0
     asked: int = 0
@@ -80,7 +83,7 @@ class RefusedLine(_Line, frozen=True, tag="refused"):
 
 
 class LostLine(_Line, frozen=True, tag="lost"):
-    """Requests without a line, as the disk was full or too slow; ``at``: about when."""
+    """Requests without a line, because the disk was full or too slow; ``at``: approximate time."""
 
     requests: int  # upper bound: a failed write may have stored some lines
 
@@ -89,7 +92,7 @@ Line = StartLine | ReplicaLine | RequestLine | RefusedLine | LostLine
 
 
 def upper(key: int) -> int:
-    """Return the upper half of a key, which 4e9 keys share: a whole key could be inverted."""
+    """Return the upper half of a key. 4e9 keys share it, so that nobody can infer a prompt."""
     return key >> _HALF_BITS
 
 
@@ -99,7 +102,7 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Decode halves into new whole keys, equal exactly where all halves up to there are equal.
+    """Decode halves into new keys; two keys are equal if all halves up to theirs are equal.
 
     Raises:
         ValueError: ``text`` is no base64.

@@ -1,7 +1,7 @@
 """Writes the record of a router's traffic, once a second in a thread.
 
-RotatingFileHandler does not fit: at shutdown logging would wait for a disk that hangs, and the
-handler neither begins a file with the known replicas nor counts the requests it cannot write.
+RotatingFileHandler does not fit: at shutdown, logging waits for a disk that hangs; and the handler
+neither begins a file with the known replicas nor counts requests that it could not write.
 """
 
 import asyncio
@@ -88,10 +88,10 @@ class Recorder:
         self._lost = 0  # requests whose line was dropped since the last write
         self._missing = 0  # requests in no file, until a LostLine counts them
         self._since = wall()  # start of the time that the pending lines cover
-        # By replica: its last line, repeated when a file begins; time of that; healthy; draining.
+        # By replica: its last line (repeated when a file begins), its time, healthy, draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
-        self._size = -1  # of the newest file; -1: its first lines are not written yet
+        self._size = -1  # bytes of the newest file; -1: its first lines are not written yet
         self._outage = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class Recorder:
             seconds: time since dispatch.
             counted: output tokens of each sequence, counted by the replica's steps.
             failed: the replica did not answer, or answered with an error.
-            cut: the router read the response, which did not end.
+            cut: the router read the response, and it did not end.
         """
         prefix, objective, reported = profile.prefix, profile.objective, outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)

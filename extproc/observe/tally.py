@@ -1,7 +1,7 @@
 """Counters and histograms for events that happen several times per request.
 
-Only one thread may use them. ``add`` takes 0.17 µs and ``observe`` 0.33 µs of CPU, against 0.47 and
-0.92 µs with cached children of prometheus_client, which lock and add ``_created`` series.
+Not thread-safe. ``add`` takes 0.17 µs and ``observe`` 0.33 µs of CPU; with cached children of
+prometheus_client, which lock and add ``_created`` series, they would take 0.47 and 0.92 µs.
 """
 
 from bisect import bisect_left
@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-OTHER = "other"  # label for all that have no series of their own
-_MOST = 20  # series of a histogram: a page takes 10 ms, during which no request is served
+OTHER = "other"  # label of the series for all values without a series of their own
+_MOST = 20  # label combinations of a histogram: writing the page then stops the router for 10 ms
 
 
 class Counts(Collector):
@@ -48,7 +48,7 @@ class Counts(Collector):
 class Spread(Collector):
     """Histogram for each of the first 20 combinations of labels, and for all others together.
 
-    Clients name the models, so that a limit is needed: each combination is a dozen series.
+    Each combination has a dozen series. The limit is needed because clients choose model names.
     """
 
     def __init__(

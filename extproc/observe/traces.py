@@ -51,7 +51,7 @@ _SPARSE = _Sparse()
 class Traces:
     """Sends spans to a collector, from a thread of the SDK.
 
-    The caller's span decides about sampling, and the SDK's environment variables apply
+    Envoy's span decides whether a request is sampled. The SDK's environment variables apply
     (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like).
 
     Args:
@@ -89,7 +89,7 @@ class Traces:
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         if carrier.get("traceparent", "").endswith(_NOT_SAMPLED):
-            return None  # takes a tenth of the time that the SDK would, for most requests
+            return None  # the usual case, decided in a tenth of the SDK's time
         parent = self._parent(carrier)
         span = self._tracer.start_span("route", parent)
         return Trace(self._tracer, parent, span) if span.is_recording() else None

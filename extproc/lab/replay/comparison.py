@@ -15,9 +15,10 @@ _EDGE, _LONGEST_EDGE_S = 0.1, 60.0
 """Share of a record, and seconds, without figures at both ends: caches are empty at first, and
 requests in flight are not in the record."""
 _PARTS, _STUDENT = 3, 2.92
-"""Parts of a record for the jackknife, and standard errors that contain nine of ten values
-(Student's t with two degrees of freedom). If a queue lasts for minutes, more parts depend on each
-other: with ten parts of half an hour at 85% load, a quarter of the bounds miss the truth."""
+"""Parts of a record for the jackknife, and the number of standard errors that contains nine of ten
+values (Student's t with two degrees of freedom). With more parts these are shorter than a queue
+lasts, and depend on each other: with ten parts of half an hour at 85% load, a quarter of the bounds
+miss the truth."""
 _SHORTEST_PART = 10.0  # times the 95th percentile of completions
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 

@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 2.0  # between failing scrapes; the default of production
 
 
 class Machine:
-    """Engine that can be slow, hung or down; the caller advances it before an event.
+    """Engine that can be slow, hung or down; the caller advances the engine before each event.
 
     A hang stops the engine's clock, which is behind the simulation's clock from then on.
     """

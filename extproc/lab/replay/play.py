@@ -36,7 +36,7 @@ def play(
 ) -> Played:
     """Play a scene; ``forced``: dispatch each request when and where the record has it.
 
-    ``seed`` is of the policy and of the jitter; ``show`` gets the share of ended requests.
+    ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
 
     Raises:
         ValueError: the replicas are overloaded.

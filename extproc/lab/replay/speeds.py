@@ -1,10 +1,10 @@
 """Step times of recorded replicas, fitted to the whole record.
 
-A router's estimate follows the last seconds. Its coefficients are often wrong by tens of percent,
-which matters under another load. The record has the replicas' counters every ten seconds, and the
-duration of each stream from its first token to its end, with a step for each token. Streams with
-and without concurrent requests separate the cost of a step from the cost of prompts, even if all
-counter intervals are alike.
+A router's estimate follows the last seconds. Its single coefficients are often wrong by tens of
+percent, which shows only under another load. The record has the counters of the replicas every ten
+seconds, and for each stream the time from its first token to its end, with a step for each token.
+Streams with and without concurrent requests separate the cost of a step from the cost of prompts,
+even if all counter intervals have the same mix of work.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from extproc.predict.step import StepModel, profile_or_default
 from extproc.predict.windows import Work
 from extproc.replica_state import ReplicaState
 
-_SHORTEST_INTERVAL_S = 9.0  # between two lines: vLLM counts a prompt at the end of its prefill
+_SHORTEST_INTERVAL_S = 9.0  # long enough that prompts counted only when prefilled matter little
 _LEAST_WORK_S = 0.5  # in an interval
 _PRIOR = 1e-3  # weight of the profile relative to ten seconds of work
 _COUNTER_WEIGHT = 0.1  # relative to a second of streams, which are what the replay reproduces
@@ -31,8 +31,8 @@ _CAUCHY, _EXACT = 4.0, 1e-6
 """Cauchy's weights: an interval counts half if its squared logarithm of actual ÷ expected time is
 four times the median. Differences below a thousandth do not reduce the weight."""
 _LEAST_EXPECTED = 1e-3  # share of the actual time
-_SMOOTHED_S = 60.0  # before and after a time, of the work that gives the speed at that time
-_SHORTEST_S = 1e-6  # in which an amount is added
+_SMOOTHED_S = 60.0  # the speed at a time is that of the work within a minute before and after
+_SHORTEST_S = 1e-6  # shortest time over which an amount is spread
 
 
 @dataclass(frozen=True, slots=True)

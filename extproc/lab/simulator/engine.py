@@ -359,7 +359,7 @@ class Engine:
         return self.pool.blocks_for(sequence.computed + chunk) - sequence.blocks
 
     def _extend(self, sequence: Sequence, chunk: int) -> None:
-        """Take the blocks of a chunk; full blocks can be hit from now on."""
+        """Take the blocks of a chunk; later prompts can share the full ones."""
         missing = self._blocks_missing(sequence, chunk)
         self.pool.take(missing)
         sequence.blocks += missing

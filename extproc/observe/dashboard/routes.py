@@ -31,7 +31,7 @@ _EARLY_S = 0.01  # a timer may fire this much too early
 
 
 class Live:
-    """Snapshots of a router's pools, shared by all viewers and made only while somebody watches."""
+    """Snapshots of a router's pools: made only while viewers are connected, and shared by them."""
 
     def __init__(self, pools: Sequence[ObservedPool]) -> None:
         self._pools = pools

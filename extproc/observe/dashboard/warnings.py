@@ -77,7 +77,8 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _drifts(view: FleetView) -> Iterator[str]:
-    """Yield warnings about replicas that drift from the prediction unlike the others."""
+    """Yield warnings about replicas whose decode times drift from the prediction more than the
+    others' do."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
