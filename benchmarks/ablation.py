@@ -127,7 +127,7 @@ PARTS = {
     "prior of the fleet": AblatedPart(f"{_ESTIMATOR}:FleetPrior.report", _returning(None)),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
     "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
-    "trial of new replicas": AblatedPart(f"{_NEW}.favour_idle", _returning(None)),
+    "trial of new replicas": AblatedPart(f"{_FLEET}._favour_idle", _returning(None)),
     "decode correction": AblatedPart(
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))
     ),

@@ -143,7 +143,7 @@ class Fleet:
             self._provisional.clear(row)
         if state.measured:
             self._unmeasured.discard(row)
-        else:
+        elif restarted or before is None:
             self._unmeasured.add(row)
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
@@ -163,7 +163,7 @@ class Fleet:
         corrected by first tokens."""
         before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
         step = state.learned or profile
-        if not state.measured:
+        if row in self._unmeasured:
             step = step.slowed(self._provisional.slowness(row, step.usual))
         self._reconciliation.set_hardware(row, state, step)
         self._replicas.prefill_slowness[row] = step.c_prefill / profile.c_prefill

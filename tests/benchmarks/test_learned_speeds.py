@@ -89,7 +89,8 @@ def test_lone_requests_reach_every_replica_of_a_fresh_pool(believed: str) -> Non
         simulation = FleetSimulation(file, "completion", seed=seed)
         served = simulation.run(requests_at(0.5, 200, seed, SHORT))
         sent = Counter(one.replica for one in served)
-        assert min(sent[name] for name in file.members) >= 20, sent
+        assert min(sent[name] for name in file.members) >= 1, sent
+        assert max(sent.values()) <= 100, sent
 
 
 # -- a slow card among others ------------------------------------------------------------------

@@ -218,6 +218,16 @@ def _polled(clock: ManualClock, *fleets: Fleet) -> None:
             fleet.put(state(1, A10, clock, running=6, kv_usage=30_000 / 42_000, first_tokens=6))
 
 
+def test_first_digest_of_a_peer_takes_its_load_out_of_the_polled_load(clock: ManualClock) -> None:
+    first, second = routers(clock, 2, replicas=1)
+    for _ in range(4):
+        first.first_token(first.dispatch(replica(1), chat(5000, 2000)))
+    _polled(clock, first, second)
+    assert seen(second, "requests") == [[6]]
+    deliver(first, second, clock=clock)
+    assert seen(second, "requests", "batch") == [[6], [6]]
+
+
 def test_stale_digest_turns_a_peers_load_into_external_load(clock: ManualClock) -> None:
     first, second = _six_decode(clock)
     _polled(clock, first, second)

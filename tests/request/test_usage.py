@@ -273,3 +273,8 @@ def test_response_id_is_read_once_however_the_body_is_split(body: bytes, size: i
 )
 def test_other_and_late_ids_are_ignored(body: bytes) -> None:
     assert ids_in(body, 64) == []
+
+
+def test_usage_without_completion_tokens_reports_none_generated() -> None:
+    body = b'{"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}'
+    assert read([body]) == ReportedUsage(7, 0)
