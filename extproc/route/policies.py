@@ -37,7 +37,7 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     scores = POLICIES[policy](situation)
     if policy != "completion":
         return lowest(scores, situation.random), scores
-    equal = soonest(situation.prediction, as_good(situation.prediction, scores))
+    equal = soonest(situation, as_good(situation.prediction, scores))
     return equal.item(lowest(situation.view.requests[equal], situation.random)), scores
 
 
@@ -46,9 +46,13 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
     return near_lowest(scores, _NEAR_TIE * (1.0 - prediction.first_token_share))
 
 
-def soonest(prediction: Prediction, equal: Indices) -> Indices:
-    """Return those of equal candidates whose first token comes soonest."""
-    return equal[near_lowest(prediction.ttft[equal], _SAME_TTFT)]
+def soonest(situation: Situation, equal: Indices) -> Indices:
+    """Return those of equal candidates whose first token comes soonest.
+
+    Times within a step of each other are equal, too: a request arrives in the midst of a step.
+    """
+    ttft, step = situation.prediction.ttft[equal], least(situation.view.c0[equal])
+    return equal[ttft <= least(ttft) * (1.0 + _SAME_TTFT) + step]
 
 
 def lowest(scores: Floats, random: Random, band: float = 0.0) -> int:

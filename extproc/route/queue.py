@@ -20,9 +20,10 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   the lowest priority, the newest request of the tenant with the most queued. The victim may be the
   request that has just arrived.
 - *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds, to
-  within the two largest requests (start-time fair queueing). The bound holds for a tenant, not for
-  each request: one that needs much KV space may wait for a replica while later requests of its
-  tenant start on others.
+  within R + 1 of the largest requests on R replicas (start-time fair queueing): a tenant whose
+  requests wait for another replica does not keep this one idle. The bound holds for a tenant, not
+  for each request: one that needs much KV space may wait for a replica while later requests of
+  its tenant start on others.
 - *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
   A sweep decides a bounded number of requests: thousands that could start at once take seconds.
 - *Isolation.* A client that leaves frees its place and changes nothing else.

@@ -45,7 +45,7 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
     equal = as_good(prediction, choice.scores)
     if second in equal:
         text = f"{name} in {seconds(later)}: as good as equal"
-        if second not in soonest(prediction, equal):
+        if second not in soonest(situation, equal):
             return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
         if requests := more(situation.view.requests):
             return f"{text}, and here {requests:.0f} fewer are in flight"

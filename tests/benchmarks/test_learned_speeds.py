@@ -71,13 +71,12 @@ def test_equal_replicas_get_equal_shares(
 ) -> None:
     group = {"name": "gpu", "profile": H100, "believed": believed, "count": 2}
     file = FleetFile.model_validate({"replicas": [group | {"cold_steps": cold_steps}]})
-    shares = []
-    for seed in range(2):
+    sent = Counter[str]()
+    for seed in range(2):  # a draw decides between idle replicas: of 400 requests 50% ± 2.5%
         simulation = FleetSimulation(file, "completion", seed=seed)
         served = simulation.run(requests_at(8, 400, seed, lengths))
-        sent = Counter(request.replica for request in served)
-        shares.append(sent["gpu-0"] / sent.total())
-    assert all(0.45 <= share <= 0.55 for share in shares), shares
+        sent.update(request.replica for request in served)
+    assert 0.45 <= sent["gpu-0"] / sent.total() <= 0.55, sent
 
 
 @pytest.mark.parametrize("believed", [A100, A10])
@@ -89,8 +88,7 @@ def test_lone_requests_reach_every_replica_of_a_fresh_pool(believed: str) -> Non
         simulation = FleetSimulation(file, "completion", seed=seed)
         served = simulation.run(requests_at(0.5, 200, seed, SHORT))
         sent = Counter(one.replica for one in served)
-        assert min(sent[name] for name in file.members) >= 1, sent
-        assert max(sent.values()) <= 100, sent
+        assert min(sent[name] for name in file.members) >= 30, sent
 
 
 # -- a slow card among others ------------------------------------------------------------------

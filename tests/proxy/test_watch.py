@@ -113,10 +113,12 @@ async def test_streams_of_unmeasured_replicas_are_read_beyond_the_budget(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
-    for measured in (False, True):
+    for restarted in (True, False):
+        clock.advance(0.1)
         for number in (1, 2):
-            services.fleet.put(state(number, DEFAULT_PROFILE, clock, measured=measured))
-        assert await answer(envoy) != measured
+            process: dict[str, Any] = {"started_at": 900.0, "measured": not restarted}
+            services.fleet.put(state(number, DEFAULT_PROFILE, clock, **process))
+        assert await answer(envoy) == restarted
 
 
 async def test_short_stream_returns_unused_chunks(envoy: EnvoySide) -> None:

@@ -424,7 +424,7 @@ def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
             largest = max(largest, seconds)
             leads.append(got["few"] - got["many"])
     assert sum(got.values()) ** 2 / (2 * sum(value**2 for value in got.values())) >= 0.98
-    assert max(leads) - min(leads) <= 2 * largest + 1e-6
+    assert max(leads) - min(leads) <= 3 * largest + 1e-6  # one more than there are replicas
 
 
 @examples
