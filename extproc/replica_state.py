@@ -58,7 +58,7 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: Finite = 0.0  # from speculative decoding, beyond one a step
     preemptions: Finite = 0.0  # sequences preempted
 
-    kv_news: int | None = None
+    kv_update: int | None = None
     """Number of the latest KV event; None: the content of the prefix cache is not known, because
     the poller misses events."""
 

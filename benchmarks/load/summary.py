@@ -60,16 +60,16 @@ def record(planned: Planned, answer: Answer) -> Figures:
 
 
 def summary(
-    records: Sequence[Record], client: Client, effort: Effort, took_s: float, left_out: int = 0
+    records: Sequence[Record], client: Client, effort: Effort, took_s: float, excluded: int = 0
 ) -> Figures:
-    """Figures of a run; ``left_out`` requests of the trace did not fit into the context."""
+    """Figures of a run; ``excluded`` requests of the trace did not fit into the context."""
     answered = [entry for entry in records if entry["error"] is None]
     answers = client.answers.values()
     gaps = chain.from_iterable(answer.gaps_s for answer in answers if answer.ok)
     errors = Counter(entry["error"] for entry in records if entry["error"])
     figures: Figures = {
         "requests": len(records),
-        "left_out": left_out,
+        "excluded": excluded,
         "answered": len(answered),
         "failed": len(records) - len(answered),
         "requests_per_s": len(answered) / took_s,
@@ -107,8 +107,8 @@ def table(figures: Figures) -> str:
             head = [Column(label, left=True), *map(Column, names)]
             rows = [_row(name or "-", group) for name, group in groups.items()]
             lines += ["", *text.table(head, rows)]
-    if figures["left_out"]:
-        lines.append(f"\nnot sent, too long for the context: {figures['left_out']} requests")
+    if figures["excluded"]:
+        lines.append(f"\nnot sent, too long for the context: {figures['excluded']} requests")
     if figures["errors"]:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in figures["errors"].items())
         lines.append(f"\nfailed: {kinds}")

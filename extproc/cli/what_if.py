@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
         comparison = None
         if change != Change() and not problem:
             comparison = what_if(scene, other, str(change), progress("what if"))
-        left_out = dict(recorded.left_out)
+        excluded = dict(recorded.excluded)
         if args.json:
-            figures = replayed.to_json() | {"left_out": left_out}
+            figures = replayed.to_json() | {"excluded": excluded}
             print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
         else:
             print(replayed)
-            for why, count in left_out.items():
-                print(f"left out: {count} requests, {why}")
+            for why, count in excluded.items():
+                print(f"excluded: {count} requests, {why}")
             if comparison:
                 print(f"\n{comparison}")
     except (OSError, ValueError) as error:

@@ -66,7 +66,7 @@ class Subscription:
             return  # Envoy sent this request before it got the last response
         names = frozenset(request.resource_names)
         if unknown := sorted(names - self._names - self._catalog.pools.keys()):
-            extra = {"asked": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
+            extra = {"requested": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
             logger.warning("envoy asks for unknown pools: set pools", extra=extra | self._envoy)
         self._names = names
         if not self._answered and request.error_detail is not None:

@@ -111,9 +111,9 @@ class HeldBlocks:
         if blocks is None:
             return
         now = self._clock()
-        if state.kv_news is None:
+        if state.kv_update is None:
             blocks.known_until = -inf
-        elif is_up_to(blocks.number, state.kv_news):
+        elif is_up_to(blocks.number, state.kv_update):
             blocks.known_until = now + LATE_S
         overdue = [key for key, until in blocks.expected.items() if until < now]
         self._drop(blocks, overdue)

@@ -47,8 +47,8 @@ class ExcludedCandidate(Struct):
 class RequestOutcome(Struct):
     """Outcome of a routed request; None: the router did not see the value."""
 
-    waited_s: float = 0.0  # in the router's queue, before dispatch
-    waited_for: str = ""
+    queued_s: float = 0.0  # in the router's queue, before dispatch
+    queue_reason: str = ""
     served_by: str | None = None  # ip:port that answered, after retries
     status: int | None = None
     ttft_s: Figure = None  # since the decision; needs a response whose chunks the router reads

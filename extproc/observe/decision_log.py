@@ -148,7 +148,7 @@ def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
         "expected_output_tokens": prediction.output_tokens,
         "predicted_ttft_s": decision.predicted_ttft,
         "predicted_completion_s": decision.predicted_completion,
-        "held_s": waited,
+        "queued_s": waited,
     }
     return {
         "policy": decision.policy,

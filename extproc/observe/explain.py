@@ -222,7 +222,7 @@ def _happened(record: DecisionRecord) -> str:
 
 
 def _waited(outcome: RequestOutcome) -> list[str]:
-    if not outcome.waited_s:
+    if not outcome.queued_s:
         return []
-    why = outcome.waited_for or "no replica had room"
-    return [f"waited {figure(outcome.waited_s)} s at the router: {why}"]
+    why = outcome.queue_reason or "no replica had room"
+    return [f"waited {figure(outcome.queued_s)} s at the router: {why}"]

@@ -75,8 +75,8 @@ class RouterMetrics:
             "replica. Several in a row eject the replica.",
             ["replica"],
         )
-        self.left_out = gauge(
-            "extproc_replica_left_out",
+        self.excluded = gauge(
+            "extproc_replica_excluded",
             "1 for each replica that gets no requests of any model, by the first reason: "
             "unhealthy, stalled (or silent), failing, draining.",
             ["replica", "reason"],
@@ -120,7 +120,7 @@ class RouterMetrics:
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
         )
         self.waiting = gauge(
-            "extproc_requests_waiting",
+            "extproc_requests_queued",
             "Requests in the router's queue, by objective and tenant: the tenants with the most "
             "requests, and the rest as other.",
             ["objective", "tenant"],
@@ -137,8 +137,8 @@ class RouterMetrics:
             "by tenant: the tenants with the most, and the rest as other.",
             ["tenant"],
         )
-        self.waited_seconds = spread(
-            "extproc_waited_seconds",
+        self.queued_seconds = spread(
+            "extproc_queued_seconds",
             "Time in the router's queue, of requests that waited there and were dispatched.",
             _SECONDS,
         )
@@ -190,9 +190,9 @@ class RouterMetrics:
         self._skipped.add(reason, by=number)
 
     def set_excluded(self, reasons: Iterable[tuple[str, str]]) -> None:
-        self.left_out.clear()
+        self.excluded.clear()
         for replica, reason in reasons:
-            self.left_out.labels(replica, reason).set(1)
+            self.excluded.labels(replica, reason).set(1)
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):

@@ -50,7 +50,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     seconds: float  # from dispatch to the end of the stream
     prompt_tokens: int  # as the replica reported, else as estimated
     estimated_tokens: int
-    waited_s: float = 0.0  # in the router's queue, before dispatch
+    queued_s: float = 0.0  # in the router's queue, before dispatch
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
     cut: bool = False  # the router read the response, and it did not end: the client hung up
@@ -72,8 +72,8 @@ class RequestLine(_Line, frozen=True, tag="request"):
     keys: str = ""  # this field and the next ones: a Prefix, with the upper halves of its keys
     unit: float = 0.0
     whole: int = 0
-    asked: int = 0
-    answered: float = 0.0
+    previous_key: int = 0
+    previous_tokens: float = 0.0
 
 
 class RefusedLine(_Line, frozen=True, tag="refused"):

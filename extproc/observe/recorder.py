@@ -59,7 +59,7 @@ _NOT_WRITTEN = (
     "record of traffic is not written: free disk space, or set record.path to a folder that the "
     "router can write to"
 )
-_NOT_RECORDED = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
+_NOT_RECORDED = {"output_lengths", "scrape_seconds", "life_s", "kv_update"}
 _DEFAULTS = {  # recorded fields of a replica's state; a value equal to the default is omitted
     field.name: field.default
     for field in structs.fields(ReplicaState)
@@ -119,12 +119,12 @@ class Recorder:
         prefix, objective, reported = profile.prefix, profile.objective, outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)
         request = RequestLine(
-            at=round(self._wall() - seconds - outcome.waited_s, 6),
+            at=round(self._wall() - seconds - outcome.queued_s, 6),
             endpoint=str(profile.endpoint),
             model=profile.model,
             replica=replica,
             seconds=round(seconds, 6),
-            waited_s=round(outcome.waited_s, 6),
+            queued_s=round(outcome.queued_s, 6),
             ttft_s=None if outcome.ttft_s is None else round(outcome.ttft_s, 6),
             complete=outcome.completion_s is not None,
             failed=failed,
@@ -148,8 +148,8 @@ class Recorder:
             keys=text_of(prefix.keys),
             unit=prefix.unit,
             whole=upper(prefix.whole),
-            asked=upper(prefix.previous_key),
-            answered=prefix.previous_tokens,
+            previous_key=upper(prefix.previous_key),
+            previous_tokens=prefix.previous_tokens,
         )
         self._add(request)
 

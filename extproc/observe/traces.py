@@ -118,8 +118,8 @@ class Trace:
         self._route = route
         self._request: Span | None = None
 
-    def waits(self, why: str) -> None:
-        self._route.add_event("held", {"why": why})
+    def queued(self, why: str) -> None:
+        self._route.add_event("queued", {"why": why})
 
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
         """End ``route`` and begin the second span; ``waited``: seconds in the router's queue."""

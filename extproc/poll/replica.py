@@ -182,7 +182,7 @@ class PolledReplica:
             measured=self._estimator.measured,
             scraped_at=self._wall(),
             scrape_seconds=seconds,
-            kv_news=kv_stream.number if kv_stream is not None else None,
+            kv_update=kv_stream.number if kv_stream is not None else None,
         )
         self._publish(checked(state))
 
@@ -207,7 +207,7 @@ class PolledReplica:
         update = {
             "healthy": False,
             "problem": str(error),
-            "kv_news": None,
+            "kv_update": None,
             "refuses": isinstance(error, RefusedError),
         }
         if not is_silent:

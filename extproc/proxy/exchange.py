@@ -211,7 +211,7 @@ class Exchange:
             Left: the stream ends first.
         """
         if self._trace is not None:
-            self._trace.waits(reason)
+            self._trace.queued(reason)
         if not self.full_duplex:
             await self.write(messages.wait(self.services.config.hold.longest_s))
         await self._call.wait_for(until)
@@ -242,7 +242,7 @@ class Exchange:
         reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
         if not self.services.config.serve.decision_metadata or self._in_flight is None:
             return reply
-        return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
+        return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.queued_s))
 
     def destination(self, decision: Decision) -> str:
         second, members = decision.second, self.services.fleet.members

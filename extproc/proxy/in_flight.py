@@ -26,7 +26,7 @@ class InFlight:
         request_id: str,
         response_visible: bool,
         waited: float,
-        waited_for: str,
+        queue_reason: str,
     ) -> None:
         """Adds the request to the ledger.
 
@@ -47,8 +47,8 @@ class InFlight:
         pool = services.config.pool
         self.outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         if waited:
-            self.outcome.waited_s, self.outcome.waited_for = waited, waited_for
-            services.metrics.waited_seconds.observe(waited)
+            self.outcome.queued_s, self.outcome.queue_reason = waited, queue_reason
+            services.metrics.queued_seconds.observe(waited)
         self._usage: UsageReader | None = None  # None: the response's body is not read
         self._chunks: int | None = None  # received so far; None: not counted
         self._response_id = ResponseIdReader() if decision.profile.stored else None

@@ -23,7 +23,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 """Metadata key of the endpoint that served, which gateways send with the response's headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
-RESPONSE_SKIPPED = "x-extproc-unseen"
+RESPONSE_SKIPPED = "x-extproc-response-skipped"
 """Header that Envoy adds to requests whose responses it does not forward to the router
 (``envoy/envoy.yaml``)."""
 PRIORITY = "x-vllm-priority"  # header that vLLM prefers to the body's ``priority``

@@ -77,7 +77,7 @@ def test_fleet_with_events_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mixed_fleet_hides_which_cards_are_fast() -> None:
-    mixed, known = simulated_fleet("live-mixed"), simulated_fleet("live-mixed-told")
+    mixed, known = simulated_fleet("live-mixed"), simulated_fleet("live-mixed-true")
     assert {*mixed.profiles.values()} == {"llama-3-8b-a100"}
     assert known.profiles["h100-0"] == "llama-8b-h100"
     assert known.speeds == mixed.speeds
@@ -220,7 +220,7 @@ def test_another_contender_begins_each_repeat(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("file", "weighted"), [("live-mixed", True), ("live-mixed-told", True), ("live-equal", False)]
+    ("file", "weighted"), [("live-mixed", True), ("live-mixed-true", True), ("live-equal", False)]
 )
 def test_weighted_envoy_is_compared_where_replicas_differ(
     file: str, weighted: bool, monkeypatch: pytest.MonkeyPatch

@@ -32,12 +32,12 @@ def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str =
     return Answer(str(number), *times, problem, late_s=late_s, replica=replica, usage=usage)
 
 
-def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
+def summed(*answers: Answer, effort: Effort = IDLE, excluded: int = 0) -> dict[str, Any]:
     client = Client("http://nowhere")
     client.answers = {each.request_id: each for each in answers}
     planned = Planned(1, TracedRequest(0.0, 100, 10, None), "chat", True, None, False)
     records = [record(planned, each) for each in answers]
-    return summary(records, client, effort, 5.0, left_out)
+    return summary(records, client, effort, 5.0, excluded)
 
 
 def test_urgent_requests_have_a_header_and_a_line() -> None:
@@ -62,7 +62,7 @@ def test_figures_are_those_of_complete_answers() -> None:
     answers = [answer(n, problem="connect" if n in (1, 3) else "") for n in range(5)]
     answers[0].gaps_s.extend([0.25, 0.5])
     answers[1].gaps_s.append(9.0)
-    figures = summed(*answers, left_out=7)
+    figures = summed(*answers, excluded=7)
     assert (figures["requests"], figures["answered"], figures["failed"]) == (5, 3, 2)
     assert figures["errors"] == {"connect": 2}
     means = [figures[name]["mean"] for name in ("ttft_s", "gap_s")]

@@ -41,7 +41,7 @@ async def ask(client: Client, name: str, words: int = PROMPT, policy: str = "") 
 async def excluded(client: Client, reason: str = "") -> list[str]:
     """Return the names of the excluded replicas, for this reason if given."""
     fleet = (await client.fleet())["replicas"]
-    metric = "extproc_replica_left_out"
+    metric = "extproc_replica_excluded"
     reasons = [reason] if reason else ["unhealthy", "stalled", "failing", "full", "asleep"]
     return [
         one["name"]

@@ -53,7 +53,7 @@ async def known(client: Client, known: bool = True) -> None:
 
 
 async def kv_updates(client: Client) -> list[int]:
-    return [one["kv_news"] for one in (await client.fleet())["replicas"]]
+    return [one["kv_update"] for one in (await client.fleet())["replicas"]]
 
 
 async def settled(client: Client, before: list[int]) -> None:

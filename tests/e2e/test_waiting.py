@@ -22,7 +22,7 @@ SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
-WAITING = 'extproc_requests_waiting{objective="",tenant=""}'
+WAITING = 'extproc_requests_queued{objective="",tenant=""}'
 FILLING, SO_SLOW = 10.0, 50.0
 """Slow-down with which no request ends before the replicas are full, and after."""
 numbers = itertools.count()
@@ -141,15 +141,15 @@ async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIt
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -> None:
-    before, again = await client.metric("extproc_waited_seconds_count"), await preempted(client)
+    before, again = await client.metric("extproc_queued_seconds_count"), await preempted(client)
     async with full_replicas(client, 30, SO_SLOW) as crowd:
         await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
     await nothing_left(client)
     records = [one for name in crowd.names for one in await client.decisions(name)]
-    waited = [one for one in records if one["outcome"]["waited_s"] > 0.0]
+    waited = [one for one in records if one["outcome"]["queued_s"] > 0.0]
     assert len(records) == len(crowd.names)
     assert len(waited) >= 20
-    assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
+    assert await client.metric("extproc_queued_seconds_count") == before + len(waited)
     assert await preempted(client) == again
 
 

@@ -23,7 +23,7 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
 DESTINATION = "x-gateway-destination-endpoint"
-SKIPPED = "request.headers['x-extproc-unseen']"
+SKIPPED = "request.headers['x-extproc-response-skipped']"
 FROM_METADATA = f"[{{metadata: {{key: envoy.lb, path: [{{key: {DESTINATION}}}]}}}}]"
 UNJUDGED = {
     *("forged_destination_is_removed", "one_replica_is_named", "named_headers_arrive"),
@@ -81,7 +81,7 @@ class EditableBootstrap:
         return self
 
     def keep_forged_mark(self) -> Self:
-        self.removed_headers.remove({"remove": "x-extproc-unseen"})
+        self.removed_headers.remove({"remove": "x-extproc-response-skipped"})
         return self
 
     def send_header(self, header: str) -> Self:
@@ -255,9 +255,9 @@ BREAKAGES = [
     error("body_is_buffered", "STREAMED", lambda b: b.mode.update(request_body_mode="STREAMED")),
     error("response_headers_are_sent", "SKIP",
      lambda b: b.mode.update(response_header_mode="SKIP")),
-    error("response_headers_are_sent", "Add request.headers['x-extproc-unseen']",
+    error("response_headers_are_sent", "Add request.headers['x-extproc-response-skipped']",
      lambda b: (b.skip_responses(),
-         b.ext_proc["request_attributes"].remove("request.headers['x-extproc-unseen']"))),
+         b.ext_proc["request_attributes"].remove("request.headers['x-extproc-response-skipped']"))),
     warning("response_attributes_are_sent", "lacks upstream.address, response.code",
      lambda b: b.ext_proc.pop("response_attributes")),
     warning("response_attributes_are_sent", "lacks response.code:",
@@ -416,7 +416,9 @@ ALLOWED: list[Breakage] = [
     lambda b: (b.headers_first().filters.pop(0),
      b.removed_headers.append({"remove": "X-Gateway-Destination-Endpoint"})),
     lambda b: (b.keep_forged_mark(), b.ext_proc["request_attributes"].remove(SKIPPED)),
-    lambda b: (b.keep_forged_mark(), b.filters.insert(0, b.removing_filter("x-extproc-unseen"))),
+    lambda b: (
+        b.keep_forged_mark(),
+        b.filters.insert(0, b.removing_filter("x-extproc-response-skipped"))),
 ]  # fmt: skip
 
 

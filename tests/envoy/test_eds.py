@@ -119,7 +119,7 @@ def test_unknown_pool_is_logged_with_known_pools(logged: Logged) -> None:
     stream = Subscription(Catalog({"default": b"a1"}), "peer")
     assert ask(stream, "mine") is None
     (line,) = logged.lines(UNKNOWN)
-    assert (line["asked"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
+    assert (line["requested"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
 
 
 def test_servers_give_equal_lists_equal_versions() -> None:

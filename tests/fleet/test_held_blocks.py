@@ -41,7 +41,7 @@ class ReportingFleet:
 
     def poll(self, reporting: Collection[int] = (1, 2)) -> None:
         for number in (1, 2, 3):
-            last = {"kv_news": self.numbers[number]} if number in reporting else {}
+            last = {"kv_update": self.numbers[number]} if number in reporting else {}
             self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **last))
 
     def report(
@@ -63,7 +63,7 @@ class ReportingFleet:
 
     def join(self, number: int) -> None:
         update = self.numbers[number]
-        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_news=update))
+        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_update=update))
 
     def hits(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
@@ -99,7 +99,7 @@ def test_blocks_of_an_adapter_are_no_hits_for_the_model(pool: ReportingFleet) ->
     pool.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
     adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
     for number, update in pool.numbers.items():
-        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_news=update)
+        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_update=update)
         pool.fleet.put(structs.replace(polled, **adapters))
     view = pool.fleet.view("sql")
     assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
@@ -113,7 +113,7 @@ def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
         pool.report(number, keys(20))
         own = token_keys(IDS, 16, seed_of(name, ""))[:number]
         pool.report(number, [int(key) for key in own])
-        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_news=update + 2)
+        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_update=update + 2)
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
         pool.fleet.put(structs.replace(polled, **adapters))
     view = pool.fleet.view("sql")

@@ -39,9 +39,9 @@ def test_new_replica_gets_four_requests_at_first() -> None:
     fleet = joined(ManualClock(), H100)
     tickets = fill(fleet)
     assert len(tickets) == 4
-    (left_out,) = fleet.view(MODEL).excluded
-    assert (left_out.id, left_out.name) == (NEW, "r3")
-    assert left_out.why == "new, and its speed not measured yet: at most 4 requests at a time"
+    (excluded,) = fleet.view(MODEL).excluded
+    assert (excluded.id, excluded.name) == (NEW, "r3")
+    assert excluded.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
 
 def test_equal_new_replicas_are_predicted_equal(clock: ManualClock) -> None:

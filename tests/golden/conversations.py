@@ -257,7 +257,7 @@ def _plain() -> list[Conversation]:
         ],
         "body first, answer": [first(CHAT, x_request_id="body-first"), *_ANSWER],
         "body first, stream": [first(CHAT | {"stream": True}), *_STREAM],
-        "body first, unseen": [first(CHAT, x_extproc_unseen="1")],
+        "body first, unseen": [first(CHAT, x_extproc_response_skipped="1")],
         "body first, client left": [first(CHAT)],
         "body first, compressed": [first(gzip.compress(BODY, mtime=0), content_encoding="gzip")],
         "body first, goes on": [first(BODY[:-20], end=False, mode=Mode.BUFFERED_PARTIAL)],

@@ -159,7 +159,7 @@ async def test_more_decisions_than_a_page_are_read(services: Services, show: Run
         assert [record["number"] for record in records] == list(range(131 - shown, 131))
 
 
-WAITED = {"waited_s": 3.2, "waited_for": "r1 would have needed 98% of its KV cache"}
+WAITED = {"queued_s": 3.2, "queue_reason": "r1 would have needed 98% of its KV cache"}
 REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache"
 
 

@@ -125,8 +125,8 @@ def mounted(service: str) -> set[str]:
 
 
 FIRES = {
-    "ExtprocNoNews": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
-    "ExtprocReplicaLeftOut": {"extproc_replica_left_out{replica='a',reason='failing'}": "1x10"},
+    "ExtprocStateStale": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
+    "ExtprocReplicaExcluded": {"extproc_replica_excluded{replica='a',reason='failing'}": "1x10"},
     "ExtprocReplicaFails": {
         "extproc_failures_total{replica='a'}": "0+10x10",
         "extproc_decisions_total{replica='a',policy='completion'}": "0+100x10",

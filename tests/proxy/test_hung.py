@@ -133,7 +133,7 @@ class TestRecorded:
             hangs(services, on, 0.1)
             await until(lambda: not services.fleet.in_flight)
         await write_record(services)
-        assert read(tmp_path / "record").left_out == {"failed": 1}
+        assert read(tmp_path / "record").excluded == {"failed": 1}
 
 
 class TestUnreadResponse:

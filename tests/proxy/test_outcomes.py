@@ -125,13 +125,13 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
     assert services.demand.replicas(services.queue) > 0.0
 
 
-def test_replica_left_out_metric_follows_exclusions(registry: CollectorRegistry) -> None:
+def test_replica_excluded_metric_follows_exclusions(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
     metrics.set_excluded([("a", "failing"), ("b", "draining")])
-    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) == 1
+    assert value(registry, "replica_excluded", {"replica": "a", "reason": "failing"}) == 1
     metrics.set_excluded([("b", "draining")])
-    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) is None
-    assert value(registry, "replica_left_out", {"replica": "b", "reason": "draining"}) == 1
+    assert value(registry, "replica_excluded", {"replica": "a", "reason": "failing"}) is None
+    assert value(registry, "replica_excluded", {"replica": "b", "reason": "draining"}) == 1
 
 
 async def test_response_from_a_tunnel_counts_for_the_chosen_replica(

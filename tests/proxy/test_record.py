@@ -146,7 +146,7 @@ async def test_full_disk_counts_unwritten_requests(services: Services, folder: P
     await many(services)
     record = read(folder)
     assert len(record.requests) == 800
-    assert record.left_out == {"not written (the disk was full, or too slow)": 800}
+    assert record.excluded == {"not written (the disk was full, or too slow)": 800}
 
 
 async def test_hanging_disk_does_not_delay_shutdown(
@@ -200,7 +200,7 @@ async def test_record_holds_no_text(services: Services, envoy: EnvoySide, folder
     await ask(envoy, body, status=503)
     record = await recorded(services, folder, envoy)
     (request,) = record.requests
-    assert record.left_out == {"failed": 1}
+    assert record.excluded == {"failed": 1}
     assert record.start.config["route"]["policy"] == "lmetric"
     assert (request.prompt_tokens, request.output_tokens) == (77, 9)
     assert request.output_bound == 40
@@ -218,7 +218,7 @@ async def test_record_counts_refusals(services: Services, envoy: EnvoySide, fold
     reply = await envoy.ask_body_first(CHAT | {"model": "nobody's"})
     assert reply.immediate_response is not None
     record = await recorded(services, folder, envoy)
-    assert record.left_out == {"refused (model_not_found)": 1}
+    assert record.excluded == {"refused (model_not_found)": 1}
 
 
 async def test_restart_continues_record(
@@ -234,7 +234,7 @@ async def test_restart_continues_record(
     await write_record(again)
     record = read(folder)
     assert sorted(request.prompt_tokens for request in record.requests) == [10, 77]
-    assert record.left_out == {"whose line cannot be read": 1}
+    assert record.excluded == {"whose line cannot be read": 1}
 
 
 async def test_record_files_are_bounded_and_readable(services: Services, folder: Path) -> None:
@@ -293,5 +293,5 @@ async def test_record_marks_cut_answers(
     await stream.response_body(b"data: {}\n\n", end_of_stream=False)
     await stream.end()
     record = await recorded(services, folder, envoy)
-    assert record.left_out == {"failed": 1}
+    assert record.excluded == {"failed": 1}
     assert sorted(request.cut for request in record.requests) == [False, True]

@@ -60,7 +60,7 @@ async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans
     assert f"{shown['server.address']}:{shown['server.port']}" == first
     assert shown["gen_ai.request.max_tokens"] == 50
     assert shown["extproc.request_id"] == "one"
-    assert shown["extproc.held_s"] == 0.0
+    assert shown["extproc.queued_s"] == 0.0
     outcome = attributes(request)
     assert f"{outcome['server.address']}:{outcome['server.port']}" == second
     assert (outcome["http.response.status_code"], outcome["error.type"]) == (503, "503")
@@ -99,9 +99,9 @@ async def test_span_shows_that_client_left(
         await stream.end()
     route = (await exported(services, spans))["route"]
     assert attributes(route)["extproc.result"] == "gave_up"
-    (held,) = route.events
-    assert held.name == "held"
-    assert attributes(held)["why"]
+    (queued,) = route.events
+    assert queued.name == "queued"
+    assert attributes(queued)["why"]
 
 
 async def test_spans_show_refused_and_unrouted_requests(

@@ -108,8 +108,8 @@ async def test_queued_request_is_sent_to_freed_replica(
     assert json.loads(body_of(reply) or b"") == long("third")
     assert len(services.queue) == 0
     (record,) = services.log.of_request("abc")
-    assert record.outcome.waited_s == 0.5
-    assert re.match(r"r\d is expected to have room ", record.outcome.waited_for)
+    assert record.outcome.queued_s == 0.5
+    assert re.match(r"r\d is expected to have room ", record.outcome.queue_reason)
     await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0

@@ -13,7 +13,7 @@ from tests.proxy.conftest import config_of, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
-MARK = {"x-extproc-unseen": "1"}
+MARK = {"x-extproc-response-skipped": "1"}
 PER_S = 100
 TOKENS = 20  # of a streamed response, each a chunk
 CHUNKS_PER_S = 2.0

@@ -189,7 +189,7 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
 
         async def count() -> None:
             while True:
-                fleet.put(state(1, "llama-8b-a10", ManualClock(wall()), kv_news=NUMBERS))
+                fleet.put(state(1, "llama-8b-a10", ManualClock(wall()), kv_update=NUMBERS))
                 held.append(fleet.blocks.count(replica(1)) or 0)
                 await asyncio.sleep(0)
 

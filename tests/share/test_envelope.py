@@ -193,7 +193,7 @@ def test_message_fields_match_version() -> None:
             "max_model_len takes_priority by_priority healthy problem draining unanswered_s "
             "engines running waiting kv_usage kv_tokens block_size prefix_caching steps "
             "prompt_tokens cached_tokens generated_tokens first_tokens accepted_tokens "
-            "preemptions kv_news output_lengths scraped_at scrape_seconds life_s asleep "
+            "preemptions kv_update output_lengths scraped_at scrape_seconds life_s asleep "
             "started_at refuses most_running max_num_seqs tokens_per_step"
         ),
     }

@@ -46,7 +46,7 @@ def play(
     jitter = Random(f"{seed} jitter")
     delayed = []
     for request in scene.requests:
-        delay_s = request.waited_s if forced else _JITTER_S * jitter.random()
+        delay_s = request.queued_s if forced else _JITTER_S * jitter.random()
         delayed.append(replace(request, at=request.at + delay_s))
     requests = sorted(delayed, key=attrgetter("at"))
     replicas = [""] * len(requests)

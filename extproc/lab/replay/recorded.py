@@ -34,7 +34,7 @@ class Recorded:
     start: StartLine  # configuration, and the time from which on the record is complete
     requests: list[RequestLine]  # served requests in the order of arrival
     replicas: dict[str, list[ReplicaLine]]  # states in the order of time, by address
-    left_out: Counter[str] = field(default_factory=Counter)  # requests not to replay, by reason
+    excluded: Counter[str] = field(default_factory=Counter)  # requests not to replay, by reason
 
 
 def read(path: Path, pool: str = "") -> Recorded:
@@ -50,11 +50,11 @@ def read(path: Path, pool: str = "") -> Recorded:
         )
     files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
     pools: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    left_out = Counter[str]()
+    excluded = Counter[str]()
     for file in files:
         found, unreadable = _lines_of(file)
         if unreadable:
-            left_out["whose line cannot be read"] += unreadable
+            excluded["whose line cannot be read"] += unreadable
         if not found:
             continue  # the disk was full when the router created the file
         starts = [line for line in found if isinstance(line, StartLine)]
@@ -70,7 +70,7 @@ def read(path: Path, pool: str = "") -> Recorded:
     routers = pools.get(pool or next(iter(pools)))
     if routers is None:
         raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(pools)}")
-    return _merged(list(routers.values()), left_out)
+    return _merged(list(routers.values()), excluded)
 
 
 def _lines_of(file: Path) -> tuple[list[Line], int]:
@@ -97,7 +97,7 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
         )
 
 
-def _merged(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
+def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
     """Merges the lines of all routers, from when all of them wrote with the last configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
@@ -113,19 +113,19 @@ def _merged(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Record
         if isinstance(line, ReplicaLine):
             states[line.id].append(line)
     replicas = {name: each for name, each in states.items() if any(line.state for line in each)}
-    recorded = Recorded(start, [], replicas, left_out)
+    recorded = Recorded(start, [], replicas, excluded)
     for line in lines:
         if line.at < start.at:
             continue
         match line:
             case RefusedLine():
-                left_out[f"refused ({line.why})"] += 1
+                excluded[f"refused ({line.why})"] += 1
             case LostLine():
-                left_out["not written (the disk was full, or too slow)"] += line.requests
+                excluded["not written (the disk was full, or too slow)"] += line.requests
             case RequestLine(failed=True):
-                left_out["failed"] += 1
+                excluded["failed"] += 1
             case RequestLine() if line.replica not in replicas:
-                left_out["on an unknown replica"] += 1
+                excluded["on an unknown replica"] += 1
             case RequestLine():
                 recorded.requests.append(line)
     if not recorded.requests:

@@ -39,7 +39,7 @@ class ReplayRequest:
     keys: Keys  # of the prompt and, if a later prompt shows them, of the answer
     unit: float  # tokens of a key, equal for all requests for a model
     replica: str
-    waited_s: float
+    queued_s: float
     ttft_s: float  # since the dispatch; NaN if the router did not see the first token
     completion_s: float  # since the dispatch; NaN if the router did not see the end
 
@@ -145,8 +145,8 @@ def _requests(
     with_answers = list(keys)  # the next turn of a conversation has the keys of the answer
     last = dict[int, int]()
     for index, line in enumerate(lines):
-        if (before := last.get(line.asked)) is not None:
-            known = keys[index][: int(line.answered / max(line.unit, 1.0))]
+        if (before := last.get(line.previous_key)) is not None:
+            known = keys[index][: int(line.previous_tokens / max(line.unit, 1.0))]
             with_answers[before] = max(with_answers[before], known, key=len)
         if line.whole:
             last[line.whole] = index
@@ -162,7 +162,7 @@ def _requests(
             keys=with_answers[index],
             unit=units.get(line.model, 1.0),
             replica=line.replica,
-            waited_s=line.waited_s,
+            queued_s=line.queued_s,
             ttft_s=np.nan if line.ttft_s is None else line.ttft_s,
             completion_s=line.seconds if end_seen else np.nan,
         )
@@ -175,7 +175,7 @@ def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
     return RequestProfile(
         *(Endpoint(line.endpoint), line.model, tokens, 0),
         objective=Objective(line.objective, line.priority, False, *targets),
-        prefix=Prefix(keys, line.unit, tokens, line.whole, line.asked, line.answered),
+        prefix=Prefix(keys, line.unit, tokens, line.whole, line.previous_key, line.previous_tokens),
         **same,
     )
 

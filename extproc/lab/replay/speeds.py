@@ -75,7 +75,7 @@ def _intervals(
     """Intervals of a replica's work: from its streams, and from its counters."""
     rows = [
         (
-            line.at + line.waited_s,
+            line.at + line.queued_s,
             line.ttft_s or 0.0,
             line.seconds,
             line.prompt_tokens,

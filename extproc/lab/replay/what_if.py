@@ -46,7 +46,7 @@ class Change:
             *(f"without {name}" for name in self.less),
             *(f"{name} on {profile}" for name, profile in self.hardware),
             f"{self.traffic:g}× the traffic" if self.traffic != 1.0 else "",
-            "" if self.hold is None else "holding on" if self.hold else "holding off",
+            "" if self.hold is None else "queue on" if self.hold else "queue off",
         ]
         return ", ".join(filter(None, parts))
 

@@ -109,4 +109,4 @@ def _compared(record: DecisionRecord) -> bytes:
     units, keys = {"": "mark", "replica": "name"}, list(range(len(compared.rows)))
     candidates = text_table("Candidates", keys, compared.columns, compared.rows, units)
     shown = {"facts": [*compared.facts.items()], "candidates": candidates}
-    return encode(shown | {"legend": compared.legend, "left_out": compared.excluded})
+    return encode(shown | {"legend": compared.legend, "excluded": compared.excluded})

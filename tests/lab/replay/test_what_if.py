@@ -118,7 +118,7 @@ def longer_after_waiting(every: Sequence[Line]) -> list[Line]:
     earlier = [replace(line, at=line.at - 60.0) for line in every]
     return edited(
         earlier,
-        lambda _, line: {"waited_s": 60.0, "seconds": 1.5 * line.seconds, "ttft_s": None},
+        lambda _, line: {"queued_s": 60.0, "seconds": 1.5 * line.seconds, "ttft_s": None},
     )
 
 
@@ -305,7 +305,7 @@ def test_truncated_line_is_skipped_and_counted(busy: Sequence[Line], record: Pat
     file.write_bytes(file.read_bytes()[:-30])
     found = read(record)
     assert len(found.requests) == len(served(busy)) - 1
-    assert found.left_out == {"whose line cannot be read": 1}
+    assert found.excluded == {"whose line cannot be read": 1}
 
 
 def test_removed_page_option_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +319,7 @@ def test_refused_requests_are_counted_by_reason(
 ) -> None:
     refused = [RefusedLine(BEGAN + number, "saturated") for number in range(3)]
     assert cli.main(["what-if", str(write(tmp_path / "record", [*busy, *refused]))]) == 0
-    assert "left out: 3 requests, refused (saturated)" in capsys.readouterr().out
+    assert "excluded: 3 requests, refused (saturated)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

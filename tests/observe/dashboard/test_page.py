@@ -107,7 +107,7 @@ async def test_page_fits_the_window(shown: BrowserPage, services: Services, widt
     wait(services, "blue")
     await shown.look(width, 800)
     await shown.until(DOWN)
-    await shown.until("$('#held tbody tr')")
+    await shown.until("$('#queued tbody tr')")
     assert await shown.evaluate("document.documentElement.scrollWidth") <= width
 
 

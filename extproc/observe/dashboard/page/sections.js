@@ -67,7 +67,7 @@ async function openComparison(number) {
   }
 }
 
-function comparisonOf({ facts, candidates, legend, left_out: excluded }) {
+function comparisonOf({ facts, candidates, legend, excluded }) {
   const listed = (pairs) => showFacts(element("dl", { className: "facts" }), pairs);
   const heading = (textContent) => element("h3", { textContent });
   const notes = legend.map((textContent) => element("p", { className: "note", textContent }));
@@ -84,7 +84,7 @@ export function show({ router, warnings, figures, facts, pools, decisions }) {
   showFacts($("parts"), facts);
   for (const { replicas, waiting } of pools) {
     showTable("replicas", replicas, { captioned });
-    showTable("held", waiting, { captioned });
+    showTable("queued", waiting, { captioned });
   }
   showAccuracy(pools);
   showTable("decisions", decisions, { className: "cards dense", open: openComparison });
