@@ -90,7 +90,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures and every request")
-    add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
+    add("--report", type=Path, metavar="DIR", help="write a page with a picture: needs matplotlib")
 
 
 def check_outputs(args: argparse.Namespace) -> None:

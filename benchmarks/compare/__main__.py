@@ -111,11 +111,10 @@ async def _compare(
                 print(f"{repeat + 1} {name}\n  wrong: not run: {error}", flush=True)
 
 
-def contender_named(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
+def contender_named(name: str, programs: Path | None = None) -> Contender:
     """Contender called ``kind:policy``; a kind alone stands for its usual policy.
 
-    ``fair`` puts pickers of the standard protocol behind this project's Envoy file. Raises
-    ValueError if the contender is unknown or its program is neither in ``programs`` nor on
+    Raises ValueError if the contender is unknown or its program is neither in ``programs`` nor on
     ``PATH``.
     """
     kind, _, policy = name.partition(":")
@@ -129,7 +128,7 @@ def contender_named(name: str, programs: Path | None = None, fair: bool = False)
         if program is None:
             raise ValueError(f"{kind} needs the program {picker.program}: see {_BUILD}")
         policy = _checked(kind, policy or picker.policies[0], picker.policies)
-        return PickerContender(picker, policy, program, fair and picker.standard)
+        return PickerContender(picker, policy, program)
     if kind not in PROXIES:
         kinds = ", ".join(("router", "envoy", *PROXIES, *_PICKERS))
         raise ValueError(f"no contender is called {kind!r}; known: {kinds}")
@@ -167,11 +166,7 @@ def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contend
         if not args.quick:
             installed = [proxy for proxy in PROXIES.values() if proxy.installed]
             names += [f"{proxy.name}:{proxy.best}" for proxy in installed]
-    return [_contender(args, name) for name in names]
-
-
-def _contender(args: argparse.Namespace, name: str) -> Contender:
-    return contender_named(name, args.programs, args.envoy == "fair")
+    return [contender_named(name, args.programs) for name in names]
 
 
 def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
@@ -193,7 +188,7 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
             "fault": args.fault.model_dump() if args.fault else None,
             "without_part": turns.without_part,
             "ours": [name for name in ran if name.startswith("router:")],
-            "contenders": {name: _contender(args, name).about for name in ran},
+            "contenders": {name: contender_named(name, args.programs).about for name in ran},
         },
         "not_run": turns.not_run,
         "runs": turns.runs,
@@ -215,8 +210,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contenders", type=split, metavar="a,b,c", help=names)
     programs = "folder of epp (llm-d) and gateway-plugins (AIBrix) [PATH]"
     add("--programs", type=Path, metavar="DIR", help=programs)
-    behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"
-    add("--envoy", choices=("own", "fair"), default="own", help=behind)
     add("--stream-share", type=probability, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
     fault = f"part that fails in each turn, and how: {', '.join(FAULTS)}"
@@ -231,7 +224,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.at is not None and not (args.fault and args.at < args.duration):
         parser.error("--at is the time of the --fault, and less than --duration")
     try:
-        named = [_contender(args, name).name for name in args.contenders or ()]
+        named = [contender_named(name, args.programs).name for name in args.contenders or ()]
     except ValueError as error:
         parser.error(f"--contenders: {error}")
     args.contenders = list(dict.fromkeys(named))

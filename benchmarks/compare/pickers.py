@@ -13,12 +13,11 @@ import yaml
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
-from benchmarks.compare.envoy import envoy_stats, replica_complaints, start_envoy
+from benchmarks.compare.envoy import envoy_stats, start_envoy
 from benchmarks.processes import get_samples
-from extproc.lab.harness.envoy_config import Bootstrap, addressed, socket_address
+from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
-FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"  # for any standard picker
 _READY_S = 30.0
 
 
@@ -58,7 +57,6 @@ class PickerProduct(ABC):
     program: ClassVar[str]
     policies: ClassVar[tuple[str, ...]]  # the usual policy first
     clusters: ClassVar[Mapping[str, str]]  # cluster of the Envoy file → port, `grpc` or `http`
-    standard: ClassVar[bool] = False  # speaks the Gateway API Inference Extension's protocol
 
     @property
     def envoy(self) -> Path:
@@ -80,17 +78,12 @@ class PickerProduct(ABC):
 class PickerContender:
     parts: tuple[str, ...] = ("picker",)
 
-    def __init__(
-        self, product: PickerProduct, policy: str, program: Path, fair: bool = False
-    ) -> None:
-        """Puts the picker behind its makers' Envoy file or, if ``fair``, this project's."""
+    def __init__(self, product: PickerProduct, policy: str, program: Path) -> None:
         self.name = f"{product.name}:{policy}"
-        behind = FAIR.name if fair else "its makers' Envoy file"
-        self.about = f"{product.name}, policy {policy}, behind {behind}"
+        self.about = f"{product.name}, policy {policy}, behind its makers' Envoy file"
         self._product = product
         self._policy = policy
         self._program = program
-        self._fair = fair
 
     @asynccontextmanager
     async def running(
@@ -112,7 +105,6 @@ class PickerContender:
 
         async def complaints(requests: Requests) -> list[str]:
             found = (await account()).complaints(requests, servers)
-            found += await replica_complaints(admin, len(servers)) if self._fair else []
             stats = await envoy_stats(admin)
             allowed = sum(n for name, n in stats.items() if name.endswith("failure_mode_allowed"))
             if allowed:
@@ -129,8 +121,6 @@ class PickerContender:
             yield Front(url, complaints, parts={"picker": started})
 
     def bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Bootstrap:
-        if self._fair:
-            return _fair(ports, servers)
         bootstrap: Bootstrap = yaml.safe_load(self._product.envoy.read_text())
         resources = bootstrap["static_resources"]
         bootstrap["admin"]["address"] = socket_address(f"127.0.0.1:{ports['admin']}")
@@ -139,20 +129,6 @@ class PickerContender:
             if port := self._product.clusters.get(cluster["name"]):
                 _endpoint(cluster)["address"] = socket_address(f"127.0.0.1:{ports[port]}")
         return bootstrap
-
-
-def _fair(ports: Mapping[str, int], servers: Servers) -> Bootstrap:
-    bootstrap = addressed(
-        listen=f"127.0.0.1:{ports['envoy']}",
-        admin=f"127.0.0.1:{ports['admin']}",
-        routers=[f"127.0.0.1:{ports['grpc']}"],
-        replicas=servers.values(),
-        template=FAIR,
-    )
-    clusters = {cluster["name"]: cluster for cluster in bootstrap["static_resources"]["clusters"]}
-    # The picker answers health checks on a port of their own.
-    _endpoint(clusters["router"])["health_check_config"] = {"port_value": ports["health"]}
-    return bootstrap
 
 
 def _endpoint(cluster: Any) -> Any:

@@ -30,7 +30,6 @@ class LlmD(PickerProduct):
     name = "llm-d"
     program = "epp"
     policies = tuple(_PROFILES)
-    standard = True
     clusters: ClassVar[Mapping[str, str]] = {"epp": "grpc"}
 
     def command(

@@ -1,4 +1,4 @@
-"""Report of a benchmark: a page in Markdown, its pictures beside it, and the JSON."""
+"""Report of a benchmark: a page in Markdown, its picture beside it, and the JSON."""
 
 import json
 import re
@@ -41,19 +41,12 @@ _KINDS = {
     "simulate": "The same recorded requests were played against the same simulated replicas, "
     "under a virtual clock, once for each way of choosing the replica of a request.",
 }
-_DISTRIBUTION = (
-    "How long requests take, from the fastest on the left to the slowest on the right. The tail "
-    "is stretched: from p90 to p99 is as far as from p99 to p99.9. Lower is better. A band "
-    "reaches from the fastest to the slowest turn."
-)
-_PICTURES = {  # heading and caption
-    "figures": (
-        "At a glance",
-        "Shorter is better. Bar: median of the turns; line: from the least to the greatest.",
-    ),
-    "completion": ("Completion: time to the last token", _DISTRIBUTION),
-    "ttft": ("TTFT: time to the first token", _DISTRIBUTION),
-}
+_PICTURE = "figures.png"
+_GLANCE = f"""## At a glance
+
+Shorter is better. Bar: median of the turns; line: from the least to the greatest.
+
+![At a glance]({_PICTURE})"""
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 
@@ -66,40 +59,35 @@ def check_writable(folder: Path) -> None:
 
 
 def write(results: Mapping[str, Any], folder: Path) -> Path:
-    """Writes ``report.md``, its pictures and ``results.json``; returns the path of the page.
+    """Writes ``report.md``, its picture and ``results.json``; returns the path of the page.
 
-    Pictures of an earlier report are removed. Raises OSError if the folder cannot be written.
+    A picture of an earlier report is removed. Raises OSError if the folder cannot be written.
     """
     check_writable(folder)
     from benchmarks.report.pictures import draw  # needs matplotlib
 
     known = read(results)
-    drawn = draw(known)
-    for name in _PICTURES:
-        (folder / f"{name}.png").unlink(missing_ok=True)
-    for name, png in drawn.items():
-        (folder / f"{name}.png").write_bytes(png)
+    picture, drawn = folder / _PICTURE, draw(known)
+    if drawn:
+        picture.write_bytes(drawn)
+    else:
+        picture.unlink(missing_ok=True)
     page = folder / PAGE
-    page.write_text(markdown(known, list(drawn)), encoding="utf-8")
+    page.write_text(markdown(known, bool(drawn)), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
     return page
 
 
-def markdown(results: Results, pictures: Sequence[str]) -> str:
+def markdown(results: Results, pictured: bool = False) -> str:
     every = contenders(results)
     side_by_side = f"{len(every)} ways of choosing a replica, side by side"
     title = f"How long requests take: {side_by_side if len(every) > 1 else every[0].name}"
-    shown = [
-        f"## {heading}\n\n{caption}\n\n![{heading}]({name}.png)"
-        for name in pictures
-        for heading, caption in [_PICTURES[name]]
-    ]
     parts = [
         f"# {escaped(title)}",
         escaped(f"{_KINDS[results.kind]} {_TERMS}"),
         "\n".join(f"- {escaped(sentence)}" for sentence in outcome(results, every)),
         _harm(results, every) if results.fault else _figures(results, every),
-        *shown,
+        *([_GLANCE] if pictured else []),
         "## How it was measured",
         "\n".join(_about(results.about)),
         "All figures, and every request, are in [results.json](results.json).\n",

@@ -79,7 +79,7 @@ def test_harm_table_is_the_same_on_terminal_and_page() -> None:
     assert ["envoy:random:", "has", "none", *"–" * 10] in rows
     assert "replica killed after 5 s" in printed
     known = read(result())
-    page = markdown(known, [])
+    page = markdown(known)
     assert f"| {' | '.join(('hurt:x', *hurt))} |" in page
     assert "replica killed after 5 s" in page
 

@@ -132,12 +132,10 @@ def test_picker_decisions_are_compared_with_served_requests(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("product", "fair"), [(LlmD(), False), (LlmD(), True), (AIBrix(), False)])
-async def test_envoy_takes_the_file_of_a_picker(
-    product: LlmD | AIBrix, fair: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("product", [LlmD(), AIBrix()])
+async def test_envoy_takes_the_file_of_a_picker(product: LlmD | AIBrix, tmp_path: Path) -> None:
     ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
-    contender = PickerContender(product, product.policies[0], tmp_path, fair)
+    contender = PickerContender(product, product.policies[0], tmp_path)
     bootstrap = contender.bootstrap(ports, SERVERS)
     async with await start_envoy(bootstrap, f"http://127.0.0.1:{ports['admin']}", tmp_path):
         pass

@@ -17,7 +17,7 @@ from benchmarks.report.results import read
 from benchmarks.report.words import between, ratio, seconds, terminal_result
 
 Json = dict[str, Any]
-PICTURES = {"figures", "completion", "ttft"}
+PICTURE = "figures.png"
 
 
 class ReportPage:
@@ -66,8 +66,8 @@ def written(results: Json, folder: Path) -> ReportPage:
     return ReportPage(path.read_text())
 
 
-def page_without_pictures(results: Json) -> ReportPage:
-    return ReportPage(markdown(read(results), []))
+def page_without_picture(results: Json) -> ReportPage:
+    return ReportPage(markdown(read(results)))
 
 
 @pytest.fixture(scope="module")
@@ -104,38 +104,36 @@ def test_page_begins_with_conclusions(both: tuple[Json, Path]) -> None:
     )
 
 
-def test_pictures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
+def test_picture_of_an_earlier_report_is_removed(tmp_path: Path) -> None:
     written(compared(run("us", 1), run("them", 2)), tmp_path)
     mine = tmp_path / "mine.png"
     mine.touch()
     bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
     page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
     assert page.row("bare")[1:3] == ["2", "–"]
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"completion", "mine"}
+    assert [path.stem for path in tmp_path.glob("*.png")] == ["mine"]
 
 
 def test_own_contenders_and_references_are_not_rivals() -> None:
     oracle = run("oracle", 0.1)
     oracle["run"]["reference"] = True
     runs = [run("envoy", 4), run("ours b", 1), run("ours a", 2), oracle]
-    page = page_without_pictures(compared(*runs, ours=["ours a", "ours b"]))
+    page = page_without_picture(compared(*runs, ours=["ours a", "ours b"]))
     assert "ours a is 0.50× the best other (envoy), in a single turn" in page.said[0]
     assert page.row("ours b")[4].endswith(" 0.50×")  # beside "ours a"
 
 
-def test_page_links_to_pictures_and_json(both: tuple[Json, Path]) -> None:
+def test_page_links_to_picture_and_json(both: tuple[Json, Path]) -> None:
     page = ReportPage((both[1] / PAGE).read_text())
     assert json.loads((both[1] / "results.json").read_text()) == both[0]
     for shown in ("a lathe", "python -m benchmarks.compare", "envoy: 1.40.0"):
         assert shown in page.text
-    assert {*page.links} == {*(f"{name}.png" for name in PICTURES), "results.json"}
-    assert {path.stem for path in both[1].glob("*.png")} == PICTURES
-    for path in both[1].glob("*.png"):
-        with Image.open(path) as image:
-            image.load()
-            assert 500 < image.width < 2400
-            assert 100 < image.height < 3000
-            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20  # not empty
+    assert page.links == [PICTURE, "results.json"]
+    with Image.open(both[1] / PICTURE) as image:
+        image.load()
+        assert 500 < image.width < 2400
+        assert 100 < image.height < 3000
+        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20  # not empty
 
 
 def test_name_with_markup_is_shown_as_text(tmp_path: Path) -> None:
@@ -150,10 +148,10 @@ def test_single_run_is_compared_with_nothing(tmp_path: Path) -> None:
     assert page.said[0] == f"Completion, p99: {page.row('alone')[4]}."
     assert "×" not in page.row("alone")[4]
     assert page.said[-1] == "Warning, alone: the client was busy"
-    assert {path.stem for path in tmp_path.glob("*.png")} == PICTURES - {"figures"}
+    assert not list(tmp_path.glob("*.png"))
 
 
-def test_report_of_failed_requests_has_no_pictures(tmp_path: Path) -> None:
+def test_report_of_failed_requests_has_no_picture(tmp_path: Path) -> None:
     dead = run("dead", 1, requests=3)
     for each in dead["requests"]:
         each |= {"error": "connect", "completion_s": None, "ttft_s": None, "failed_after_s": 0.5}
@@ -171,7 +169,7 @@ def test_failed_and_uncounted_requests_are_in_no_latency() -> None:
         request(1, 50.0, error="broken stream"),
         request(2, 90.0, counted=False),
     ]
-    page = page_without_pictures({"run": {"name": "single"}, "requests": requests})
+    page = page_without_picture({"run": {"name": "single"}, "requests": requests})
     assert page.row("single")[1:5] == ["2", "1", "1", "1.00 s"]
 
 
