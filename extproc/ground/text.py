@@ -8,7 +8,6 @@ from typing import TypeVar
 
 WIDTH = 120  # columns of the terminal
 _GAP = "  "
-_BAR = 10  # characters
 
 T = TypeVar("T")
 
@@ -84,11 +83,6 @@ def count(value: float | None) -> str:
 def share(value: float | None) -> str:
     """Formats a fraction in per cent; ``-`` for None."""
     return "-" if value is None else f"{value:.0%}"
-
-
-def bar(value: float | None) -> str:
-    """Formats a fraction as a bar and in per cent; ``-`` for None."""
-    return "-" if value is None else f"{'█' * round(value * _BAR):░<{_BAR}} {value:6.1%}"
 
 
 def _fit(cell: str, column: Column) -> str:

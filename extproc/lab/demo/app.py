@@ -8,18 +8,16 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from random import Random
 
 import aiohttp
-from rich.console import Console
-from rich.live import Live
 
-from extproc.lab.demo.journal import Journal
+from extproc.lab.demo.journal import Entry, Journal
 from extproc.lab.demo.report import Report, Run
-from extproc.lab.demo.screen import Screen, plain
 from extproc.lab.harness.processes import Process, ProcessError
 from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, USUAL_PORTS, Stack
@@ -31,6 +29,7 @@ _OPENING_RATE = 6.0
 _GENTLE_RATE = 1.0
 _REFRESH_S = 0.25
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_print = partial(print, flush=True)
 
 
 async def demo(args: argparse.Namespace) -> int:
@@ -39,11 +38,10 @@ async def demo(args: argparse.Namespace) -> int:
     Raises:
         ProcessError: a process is missing or died; the message has its last log lines.
     """
-    console = Console(highlight=False)
     stop = asyncio.Event()  # an event, so that a second Ctrl-C does not interrupt the shutdown
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    work = asyncio.create_task(_in_directory(args, console))
+    work = asyncio.create_task(_in_directory(args))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -51,16 +49,16 @@ async def demo(args: argparse.Namespace) -> int:
     try:
         await work
     except asyncio.CancelledError:
-        console.print("\nstopped")
+        _print("\nstopped")
         return _INTERRUPTED if args.once else 0
     return 0
 
 
-async def _in_directory(args: argparse.Namespace, console: Console) -> None:
+async def _in_directory(args: argparse.Namespace) -> None:
     """Deletes configurations and logs, but keeps those of a failed run and names their folder."""
     directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
     try:
-        await _with_stack(args, directory, console)
+        await _with_stack(args, directory)
     except (ProcessError, OSError) as error:
         raise ProcessError(f"{error}\nlogs: {directory}") from None
     except asyncio.CancelledError:
@@ -69,50 +67,47 @@ async def _in_directory(args: argparse.Namespace, console: Console) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _with_stack(args: argparse.Namespace, directory: Path, console: Console) -> None:
-    console.print("Starting Redis, 4 simulated vLLM replicas, poller, router and Envoy …")
+async def _with_stack(args: argparse.Namespace, directory: Path) -> None:
+    _print("Starting Redis, 4 simulated vLLM replicas, poller, router and Envoy …")
     async with (
         Stack(directory, usual_ports=USUAL_PORTS) as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session,
     ):
-        console.print(f"Ready after {stack.ready_s:.1f} s: Envoy listens on {stack.url}")
+        _print(f"Ready after {stack.ready_s:.1f} s: Envoy listens on {stack.url}")
         for name, port in USUAL_PORTS.items():
             if stack.ports[name] != port:
-                console.print(f"Port {port} is taken: {name} has {stack.ports[name]} instead.")
+                _print(f"Port {port} is taken: {name} has {stack.ports[name]} instead.")
         journal = Journal(stack, session)
         if args.once:
-            await _compare(args, stack, journal, console)
+            await _compare(args, stack, journal)
         else:
-            await _show(stack, journal, console)
+            await _show(stack, journal)
 
 
-async def _show(stack: Stack, journal: Journal, console: Console) -> None:
+async def _show(stack: Stack, journal: Journal) -> None:
     random = Random(_SEED)
-    async with _displayed(stack, journal, console):
+    async with _printed(stack, journal):
         opening = islice(samples(MODEL, _OPENING_RATE, random), _OPENING_REQUESTS)
         await send_all(stack.url, opening, "sample")
-    advice = instructions(stack)
-    console.print(advice, markup=False, soft_wrap=True)
-    async with _displayed(stack, journal, console, reserved=advice.count("\n") + 1):
+    _print(instructions(stack))
+    async with _printed(stack, journal):
         for minute in count(1):
             gentle = islice(samples(MODEL, _GENTLE_RATE, random), int(60 * _GENTLE_RATE))
             await send_all(stack.url, gentle, f"gentle-{minute}")
 
 
-async def _compare(
-    args: argparse.Namespace, stack: Stack, journal: Journal, console: Console
-) -> None:
+async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> None:
     async def run(name: str, policy: str | None) -> Run:
         under = policy or "the default policy"
-        console.print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}", style="bold")
+        _print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}")
         requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
-        async with _displayed(stack, journal, console):
+        async with _printed(stack, journal):
             answers = await send_all(stack.url, requests, name, policy)
         await journal.settle({answer.request_id for answer in answers})
         return Run(answers, dict(journal.entries), stack.names)
 
     report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
-    console.print(f"\n{report}", markup=False, soft_wrap=True)
+    _print(f"\n{report}")
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if report.failure:
@@ -120,22 +115,15 @@ async def _compare(
 
 
 @asynccontextmanager
-async def _displayed(
-    stack: Stack, journal: Journal, console: Console, reserved: int = 0
-) -> AsyncIterator[None]:
-    """Shows requests while the block runs: a live table on a terminal, otherwise a line each."""
-    screen = Screen(stack, journal, reserved)
-    live = Live(screen, console=console, auto_refresh=False) if console.is_terminal else None
+async def _printed(stack: Stack, journal: Journal) -> AsyncIterator[None]:
+    """Prints a line for each request that ends, and for each process, while the block runs."""
 
     async def step() -> None:
         ended = await journal.refresh()
         for process in stack.ended():
-            console.print(_exit_report(process, stack), style="red", markup=False, soft_wrap=True)
-        if live is not None:
-            live.refresh()
-        else:
-            for entry in ended:
-                console.print(plain(entry, stack), markup=False, soft_wrap=True)
+            _print(_exit_report(process, stack))
+        for entry in ended:
+            _print(_line(entry, stack))
 
     async def follow() -> None:
         while True:
@@ -144,14 +132,24 @@ async def _displayed(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            with live or nullcontext():
-                following = tasks.create_task(follow())
-                yield
-                following.cancel()
-                await asyncio.sleep(_REFRESH_S)  # Envoy writes its log with some delay
-                await step()
+            following = tasks.create_task(follow())
+            yield
+            following.cancel()
+            await asyncio.sleep(_REFRESH_S)  # Envoy writes its log with some delay
+            await step()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+def _line(entry: Entry, stack: Stack) -> str:
+    """Line of a request that ended."""
+    decision, access = entry.decision, entry.access
+    assert access is not None
+    replica = stack.name_of(access.upstream) or "-"
+    predicted = decision.predicted_completion_s if decision else None
+    times = "-" if predicted is None else f"{predicted:.2f} s", f"{access.duration_s:.2f} s"
+    head = f"{entry.request_id:<16} → {replica:<7} predicted {times[0]:>8}  actual {times[1]:>8}"
+    return f"{head}  {entry.why}"
 
 
 def _exit_report(process: Process, stack: Stack) -> str:
@@ -172,11 +170,13 @@ To try in another terminal: a chat, a streamed chat, a chat routed by another po
 {_chat(stack, stream=True)}
 {_chat(stack, policy="round_robin")}
 
-In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live.
+In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live. In a terminal:
+
+  {stack.look_command("top")}
 
 The last decisions with their reasons (add a request id to see all replicas compared for it):
 
-  {stack.explain_command}
+  {stack.look_command("explain")}
 
 The same as JSON; the router's view of the fleet; Envoy's view:
 

@@ -2,26 +2,16 @@
 
 import asyncio
 import time
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import aiohttp
-from msgspec import convert
 
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.stack import Stack
 from extproc.observe.decision import DecisionRecord, read_decisions
-from extproc.replica_state import ReplicaState
 
 _MOST_ENTRIES = 100_000
 _LONGEST_SETTLE_S = 5.0
-
-
-class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
-    """Replica in the router's ``/fleet``."""
-
-    in_flight: int
 
 
 @dataclass(slots=True)
@@ -29,7 +19,6 @@ class Entry:
     """Request with its decision and its end, as far as they are known."""
 
     request_id: str
-    seen_at: float = field(default_factory=time.monotonic)
     decision: DecisionRecord | None = None
     access: Access | None = None
 
@@ -44,38 +33,40 @@ class Entry:
         """True if Envoy chose the replica without a decision of the router."""
         return not self.decision and bool(self.access and self.access.upstream)
 
+    @property
+    def why(self) -> str:
+        """Why the request failed, or else the first reason of the decision."""
+        if self.access is not None and self.access.status != 200:
+            return f"status {self.access.status}" if self.access.status else "the client left"
+        if self.decision is None:
+            return "no decision: Envoy's fallback"
+        return self.decision.why.partition(";")[0]
+
 
 class Journal:
     """Requests of a stack, as far as :meth:`refresh` has read the router and the access log."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
-        self.served: Counter[str] = Counter()  # requests per replica, by `ip:port`
-        self.fleet: dict[str, ReplicaNow] = {}  # by name; empty while the router is down
+        self.router_up = True  # at the last refresh
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
         self._session = session
         self._last_decision = 0
         self._ended: list[Access] = []  # read from the log and not yet entered
 
-    @property
-    def router_up(self) -> bool:
-        return bool(self.fleet)
-
     async def refresh(self) -> list[Entry]:
         """Read new decisions and log entries; return the requests that ended."""
         self._ended += self._log.new()  # log first: a logged request has its decision already
         try:
-            while page := await self._get("/decisions", after=self._last_decision):
+            while page := await self._decisions():
                 for decision in read_decisions(page):
                     self._last_decision = decision.number
                     self._entry(decision.request_id).decision = decision
-            fleet = (await self._get("/fleet"))["replicas"]
+            self.router_up = True
         except (aiohttp.ClientError, TimeoutError):
-            self.fleet = {}
+            self.router_up = False
             self._last_decision = 0  # a restarted router numbers decisions from 1 again
-        else:
-            self.fleet = {replica.name: replica for replica in convert(fleet, list[ReplicaNow])}
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
 
@@ -92,7 +83,6 @@ class Journal:
     def _end(self, access: Access) -> Entry:
         entry = self._entry(access.request_id)
         entry.access = access
-        self.served[access.upstream] += 1
         return entry
 
     def _entry(self, request_id: str) -> Entry:
@@ -103,6 +93,8 @@ class Journal:
                 del self.entries[next(iter(self.entries))]
         return entry
 
-    async def _get(self, path: str, **query: int) -> Any:
-        async with self._session.get(f"{self._admin}{path}", params=query) as response:
+    async def _decisions(self) -> object:
+        """New decisions of the router, as JSON; empty if there are none."""
+        url = f"{self._admin}/decisions?after={self._last_decision}"
+        async with self._session.get(url) as response:
             return await response.json()

@@ -105,10 +105,10 @@ class Stack:
     def router_command(self) -> str:
         return shlex.join(self._service("router"))
 
-    @property
-    def explain_command(self) -> str:
+    def look_command(self, command: str) -> str:
+        """Command line of ``extproc top`` or ``extproc explain`` for the first router."""
         router = self.address("router-admin")
-        return shlex.join(self._command("extproc", "explain", "--router", router))
+        return shlex.join(self._command("extproc", command, "--router", router))
 
     def admin(self, name: str) -> str:
         return self._url(f"{name}-admin")

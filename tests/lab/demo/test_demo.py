@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -73,6 +74,8 @@ async def test_demo_once_compares_two_policies_and_writes_figures(
         stdout, stderr = await process.communicate()
     assert len(started) == 8  # Redis, four replicas, poller, router, Envoy
     assert not running(started)
+    lines = r"default-\d+ +→ (fast|slow)-\d +predicted +[\d.]+ s  actual +[\d.]+ s  \w"
+    assert re.search(lines, stdout.decode())
     assert "round_robin" in stdout.decode()
     figures = json.loads(file.read_text())
     assert figures["requests"] == 16

@@ -1,22 +1,17 @@
-"""Output of the demo: its screen, and the figures of ``--once``."""
+"""Output of the demo: the reason of each request, and the figures of ``--once``."""
 
 import json
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import aiohttp
 import pytest
-from rich.console import Console
 
-from extproc.lab.demo.journal import Entry, Journal, ReplicaNow
+from extproc.lab.demo.journal import Entry
 from extproc.lab.demo.report import Report, Run
-from extproc.lab.demo.screen import Screen
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.samples import samples
-from extproc.lab.harness.stack import Stack
 from extproc.lab.harness.traffic import Answer
 from extproc.observe.decision import DecisionRecord
 
@@ -44,7 +39,7 @@ def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
         name = str(number)
         decision = decision_record(name, predicted, "10.0.0.1:80", "10.0.0.2:80")
         access = Access(name, 200, upstream, 1.0, 2.0)
-        entries[name] = Entry(name, 0.0, decision if decided else None, access)
+        entries[name] = Entry(name, decision if decided else None, access)
     return Run([Answer(name, None, seconds) for name in entries], entries, NAMES)
 
 
@@ -101,29 +96,18 @@ def test_equal_seeds_give_equal_samples_with_different_prompts() -> None:
     assert len(set(prompts)) == 100
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (100, 40), (160, 50)])
-async def test_screen_fits_terminals(tmp_path: Path, width: int, height: int) -> None:
-    stack = Stack(tmp_path)
-    async with aiohttp.ClientSession() as session:
-        journal = Journal(stack, session)
-    fast, other = stack.address("fast-2"), stack.address("fast-1")
-    for number in range(1, 31):
-        name = f"sample-{number:03}"
-        ended = Access(name, 200, fast, 23.45, 1.0)
-        journal.entries[name] = Entry(name, 0.0, decision_record(name, 12.34, fast, other), ended)
-    load: dict[str, Any] = {"running": 123, "waiting": 45, "kv_usage": 0.995, "in_flight": 678}
-    for name in stack.names.values():
-        journal.fleet[name] = ReplicaNow(id=stack.address(name), name=name, **load)
-    out = StringIO()
-    Console(file=out, width=width, height=height).print(Screen(stack, journal, reserved=3))
-    lines = out.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines)
-    assert len(lines) <= height - 3
-    text = " ".join(" ".join(lines).split())
-    assert "…" not in text
-    for words in ("fast-1", "llama-8b-h100", "678", "99.5%", "12.34 s", "23.45 s", "sample-030"):
-        assert words in text
-    assert all(word in text for word in WHY.partition(";")[0].split())
+@pytest.mark.parametrize(
+    ("decided", "status", "why"),
+    [
+        (True, 200, WHY.partition(";")[0]),
+        (False, 200, "no decision: Envoy's fallback"),
+        (True, 503, "status 503"),
+        (True, 0, "the client left"),
+    ],
+)
+def test_ended_request_has_a_reason(decided: bool, status: int, why: str) -> None:
+    decision = decision_record("one", 12.34, "10.0.0.1:80", "10.0.0.2:80") if decided else None
+    assert Entry("one", decision, Access("one", status, "10.0.0.1:80", 1.0, 2.0)).why == why
 
 
 @pytest.mark.parametrize(
