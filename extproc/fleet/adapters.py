@@ -1,4 +1,4 @@
-"""LoRA adapters: the ones that each replica has loaded, and the wait for a slot.
+"""LoRA adapters: which adapters each replica has loaded, and how long a request waits for a slot.
 
 vLLM has at most ``max_loras`` adapters in a batch: its slots. A request for an adapter in the batch
 joins the batch. A request for another adapter waits until all requests for one of the adapters in
@@ -46,8 +46,8 @@ class _Slots:
 class AdapterSlots:
     """Forecast of each replica's slots, from this router's requests and from polls.
 
-    Each request and each poll renews the replica's forecast: the k-th waiting adapter gets a slot
-    when all requests for k of the adapters before it have ended. Decisions read the forecasts.
+    Each request and each poll renews the replica's forecast: the k-th waiting adapter gets its slot
+    when k of the adapters ahead of it have no request left. Decisions read the forecasts.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AdapterSlots:
         self._table.adapter_at[row] = self._table.adapter_load_s[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
-        """Takes the adapters in use from a poll that was sent at ``asked_at``."""
+        """Updates the adapters in use from a poll that was sent at ``asked_at``."""
         slots = self._slots[row]
         slots.count = min(state.max_loras, _MAX_SLOTS)
         if not slots.count:
@@ -115,12 +115,13 @@ class AdapterSlots:
             self._table.adapter_load_s[row] = median(loads)
 
     def wait_measured(self, overrun: float) -> None:
-        """Learns from a request's wait for a slot: actual ÷ forecast."""
+        """Learns from the wait of a request for a slot; ``overrun``: actual ÷ forecast."""
         self._overruns.append(min(max(overrun, 1.0), _MAX_OVERRUN))
         self._overrun = median(self._overruns)
 
     def times(self, view: FleetView, now: float) -> AdapterTimes:
-        """Returns the wait and the load of a request for an adapter, by candidate."""
+        """Returns for each candidate how long a request waits for a slot, and how long its adapter
+        loads."""
         table, rows, overrun = self._table, view.rows, self._overrun
         starts_on = [self._slots[row].starts for row in rows.tolist()]
         known = np.array([*map(dict.get, starts_on, view.adapters, repeat(nan))])

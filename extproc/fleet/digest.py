@@ -45,7 +45,8 @@ class DigestKind(IntEnum):
 class Digest(msgspec.Struct, eq=False, array_like=True):
     """Requests in flight of one router, by replica, at one moment.
 
-    For each replica the newest digest counts. The next whole digest repairs a lost one.
+    For each replica the newest digest counts. If a digest is lost, the next whole digest makes up
+    for it.
     """
 
     router: str

@@ -20,7 +20,7 @@ _NOTABLE_S = 0.1  # decode seconds for which a replica without requests is in a 
 class DigestSource:
     """Builds digests of changed replicas, whole digests, and empty ones as signs of life.
 
-    A request that merely decodes is no change: the receivers move it forward themselves.
+    Decoding is no change: the receivers move decoding requests forward by themselves.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class DigestSource:
 
         Args:
             now: seconds on the fleet's clock.
-            no_peers: no other router is known, so that whole digests suffice: a router that starts
-                reads the last one from Redis.
+            no_peers: no other router is known. Then whole digests suffice, because a router that
+                starts reads the last one from Redis.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         if no_peers and not overdue:
@@ -74,12 +74,13 @@ class DigestSource:
         return digest
 
     def _counts(self) -> Floats:
-        """Returns figures of each replica that change with every request that comes or goes."""
+        """Returns the figures of each replica that change whenever a request is dispatched or
+        ends."""
         replicas = self._replicas
         return np.array([replicas.requests, replicas.queued, replicas.enqueued])
 
     def repeat(self) -> None:
-        """Makes the next digest a whole one, since the last may not have arrived."""
+        """Makes the next digest a whole one, because the last digest may be lost."""
         self._whole_at = -inf
 
     def farewell(self) -> Digest:

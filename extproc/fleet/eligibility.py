@@ -123,10 +123,11 @@ _Rule = Callable[[_Member], str]  # text of the exclusion, for people; empty: no
 
 
 class Eligibility:
-    """Finds the replicas that may serve a request: those without a reason in :data:`REASONS`.
+    """Finds the replicas that may serve a request: those to which no reason of :data:`REASONS`
+    applies.
 
-    The reasons apply in the order of that table. A reason that may not cover all replicas is
-    skipped if no replica would be left.
+    Reasons are tried in the order of that table. Some reasons may not exclude the last replica:
+    such a reason is skipped if no replica would be left.
     """
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
@@ -146,9 +147,9 @@ class Eligibility:
     # -- events -----------------------------------------------------------------------------
 
     def polled(self, state: ReplicaState, age: float = 0.0, idle: bool = False) -> None:
-        """Takes in the state of a poll that was made ``age`` seconds ago.
+        """Stores the state from a poll that was made ``age`` seconds ago.
 
-        ``idle``: True if no router is known to have a request there.
+        ``idle``: no router is known to have a request on the replica.
         """
         now = self._clock()
         self.staleness.updated(state.id, now)
@@ -176,9 +177,11 @@ class Eligibility:
             self._check_stalls()
 
     def sent(self, replica: str, response_visible: bool = True) -> None:
-        """Notes a request, which is a trial if the replica was ejected and the response visible.
+        """Notes a dispatched request. The request is a trial if the replica was ejected and the
+        response is visible.
 
-        Another trial follows when the outcome is known, or after the time of the ejection.
+        The next trial may follow once the outcome is known, or after as long as the ejection
+        lasted.
         """
         member = self._members[replica]
         if member.stalled or not member.state.healthy:
@@ -190,14 +193,14 @@ class Eligibility:
     def failed(self, replica: str, unavailable: bool = False) -> None:
         """Notes a request that was answered with a 5xx, or had to be retried elsewhere.
 
-        A failure during an ejection counts only if it is the trial's.
+        During an ejection, only a failed trial counts.
 
         Args:
             replica: ``ip:port``.
-            unavailable: the answer was 503, or no answer was visible. A full engine of vLLM 0.29
-                or later answers 503 (``--max-num-queued-reqs``): the replica counts as full for a
-                moment if its engine steps. Until a poll shows a step, such answers within a second
-                count as one failure.
+            unavailable: the answer was 503, or no answer was visible. A full engine of vLLM 0.29 or
+                later answers 503 (``--max-num-queued-reqs``). If the engine makes steps, the
+                replica therefore counts as full for a moment. Until a poll shows a step, such
+                answers within a second count as one failure.
         """
         now, member = self._clock(), self._members.get(replica)
         if member is None or (self._is_ejected(member) and not member.tried):
@@ -223,7 +226,7 @@ class Eligibility:
             self._changed = True
 
     def response_seen(self, replica: str) -> None:
-        """Notes that a response began or goes on."""
+        """Notes that the replica sent response headers or a part of a response."""
         if (member := self._members.get(replica)) is not None:
             member.answered_at = self._clock()
             self._changed |= not member.state.healthy
@@ -247,9 +250,10 @@ class Eligibility:
         """Returns the members that may serve a request for a model, and why the others may not.
 
         Args:
-            model: that the request is for.
+            model: model of the request.
             among: members to choose from; None: all.
-            response_visible: Envoy forwards the response, so that the request may be a trial.
+            response_visible: Envoy forwards the response to the router, so that the request may be
+                a trial.
         """
         now = self._clock()
         if self._changed or now >= self._next_end:
@@ -267,9 +271,10 @@ class Eligibility:
         return found
 
     def without_full(self, candidates: Candidates, model: str, requests: Floats) -> Candidates:
-        """Excludes new members that have as many requests as they may, unless all have.
+        """Excludes new members that already have the most requests allowed during slow start,
+        unless that holds for all candidates.
 
-        ``requests``: in flight, by row of the fleet's table.
+        ``requests``: requests in flight, by row of the fleet's table.
         """
         ids, rows = candidates.ids, candidates.rows.tolist()
         why = [self._slow_start(name, requests[row]) for name, row in zip(ids, rows, strict=True)]
@@ -279,7 +284,8 @@ class Eligibility:
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
     def all_members(self) -> Candidates:
-        """Returns all members; ``excluded``: those with a reason, for any model."""
+        """Returns all members. Its ``excluded`` has the members with a reason that holds for every
+        model."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
         found = self._exclusions()
         why = [found[name][1] if name in found else "" for name in ids]
@@ -287,11 +293,11 @@ class Eligibility:
         return replace(usable, excluded=self._of(ids, why).excluded)
 
     def exclusions(self) -> Iterator[tuple[str, str]]:
-        """Yields members with a reason that holds for any model, and the reason's name."""
+        """Yields each member with a reason that holds for every model, and the reason's name."""
         return ((name, reason) for name, (reason, _) in self._exclusions().items())
 
     def _exclusions(self) -> dict[str, tuple[str, str]]:
-        """Returns the first reason against each member: its name, and its text for people."""
+        """Returns the first reason that excludes each member: its name, and its text for people."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
             reasons = ((reason.name, rule(member)) for reason, rule in rules)
@@ -300,9 +306,9 @@ class Eligibility:
         return found
 
     def hung(self, after: float) -> set[str]:
-        """Returns members that answered no poll and no request for ``after`` seconds.
+        """Returns members that have answered no poll and no request for ``after`` seconds.
 
-        Returns none while no other member answers polls: the poller may be cut off.
+        The set is empty while no member answers polls: the poller itself may be cut off.
         """
         now, silent, others = self._clock(), set(), False
         for name, member in self._members.items():
@@ -317,12 +323,13 @@ class Eligibility:
         return self._members[replica].polled_at
 
     def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
-        """Returns True if a candidate lists the model; ``among``: members to choose from."""
+        """Returns True if a candidate for the model lists it; ``among``: members to choose from."""
         usable = self.candidates(model, among).ids
         return any(self._serves(model, self._members[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
-        """Returns the member's name of the LoRA adapter for a model; empty: not an adapter."""
+        """Returns the name under which the member has the model as a LoRA adapter; empty: the model
+        is no adapter."""
         member = self._members[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""
@@ -333,15 +340,16 @@ class Eligibility:
         return member is not None and not self._unhealthy(member) and not self._is_ejected(member)
 
     def frozen(self, replica: str) -> bool:
-        """Returns True if a member's gauges are to be ignored.
+        """Returns True if a member's gauges show requests that no longer exist.
 
-        If all requests are aborted at once, gauges of vLLM up to 0.10.1 keep their last values
-        until the engine steps (vllm#22545).
+        If all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their last values
+        until the next step (vllm#22545).
         """
         return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
-        """Returns True if an engine with work moved within so many seconds."""
+        """Returns True if the replica's engine runs requests and made progress in the last
+        ``within`` seconds."""
         member = self._members.get(replica)
         return member is not None and self._steps(member, within)
 
@@ -379,7 +387,8 @@ class Eligibility:
         )
 
     def _on_trial(self, members: Iterable[str], model: str) -> str | None:
-        """Returns an unhealthy member that may be tried, for pools in which none is usable."""
+        """Returns an unhealthy member that may get a request as a trial, for pools without a usable
+        member."""
         now = self._clock()
         found = [
             member
@@ -408,7 +417,8 @@ class Eligibility:
     def _rules(
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[Reason, _Rule], ...]:
-        """Returns the rules of all reasons but NEW, in order; an empty model: any model."""
+        """Returns the rules of all reasons except NEW, in their order. An empty ``model`` leaves
+        out rules that depend on the model."""
         other = replace(OTHER_MODEL, covers_all=listed)
         out = self._is_ejected if response_visible else _was_ejected
 
@@ -509,15 +519,16 @@ def _is_hung(state: ReplicaState) -> bool:
 
 
 def _facts(state: ReplicaState) -> tuple[object, ...]:
-    """Returns the parts of a state that decide about candidates."""
+    """Returns the parts of a state on which the choice of candidates depends."""
     served = state.models, state.adapters, state.listed, state.name
     return state.healthy, state.problem, *served, state.draining, state.asleep, _is_hung(state)
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:
-    """Returns True if an engine worked between two polls, or has nothing to do.
+    """Returns True if the engine worked between two polls, or has no work.
 
-    No counter of vLLM counts a step that prefills a part of a prompt, but the step takes KV blocks.
+    A step that prefills only a part of a prompt changes no counter of vLLM, but the use of KV
+    blocks.
     """
     return not (after.running or after.waiting) or any(
         getattr(before, figure) != getattr(after, figure)

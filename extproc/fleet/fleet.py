@@ -60,9 +60,9 @@ class Ended(NamedTuple):
 class Fleet:
     """Replicas of a pool, this router's requests on them, and the load that other routers report.
 
-    An event that several parts must learn of in a certain order is a method here: a poll, a
-    request that is sent, moves or ends, and a digest. So is the view for policies, which combines
-    several parts. Callers reach a single part through its attribute.
+    Some events concern several parts in a certain order: a poll, a digest, and a request that is
+    dispatched, retried elsewhere or ended. Each of them is a method here, and so is the view for
+    policies. Callers reach a single part through its attribute.
 
     Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
     corrects the count of steps and the prefilled tokens.
@@ -112,7 +112,7 @@ class Fleet:
     # -- membership and polls ---------------------------------------------------------------
 
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
-        """Takes in the polled state of a replica, which becomes a member if it is new.
+        """Updates the fleet with the polled state of a replica. A new replica becomes a member.
 
         Requests sent after the poll are added to the polled load.
 
@@ -159,7 +159,7 @@ class Fleet:
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
 
     def _set_hardware(self, row: int, state: ReplicaState) -> None:
-        """Sets limits and step times of a replica: measured ones, or else those of its profile,
+        """Sets limits and step times of a replica: as measured, or else as in its profile,
         corrected by first tokens."""
         before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
         step = state.learned or profile
@@ -193,9 +193,10 @@ class Fleet:
         self.blocks.forget(replica)
 
     def drop_stale(self, after: float) -> None:
-        """Removes replicas without an update for ``after`` seconds in which others had some.
+        """Removes replicas without an update for ``after`` seconds while other replicas were
+        updated.
 
-        Removes dead routers, and blocks of replicas that are no members, too.
+        Also forgets dead routers, and KV blocks of replicas that are no members.
         """
         if self.peers.refresh(self._clock()):
             self._progress.invalidate()
@@ -205,8 +206,8 @@ class Fleet:
             self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
-        """Returns a row for a replica: its former row, which its requests are still on, or else an
-        unused one."""
+        """Returns a row for a replica: its former row, where its requests in flight still count, or
+        else an unused row."""
         row = self.members.former_row(state.id)
         if row is None:
             taken = {*self._rows.values(), *self._requests.replica.tolist()}
@@ -256,7 +257,7 @@ class Fleet:
 
         Args:
             replica: ``ip:port``.
-            profile: of the request.
+            profile: profile of the request.
             cached: prompt tokens in the replica's prefix cache.
             response_visible: Envoy forwards the response to the router.
 
@@ -275,7 +276,7 @@ class Fleet:
         return ticket
 
     def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
-        """Moves a request to the replica that Envoy retried it on, if that is a member."""
+        """Moves a request to the replica on which Envoy retried it, if that replica is a member."""
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
             self._progress.advance(now)
@@ -286,17 +287,18 @@ class Fleet:
             self.prompt_log.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
-        """Takes the prompt, and all prompts queued before it, for prefilled."""
+        """Marks the prompt, and all prompts queued before it on the replica, as prefilled."""
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
     def needs_first_token(self, replica: str) -> bool:
-        """True where a first token would tell how fast an unmeasured replica is."""
+        """True if a first token of the replica would help to learn its speed, which no poll has
+        measured."""
         row = self._rows.get(replica)
         return row is not None and row in self._unmeasured and self._provisional.wanted(row)
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
-        """Learns from a first token how fast a replica is, unless a poll has measured it.
+        """Learns the speed of a replica from a first token, unless a poll has measured the speed.
 
         Args:
             replica: ``ip:port``.
@@ -333,14 +335,14 @@ class Fleet:
             replica: ``ip:port``.
             predicted: seconds from first to last token, predicted without correction.
             actual: seconds from first to last token.
-            step: seconds of a usual step when ``predicted`` was made; 0: as now.
+            step: seconds of a usual step when ``predicted`` was computed; 0: the same as now.
         """
         if (row := self._rows.get(replica)) is not None:
             slower = self._slower(row, step)
             self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:
-        """Returns a usual step's present length ÷ ``step``; 1 if ``step`` is 0."""
+        """Returns the present seconds of a usual step ÷ ``step``; 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(
@@ -351,8 +353,8 @@ class Fleet:
         Args:
             replica: ``ip:port``.
             expected: tokens that :meth:`prefix_hits` expected.
-            depth: of these tokens in the cache, as :meth:`prefix_hits` returned it.
-            prompt: tokens of the prompt.
+            depth: depth of these tokens in the cache, as :meth:`prefix_hits` returned it.
+            prompt: tokens in the prompt.
             tokens: reported cached tokens.
         """
         row = self._rows.get(replica)
@@ -367,14 +369,15 @@ class Fleet:
     # -- other routers ----------------------------------------------------------------------
 
     def receive_digest(self, digest: Digest, age: float = 0.0) -> None:
-        """Takes in a digest that Redis got ``age`` seconds ago, possibly this router's own."""
+        """Adds a digest, possibly this router's own, that Redis received ``age`` seconds ago."""
         if digest.router != self.router:
             self._progress.advance(self._clock())
         if self.peers.receive(digest, age):
             self._progress.invalidate()
 
     def receive_prompts(self, router: str, prompts: bytes) -> None:
-        """Adds prompts that another router sent, packed by its :attr:`prompt_log`, to the index.
+        """Adds prompts that another router dispatched, packed by its :attr:`prompt_log`, to the
+        index.
 
         Raises:
             ValueError: the prompts cannot be read.
@@ -403,10 +406,10 @@ class Fleet:
         )
 
     def free_kv_tokens(self, replica: str) -> float:
-        """Returns KV tokens that no request holds or waits for.
+        """Returns the KV tokens of a replica that no request holds or waits for.
 
-        Infinite if no request is in flight there, or the replica is no member. −∞ if requests wait
-        for a place in the batch.
+        Returns infinity if no request is in flight on the replica, or if the replica is no member;
+        −∞ if requests wait for a place in its batch.
         """
         row, table = self._rows.get(replica), self._replicas
         if row is None:
@@ -434,10 +437,10 @@ class Fleet:
         """Returns the replicas that may serve a request, as of now.
 
         Args:
-            model: that the request is for.
+            model: model of the request.
             among: members to choose from; None: all.
             response_visible: Envoy forwards the response to the router.
-            priority: of the request; requests that it may overtake do not count as queued.
+            priority: priority of the request; requests that it may overtake do not count as queued.
         """
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
@@ -455,8 +458,9 @@ class Fleet:
         return view
 
     def _favour_idle(self, view: FleetView) -> None:
-        """Takes idle replicas that no poll has measured to be as fast, against their profiles, as
-        the fastest candidate: a wrong profile would keep all requests away from them."""
+        """Assumes that idle replicas that no poll has measured are as fast, relative to their
+        profiles, as the fastest candidate. Otherwise a wrong profile would keep all requests away
+        from them, and they would never be measured."""
         idle = (view.requests == 0.0).nonzero()[0].tolist()
         idle = [place for place in idle if view.rows.item(place) in self._unmeasured]
         if idle:
@@ -475,12 +479,14 @@ class Fleet:
         view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
-        """Returns all members, as of now; ``excluded``: those with a reason, for any model."""
+        """Returns all members, as of now. Its ``excluded`` has the members with a reason that holds
+        for every model."""
         self._update()
         return self._view(self.eligibility.all_members())
 
     def warm_tokens(self, replica: str) -> float:
-        """Returns tokens in a member's prefix cache, as it reports or else as the index expects."""
+        """Returns the tokens in a member's prefix cache, as the member reports or else as the index
+        expects."""
         row, blocks = self._rows[replica], self.blocks.count(replica)
         if blocks is None:
             return self._prefixes.tokens(row)
@@ -513,8 +519,8 @@ class Fleet:
         return view
 
     def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
-        """Returns the cached tokens of a prompt on each candidate, as it reports or else as the
-        index expects."""
+        """Returns the cached tokens of a prompt on each candidate, as the candidate reports or else
+        as the index expects."""
         hits = self._prefixes.hits(prefix, view.rows)
         reported = self.blocks.hits(prefix, view.adapters, view.ids)
         if reported is None:
@@ -529,8 +535,8 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """Returns the sequences in flight on the candidates, valid until the fleet changes.
 
-        Beside the ledger's sequences, each replica has an entry for those of all peers and an entry
-        for the external ones.
+        Besides the ledger's sequences, each replica has one entry for the sequences of all peers
+        and one for external sequences.
         """
         self._progress.look_ahead()
         table, rows = self._replicas, view.rows
@@ -553,19 +559,21 @@ class Fleet:
         return Sequences(on, *figures)
 
     def adapter_times(self, view: FleetView) -> AdapterTimes | None:
-        """Returns wait and load of a request for a LoRA adapter; None: the model is no adapter."""
+        """Returns the times that a LoRA adapter adds to a request; None: the model is no
+        adapter."""
         return self.adapters.times(view, self._clock()) if view.adapters else None
 
 
 def _beside(
     on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
 ) -> tuple[Indices, Floats]:
-    """Adds an entry for each candidate with sequences of others, whose priority is unknown.
+    """Adds an entry for each candidate that has sequences of peers or external ones; their priority
+    is unknown.
 
     Args:
-        on: candidates of the entries so far.
-        figures: of these entries.
-        weight: sequences of others, by candidate.
+        on: candidate of each entry so far.
+        figures: figures of these entries.
+        weight: number of sequences to add, by candidate.
         tokens: KV tokens of these sequences together.
         remaining: tokens that these sequences will still generate together.
     """

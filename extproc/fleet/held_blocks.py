@@ -42,7 +42,8 @@ class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
 
 
 def is_up_to(applied: int, number: int) -> bool:
-    """Returns True if update ``number`` is at or before the applied one, from the same poller."""
+    """Returns True if both updates are of the same poller, and ``number`` is not newer than
+    ``applied``."""
     return applied // NUMBERS == number // NUMBERS and applied >= number
 
 
@@ -80,7 +81,8 @@ class HeldBlocks:
         self._bitmaps = ReplicaBitmaps()
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
-        """Returns True if an update can be applied: it is whole, or continues the last one."""
+        """Returns True if an update can be applied: the update is whole, or follows the last
+        applied one."""
         blocks = self._replicas.get(replica)
         return update.whole or (blocks is not None and update.previous == blocks.number)
 
@@ -119,8 +121,8 @@ class HeldBlocks:
         self._drop(blocks, overdue)
 
     def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
-        """Adds a prompt's blocks at once: the replica stores them before it looks up the next
-        prompt."""
+        """Adds the blocks of a dispatched prompt at once, because the replica stores them before it
+        looks up the next prompt."""
         blocks = self._replicas.get(replica)
         if blocks is not None and self._is_known(blocks):
             until = self._clock() + _STORED_WITHIN_S
@@ -190,10 +192,11 @@ class HeldBlocks:
         return sum(blocks.known for blocks in self._replicas.values())
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns bitmaps of replicas that hold the first blocks, and how many blocks these are.
+        """Returns pairs of a bitmap of replicas, and the number of leading blocks that all these
+        replicas hold.
 
-        From run to run, the blocks get more and the replicas fewer. A replica that holds a block,
-        or is about to store it, may have lost a block before it: so bitmaps are intersected.
+        From pair to pair the number of blocks rises and replicas drop out. A replica may hold a
+        block and lack an earlier one, so the bitmaps of all earlier blocks are intersected.
         """
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
@@ -228,7 +231,8 @@ class HeldBlocks:
 
 
 def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
-    """Returns the keys of a prompt's blocks, without the last token, which is always computed."""
+    """Returns the keys of a prompt's whole blocks. The last token does not count, because vLLM
+    always computes it."""
     if not block_size:
         return []
     seed = seed_of(adapter, prefix.salt)

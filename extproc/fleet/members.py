@@ -15,7 +15,8 @@ MODELS_REMEMBERED, REMEMBERED_S = 1000, 3600.0
 
 
 class ModelNames:
-    """The configured model names. Any other name is one that replicas serve."""
+    """Configured model names. Any other name in a request is a name under which replicas serve a
+    model."""
 
     def __init__(self, models: Mapping[str, Targets] = MappingProxyType({})) -> None:
         self._lists = {name: to for name, to in models.items() if isinstance(to, tuple)}
@@ -29,7 +30,8 @@ class ModelNames:
         return next((name for name in self.served(model) if name in names), None)
 
     def requestable(self, served: Iterable[str]) -> list[str]:
-        """Returns the names that clients may request if replicas serve these: configured first."""
+        """Returns the names that clients may request if replicas serve ``served``, configured names
+        first."""
         there = set(served)
         lists = {name for name in self._lists if self.known(name, there) is not None}
         draws = {name for name, weights in self._draws.items() if (there | lists) & weights.keys()}
@@ -39,7 +41,7 @@ class ModelNames:
         return tuple(self._draws.get(requested, (requested,)))
 
     def draw(self, requested: str, among: Iterable[str], random: Random) -> str:
-        """Draws a model for a request by the configured weights.
+        """Draws one of the models of a requested name by the configured weights.
 
         Args:
             requested: the name in the request.
@@ -75,12 +77,13 @@ class Members:
         return None if row is None else self.by_row[row]
 
     def former_row(self, replica: str) -> int | None:
-        """Returns the row that a departed replica had, if no other replica has it by now."""
+        """Returns the row that a departed replica had, if no other replica uses the row by now."""
         return next((row for row, state in enumerate(self.by_row) if state.id == replica), None)
 
     @property
     def only_model(self) -> str | None:
-        """The model that all members serve that list their models; None: they differ."""
+        """Model of all members that list their models; None: the lists differ, or no member has
+        one."""
         served = {state.models for state in self if state.models}
         names = served.pop() if len(served) == 1 else ()
         return names[0] if names else None
@@ -96,7 +99,7 @@ class Members:
         return () if state is None else state.models
 
     def models_removed(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
-        """Remembers the models that a replica no longer serves, the newest thousand."""
+        """Remembers models that a replica no longer serves: the last :data:`MODELS_REMEMBERED`."""
         for model in before:
             if model not in after:
                 self.departed_models.pop(model, None)
@@ -105,12 +108,13 @@ class Members:
             del self.departed_models[next(iter(self.departed_models))]
 
     def recall(self, departed: Mapping[str, float]) -> None:
-        """Adds models that departed before this router started."""
+        """Adds models that stopped being served before this router started, with their times."""
         both = sorted({**departed, **self.departed_models}.items(), key=lambda pair: pair[1])
         self.departed_models = dict(both[-MODELS_REMEMBERED:])
 
     def served_lately(self, model: str, now: float) -> bool:
-        """Returns True if a member lists the model, or a replica did within the last hour."""
+        """Returns True if a member lists the model, or if a replica listed it within the last
+        hour."""
         lately = {name for name, at in self.departed_models.items() if now - at < REMEMBERED_S}
         known = self.names.known
         return known(model, lately) is not None or any(
@@ -133,8 +137,8 @@ class Members:
 class Staleness:
     """Times of the last update of each replica.
 
-    If no replica is updated, pollers or Redis are away and the replicas are still there. So a
-    replica is stale only while others are updated.
+    If no replica at all is updated, pollers or Redis are down, and the replicas probably still run.
+    So a replica is stale only while other replicas are updated.
     """
 
     def __init__(self, now: float) -> None:
@@ -150,8 +154,8 @@ class Staleness:
         self._updated_at.pop(replica, None)
 
     def stale(self, after: float) -> list[str]:
-        """Returns the replicas without an update for more than ``after`` seconds, in which other
-        replicas were updated without a break."""
+        """Returns the replicas without an update for more than ``after`` seconds, if updates of
+        other replicas came all that time."""
         if self.heard_at - self._since < after:
             return []
         now = max(self._updated_at.values(), default=0.0)

@@ -39,8 +39,8 @@ class Peers:
     polled load that no router accounts for: ``max(0, polled − own − Σ peers)``, with the figures of
     each router at the poll. The requests of a peer that does not count are external.
 
-    The age of a digest is the time since it arrived, plus the time that the router's own digests
-    take to come back. Clocks of two machines are never compared.
+    The age of a digest is the time since its arrival, plus the time that the router's own digests
+    take to come back. So the clocks of two machines are never compared.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Peers:
     # -- digests ----------------------------------------------------------------------------
 
     def receive(self, digest: Digest, age: float = 0.0) -> bool:
-        """Takes in a digest that Redis got ``age`` seconds ago, unless a newer one arrived.
+        """Stores a digest that Redis received ``age`` seconds ago, unless a newer one arrived
+        before.
 
-        Progress must be up to date. Returns True if the sums changed.
+        The fleet's progress must be advanced before. Returns True if the sums changed.
         """
         now, name, changed = self._clock(), digest.router, False
         if name == self._own:
@@ -98,14 +99,14 @@ class Peers:
         return self.refresh(now) or changed
 
     def cut_off(self) -> None:
-        """Takes no peer for dead until :meth:`connected`: Redis is away."""
+        """Notes that Redis is away: no peer counts as dead until :meth:`connected`."""
         self._connected_at = inf
 
     def connected(self) -> None:
         self._connected_at = self._clock()
 
     def refresh(self, now: float) -> bool:
-        """Counts the peers with a fresh digest, and forgets dead ones.
+        """Determines which peers count, by the age of their last digest, and forgets dead peers.
 
         Returns True if the sums changed.
         """
@@ -123,9 +124,11 @@ class Peers:
         return dead or bool(changed.any())
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
-        """Moves polled load from unattributed to the peers that count now, or back.
+        """Moves polled load between unattributed load and the peers: to peers that count again, and
+        back from peers that no longer count.
 
-        If a peer did not count at a poll, its load then is taken from its first digest afterwards.
+        The load of a peer at a poll at which it did not count is taken from its first digest
+        afterwards.
         """
         replicas, load = self._replicas, self._load
         unknown = np.isnan(load[POLLED_ROWS]) & to_peer[:, None]
@@ -135,7 +138,8 @@ class Peers:
         replicas.set_external()
 
     def polled(self, row: int, sequences: bool) -> None:
-        """Notes the peers' load on a replica at a poll; ``sequences``: the page was not late."""
+        """Stores the peers' load on a replica at the moment of a poll. ``sequences``: the replica's
+        page was on time, so that its numbers of sequences can be compared."""
         if not len(self):
             return
         load = self._load[:, :, row]
@@ -147,7 +151,7 @@ class Peers:
     # -- the sums ---------------------------------------------------------------------------
 
     def move(self, part: Floats | float, tokens: Floats) -> None:
-        """Moves the load forward.
+        """Moves the peers' load forward in time.
 
         Args:
             part: share of each replica's backlog that was prefilled.

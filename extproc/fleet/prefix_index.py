@@ -29,7 +29,7 @@ _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e
 
 
 class ReplicaBitmaps:
-    """Bitmap of the replicas that hold a key, by key, so that one look-up finds all of them."""
+    """Bitmaps of the replicas that hold a key, so that one look-up of a key finds all replicas."""
 
     def __init__(self) -> None:
         self._bitmaps: dict[int, int] = {}
@@ -78,7 +78,8 @@ class _Cache:
     before: ReplicaState | None = None  # the replica's counters at the last comparison
 
     def fit(self, prefix: Prefix, tokens: float) -> None:
-        """Sets the capacity to as many keys as the KV cache's tokens are."""
+        """Sets the capacity, in keys, from the ``tokens`` of the KV cache and the mean tokens of a
+        key."""
         keys = len(prefix.keys)
         self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.capacity))
         self.capacity = max(int(tokens / self.unit), 1)
@@ -99,8 +100,8 @@ def _nothing(candidates: int) -> PrefixHits:
 class _HitShare:
     """Reported ÷ expected hits of each replica, by depth in the cache.
 
-    The index expects too much if other senders use the replica, or the cache is smaller than
-    reported or off. In each case the blocks that were used longest ago are gone first.
+    The index expects too many hits if other senders use the replica, or if the cache is smaller
+    than reported or off. In each case the blocks that were used longest ago are missing first.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,8 @@ class _HitShare:
         self.depth_matters = np.zeros(0, np.bool_)  # by row: less was found than expected
 
     def reset(self, row: int) -> None:
-        """Takes all expected tokens to be there, until the replica in the row reports less."""
+        """Assumes that all expected tokens are in the cache, until the replica in the row reports
+        fewer."""
         missing = row + 1 - self._sums.shape[1]
         if missing > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, missing), (0, 0)))
@@ -119,7 +121,8 @@ class _HitShare:
         self.share[row], self.depth_matters[row] = 1.0, False
 
     def observe(self, row: int, expected: Floats, reported: float) -> None:
-        """Learns that the replica in a row found ``reported`` of the tokens expected by depth."""
+        """Learns from a report of ``reported`` cached tokens in total, where ``expected`` were
+        expected at each depth."""
         total = float(expected.sum())
         if total <= 0.0:
             return
@@ -135,8 +138,8 @@ class PrefixIndex:
     """Units of prompts in each replica's prefix cache: entered when a prompt is sent.
 
     vLLM frees the blocks of a request from its last to its first, and evicts the block that was
-    freed longest ago. So a replica that holds a unit of a prompt holds all units before it, and
-    from unit to unit the replicas that hold it get fewer.
+    freed longest ago. So a replica that holds a unit of a prompt holds all units before it, and the
+    replicas that hold a unit are among those that hold the unit before.
     """
 
     def __init__(self) -> None:
@@ -207,7 +210,7 @@ class PrefixIndex:
         return len(cache.recent) * cache.unit
 
     def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
-        """Returns the end of the keys from ``start`` that exactly these replicas hold, found by
+        """Returns the end of the run of keys from ``start`` on that exactly these replicas hold, by
         bisection."""
         of = self._bitmaps.of
         return bisect_left(
@@ -246,7 +249,8 @@ class PrefixIndex:
         return places
 
     def _set_depths(self, depths: Indices, places: Indices, rows: Indices, key: int) -> None:
-        """Sets the depth of a key in the caches of these candidates, where depth matters."""
+        """Sets the depth of a key in the caches of these candidates; skips replicas that found all
+        that was expected."""
         places = places[self._hit_share.depth_matters[rows[places]]]
         if len(places):
             depths[places] = [self._caches[row].depth(key) for row in rows[places].tolist()]

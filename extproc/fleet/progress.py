@@ -19,9 +19,9 @@ class Progress:
     """Progress of every request in flight, by the step models of the replicas.
 
     A replica prefills prompts in order, and each step gives each decoding sequence a token, or
-    several with speculative decoding. So two counts of the replica tell a request's progress: the
-    request decodes once the prefilled prompt tokens reach the end of its prompt, and has a token
-    for each step since then.
+    several with speculative decoding. So two counts of the replica give a request's progress: the
+    request decodes once the count of prefilled prompt tokens reaches the end of its prompt, and has
+    a token for each step since then.
     """
 
     def __init__(
@@ -42,14 +42,15 @@ class Progress:
         self._looked_ahead = True
 
     def invalidate(self) -> None:
-        """Marks the sums as out of date."""
+        """Marks the sums of all replicas as out of date; the next :meth:`advance` computes them
+        anew."""
         self._changed = True
 
     def remove(self, row: int) -> None:
-        """Takes a request that ends out of its replica's sums.
+        """Subtracts a request that ends from its replica's sums.
 
-        All sums are computed anew at the next tick. To compute them at each end would be half of a
-        router's work at thousands of requests a second.
+        All sums are computed anew at the next tick. Doing that at each end of a request would be
+        half of a router's work at thousands of requests a second.
         """
         requests, replicas = self._requests, self._replicas
         if requests.steps_before.item(row) == inf:
@@ -76,7 +77,8 @@ class Progress:
         replicas.decode_step[row] = replicas.c0.item(row) + loaded
 
     def advance(self, now: float) -> None:
-        """Brings the replicas' counts up to ``now``, unless they are less than a tick behind."""
+        """Moves the replicas' counts forward to ``now``, unless they are less than a tick
+        behind."""
         elapsed = now - self._as_of
         if elapsed >= _TICK:
             self._as_of = now
@@ -86,7 +88,8 @@ class Progress:
                 self.refresh()
 
     def corrected(self, row: int, own: Indices) -> None:
-        """Renews the sums of a replica that a poll corrected, and of ``own``, its requests."""
+        """Computes the sums of a replica anew after a poll has corrected its counts; ``own``: rows
+        of its requests, which are updated, too."""
         requests, replicas = self._requests, self._replicas
         done = requests.prompt_end[own] <= replicas.prefilled[row] + _ROUNDING
         decoding = requests.steps_before[own] < inf
@@ -104,7 +107,7 @@ class Progress:
         self._look_ahead(own)
 
     def refresh(self) -> None:
-        """Renews all requests and sums from the replicas' counts."""
+        """Computes all requests and sums anew from the replicas' counts."""
         if self._changed:
             self._changed = False
             self._looked_ahead = False
@@ -118,7 +121,7 @@ class Progress:
         return self._refreshed_at
 
     def look_ahead(self) -> None:
-        """Renews the expected output of all requests, as of the last refresh."""
+        """Computes the expected remaining output of all requests, as of the last refresh."""
         if not self._looked_ahead:
             self._looked_ahead = True
             self._look_ahead(slice(None))

@@ -93,9 +93,11 @@ class Reconciliation:
         replicas.polled_steps[row] = polled
 
     def _correct_external(self, row: int, at_poll: Indices, state: ReplicaState) -> None:
-        """Sets the load beyond this router's requests at the poll (``at_poll``) and its peers'.
+        """Sets the external load: the polled load without this router's requests at the poll
+        (``at_poll``) and the peers' requests.
 
-        Queued requests of the routers may be in the replica's queue; the rest of it is external.
+        Requests that routers count as queued may be in the replica's queue; the rest of the queue
+        is external.
         """
         replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
@@ -112,10 +114,12 @@ class Reconciliation:
         replicas.external_backlog[row] = waiting * prompt
 
     def _correct_kv(self, row: int, at_poll: Indices, state: ReplicaState, age: float) -> None:
-        """Sets the polled KV tokens beyond those of this router's running requests and its peers'.
+        """Sets the unattributed KV tokens: the polled tokens without those of running requests of
+        this router and of the peers.
 
-        The requests that were sent first run. Progress may take later requests for begun that had
-        not reached the replica: the poll lacks them, but they will need their KV tokens as well.
+        The requests that were sent first are taken to be the running ones. Progress may count a
+        later request as begun that had not reached the replica at the poll. The poll lacks its KV
+        tokens, but the replica will need them as well.
         """
         replicas, requests = self._replicas, self._requests
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
@@ -136,13 +140,14 @@ class Reconciliation:
         """Corrects the prefilled prompt tokens to the range that the poll allows.
 
         A replica prefills in the order of arrival and counts the sequences that got a first token.
-        Without requests of others, the count tells which of this router's numbered sequences was
-        prefilled last at the poll. The next prompt was not finished: the prefilled tokens end
-        before the end of that prompt, or of one step if that is later.
+        If all requests are this router's, the count tells which of its numbered sequences was
+        prefilled last at the poll. The next prompt was unfinished, so the prefilled tokens end
+        before that prompt's end, or before the end of one step if that is later.
 
-        Beside requests of others, only the replica's queue tells. Requests that left the queue are
-        prefilled, but for the last prompt or one step. Requests in the queue, beyond those that
-        others may have there, are not prefilled. Requests sent after the poll are left alone.
+        If other senders have requests on the replica, only the replica's queue tells. Requests that
+        left the queue are prefilled, except for the last prompt or one step. Requests in the queue
+        are not prefilled, except for as many as the other senders may have there. Requests sent
+        after the poll are not corrected.
         """
         replicas, requests = self._replicas, self._requests
         counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
@@ -171,10 +176,10 @@ class Reconciliation:
     def _last_begun(
         self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
     ) -> float:
-        """Returns the number of this router's last sequence with a first token.
+        """Returns the number of the last sequence of this router that has a first token.
 
-        ``queued``: sequences of this router in the replica's queue. ``alone``: no requests of
-        others are there.
+        ``queued``: sequences of this router in the replica's queue. ``alone``: the replica has no
+        requests of other senders.
         """
         replicas, requests = self._replicas, self._requests
         known = replicas.known.item(row)
@@ -194,9 +199,11 @@ class Reconciliation:
     def _admitted(
         self, row: int, order: Indices, state: ReplicaState, asked_at: float, budget: float
     ) -> float:
-        """Returns the prompt tokens that must be prefilled, since their requests left the queue.
+        """Returns the prompt tokens that are certainly prefilled, because their requests left the
+        replica's queue.
 
-        Only requests count that the engine certainly had: vLLM's gauges show the begin of a step.
+        Only requests count that had certainly reached the engine: vLLM's gauges show the beginning
+        of a step.
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
@@ -217,7 +224,8 @@ class Reconciliation:
         return chunk / self._step_with(row, chunk)
 
     def _step_with(self, row: int, prompt_tokens: float) -> float:
-        """Returns seconds of a step that prefills these tokens beside the decoding sequences."""
+        """Returns the seconds of a step that prefills these tokens while the decoding sequences go
+        on."""
         replicas = self._replicas
         return replicas.decode_step.item(row) + replicas.c_prefill.item(row) * prompt_tokens
 

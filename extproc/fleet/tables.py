@@ -22,8 +22,9 @@ class Table:
     """Table whose columns are the annotations of a subclass: ``Floats`` or ``Indices``.
 
     Each column is an attribute too: a view of rows 0…len−1, valid until rows are added or removed.
-    Columns of one type are the rows of one array, in the order of the annotations, so that a table
-    row is written, moved and read in one operation. The capacity doubles when the table is full.
+    All columns of a type are stored as the rows of one array, in the order of the annotations, so
+    that one operation writes, moves or reads a row of the table. The capacity doubles when the
+    table is full.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,8 @@ class Table:
         return self._floats[:columns, : self._length]
 
     def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:
-        """Returns names and copies of the first columns, for these rows or all."""
+        """Returns names and copies of the first ``columns`` columns, for the given rows or all
+        rows."""
         floats = self._floats[:columns, : self._length]
         floats = floats.copy() if rows is None else floats.take(rows, axis=1)
         return zip(self._names[0], floats, strict=False)
@@ -144,9 +146,10 @@ class Replicas(Columns, Table):
         return self._floats[-FIGURES - 3 : -FIGURES, : self._length]
 
     def set_external(self) -> None:
-        """Counts a sequence as external once two polls in a row reported it.
+        """Sets the external sequences: the part of the unattributed sequences that two consecutive
+        polls reported.
 
-        A sequence that ended between a scrape and now is in one poll only.
+        A sequence that ended after a scrape appears in one poll only.
         """
         both = np.minimum(self.unattributed, self.unattributed_before)
         np.maximum(both, 0.0, out=self.external)
@@ -185,8 +188,8 @@ POLICY_COLUMNS = [*Requests.__annotations__].index("generated")  # number of col
 def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
     """Adds a request to the sums of its replica; ``sign`` −1 takes the request out.
 
-    Updating the sums takes a microsecond whenever a request comes, starts to decode or goes.
-    Computing them takes four passes over all requests at every decision.
+    Updating the sums takes a microsecond whenever a request is added, starts to decode or ends.
+    Computing them would take four passes over all requests at every decision.
     """
     on = requests.replica.item(row)
     replicas.requests[on] += sign

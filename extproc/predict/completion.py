@@ -133,7 +133,7 @@ def predict(
 
 
 def _exclude_too_small(view: FleetView, prompt: float, wait: Floats) -> None:
-    """Sets an infinite wait for candidates that cannot hold the prompt, unless none can."""
+    """Sets an infinite wait for candidates that cannot hold the prompt, unless no candidate can."""
     if least(view.longest_prompt) < prompt:
         too_long = view.longest_prompt < prompt
         if not too_long.all():
@@ -166,7 +166,8 @@ def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
 def _preemptible(
     priority: int, view: FleetView, sequences: Sequences, out: float
 ) -> tuple[Floats, Floats]:
-    """KV tokens of the sequences preempted before this request, and the tokens they generate."""
+    """KV tokens of the sequences that vLLM preempts before the request, and the tokens that these
+    sequences will still generate."""
     on, count = sequences.replica, len(view)
     lower = ((sequences.priority < priority) & (view.by_priority[on] > 0.0)).nonzero()[0]
     on, weight = on[lower], sequences.weight[lower]
@@ -178,7 +179,8 @@ def _preemptible(
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Decode time, delay of the sequences in flight, and the tokens that these generate."""
+    """Decode time of the request, delay that it causes to the sequences in flight, and tokens that
+    these sequences generate meanwhile."""
     count = len(view)
     # The prefill gives the first token; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
@@ -198,7 +200,8 @@ def _decode(
 
 
 def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | float) -> Floats:
-    """Seconds until sequences in flight have ended and freed enough KV tokens and places.
+    """Seconds until enough sequences in flight have ended to free the KV tokens and the places in
+    the batch that the request needs.
 
     vLLM admits a prompt once all of its tokens fit, after the prompts queued before it.
 
@@ -233,8 +236,8 @@ def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | 
 
 
 def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
-    """Returns, for each group of amounts, the index of the amount with which the sum of the group
-    reaches ``wanted``; ``first``: index of each group's first amount."""
+    """Returns for each group the index of the amount with which the group's running sum reaches
+    ``wanted``; ``first``: index of each group's first amount."""
     sums = amounts.cumsum()
     before = sums[first] - amounts[first]
     return np.maximum(sums.searchsorted(before + wanted), first)
@@ -271,7 +274,8 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
 def add_queue_wait(
     prediction: Prediction, wait: Floats, queued: Floats | float, batch: Floats
 ) -> None:
-    """Adds the wait at the router to a prediction; the wait for admission passes at the same time.
+    """Adds the wait at the router to a prediction. The request's wait for admission by the engine
+    shrinks meanwhile.
 
     :func:`predict` counts avoidable prefill once for each of the B sequences decoding and once for
     the cache; the prefill also delays each of the requests ``queued`` for the replica.
@@ -287,7 +291,7 @@ FULL = 0.94  # KV pressure at which a replica has no room: the rest is for seque
 
 
 def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: int) -> float:
-    """Seconds of the candidate ``at`` that the request uses up: its share of the engine's time.
+    """Seconds of engine time that the request uses up on the candidate ``at``.
 
     With u prompt tokens to prefill, o output tokens, d tokens per step, and on average K KV tokens
     in use, of which m are not shared through the prefix cache::
@@ -298,9 +302,9 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     A replica is just at capacity if the work of the requests that arrive in a second adds up to 1:
     the shares of a full batch add up to 1, so the c0 of each step counts once. (Work is a lower
     bound: in a batch that is not full a request takes a larger share.) The stretch of decode times
-    does not count: most of it is the prefill of other requests, which is their work. A target for
-    the time per token or for the completion needs faster steps, so smaller batches and a larger
-    share.
+    is left out, because most of it is the prefill of other requests, which counts as their work. A
+    target for the time per token or for the completion needs faster steps, hence smaller batches,
+    hence a larger share.
     """
     own, out = max(profile.sequences, 1), prediction.output_tokens
     prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)

@@ -53,17 +53,19 @@ class Corrections:
         self._computed_at = -inf
 
     def slowed(self, row: int, factor: float) -> None:
-        """Notes that the estimated step times of a replica rise by this factor."""
+        """Scales the present predictions of a replica whose estimated step times were multiplied by
+        ``factor``."""
         if factor != 1.0:
             self._sums[2, row] *= factor
             self._computed_at = -inf
 
     def sums(self, now: float) -> Floats:
-        """Returns recent seconds of decoding, actual and predicted, a column for each replica.
+        """Returns the recent seconds of decoding, actual in the first row and predicted in the
+        second, with a column for each replica.
 
         If step times have changed, the predicted seconds are the value nearest to the actual ones
-        between those of the prediction and those of the present step times. Thus an error of the
-        step times that the estimator has put right is not corrected twice, and requests of the time
+        between those of the prediction and those of the present step times. So an error of the step
+        times that the estimator has corrected meanwhile is not corrected twice, and requests from
         before a replica was throttled do not make the replica look fast.
         """
         self._fade(now)
@@ -79,8 +81,8 @@ class Corrections:
     def ratios(self, now: float, others: Floats | float = 0.0) -> Floats:
         """Returns actual ÷ predicted decode time of each row.
 
-        ``others``: sum of the other routers' :meth:`sums`. A router of four sees a quarter of the
-        requests; without the others' sums the slowest requests would be 9% slower.
+        ``others``: sum of the other routers' :meth:`sums`. With four routers, each sees a quarter
+        of the requests; without the others' sums the slowest requests would be 9% slower.
 
         The ratio of a replica on which no request ends fades to 1: otherwise a high ratio would
         keep requests away for ever, and no request could prove the ratio wrong.
@@ -105,13 +107,13 @@ _MOST_STEPS, _MOST_REQUEST_S, _MOST_TOKEN_S = 3.0, 0.05, 2e-5
 
 
 class FirstTokens:
-    """Delay of first tokens that the engine's steps do not explain: ``x·step + y + z·prompt``.
+    """Delay of first tokens beyond the engine's steps: ``x·step + y + z·prompt``.
 
-    An engine that schedules ahead takes a new request a step later. HTTP, the tokenizer and the
+    An engine that schedules ahead begins a new request one step later. HTTP, the tokenizer and the
     transport to the engine take time for each request and for each prompt token, cached or not. No
-    counter shows these times. All replicas of a fleet run the same program, so the delay is learned
-    from the first tokens of all replicas together, by non-negative least squares on relative
-    errors. An H100 with a 7B model has y = 13 ms and z = 4 µs (docs/real-vllm.md).
+    counter of vLLM shows these times. All replicas of a fleet run the same program, so the delay is
+    learned from the first tokens of all replicas together, by non-negative least squares on
+    relative errors. An H100 with a 7B model has y = 13 ms and z = 4 µs (docs/real-vllm.md).
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,8 @@ class FirstTokens:
 
     @property
     def outside_steps(self) -> tuple[float, float, float]:
-        """Seconds of delay for each second of a step, each request, and each prompt token."""
+        """Coefficients x, y and z: seconds of delay for each second of a step, for each request,
+        and for each prompt token."""
         each_step, request, token = self._solution
         return (
             min(each_step, _MOST_STEPS),

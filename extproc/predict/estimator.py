@@ -64,7 +64,8 @@ class Estimator:
     """Step-time model of one replica, learned from polls."""
 
     def __init__(self, profile: StepModel, known: StepModel | None = None) -> None:
-        """Starts from ``known``, as if learned from 16 s of work; None: from the profile."""
+        """Starts from ``known``, which counts as much as 16 s of work; None: starts from the
+        profile."""
         self._unit = coefficients(profile)
         self._equations = np.zeros((4, 5))  # A, and b as the last column
         self._solution = list(_SAME)
@@ -84,8 +85,8 @@ class Estimator:
 
     @property
     def evidence(self) -> Floats | None:
-        """Normal equations, with b as the last column, which the next poll changes in place; None
-        if the replica is not measured."""
+        """Normal equations, with b as the last column; None if the replica is not measured. The
+        next poll changes the array in place."""
         return self._equations if self._equations[:, :4].sum() > _MEASURED else None
 
     @property
@@ -113,7 +114,8 @@ class Estimator:
         self._solve(fleet)
 
     def interrupted(self) -> None:
-        """Notes a failed poll: the time until the next poll may be a hang, so no work counts."""
+        """Notes a failed poll. The engine may have hung until the next poll, so work in that time
+        teaches nothing."""
         self._windows.interrupted()
 
     @property
@@ -155,9 +157,10 @@ class FleetPrior:
     """Prior p of a poller's replicas, learned from the measured replicas.
 
     If no profile is configured, the default profile is wrong for all replicas in the same way. The
-    prior's slowness is the median, so that an outlier does not change it; of an even number of
-    replicas, the one of the middle two that is nearer to 1. A replica that is not measured counts
-    with slowness 1: fast replicas are measured first, and would make all others look fast.
+    prior's slowness is the median of the replicas, so that an outlier does not change it. Of an
+    even number of replicas, the one of the middle two that is nearer to 1 counts. A replica that is
+    not measured counts with slowness 1, because fast replicas are measured first and would make all
+    others look fast.
     """
 
     def __init__(self) -> None:
@@ -167,7 +170,8 @@ class FleetPrior:
         self.prior = PROFILE_PRIOR
 
     def report(self, replica: str, evidence: Floats | None) -> None:
-        """Takes a replica's :attr:`Estimator.evidence`; each round of reports renews the prior."""
+        """Adds a replica's :attr:`Estimator.evidence`. The prior is computed anew once all replicas
+        have reported."""
         self._evidence[replica] = evidence
         self._reports += 1
         if self._reports >= len(self._evidence):
@@ -197,24 +201,24 @@ class FleetPrior:
 
 
 def _slowness(evidence: Floats) -> float:
-    """Actual ÷ expected seconds of the work, by the replica's profile: g."""
+    """Slowness g of the replica: actual seconds of its work ÷ seconds expected by its profile."""
     *expected, actual = map(float, evidence.sum(axis=0))
     return max(actual / sum(expected), 1.0 / _WRONG_COUNTER)
 
 
 def _warms_up(counts: EngineCounts) -> bool:
-    """True if the engine still makes its first steps."""
+    """True during the engine's first steps, which are slower than later ones."""
     return 0.0 < counts.steps < _WARM_UP_STEPS
 
 
 def coefficients(model: StepModel) -> Terms:
-    """Seconds for a unit of each of the terms."""
+    """Coefficients of a step-time model in the order of the terms: seconds per unit."""
     return model.c0, model.c_prefill, model.c_batch, model.c_kv
 
 
 def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
-    """Returns a row for each stretch of work: its terms multiplied by the coefficients ``units``,
-    and 1, all divided by the actual seconds."""
+    """Returns a row for each stretch of work: its terms in seconds (``units``: coefficients) ÷ the
+    actual seconds, and 1 as the last column."""
     rows = np.array([(*work.terms, work.seconds) for work in works])
     scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
     return scaled

@@ -41,7 +41,7 @@ NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Replica of the pool that may not get the request now."""
+    """Replica of the pool that may not get the request now, and the reason."""
 
     id: str
     name: str
@@ -50,7 +50,7 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Replicas that may serve a model; they rarely change."""
+    """Replicas that may serve a model. They rarely change, so decisions share one object."""
 
     rows: Indices  # row of each replica in the fleet's table
     ids: list[str]  # ``ip:port`` of each replica
@@ -91,8 +91,8 @@ class Columns:
 
 
 def usual_step(costs: Columns, at: int) -> float:
-    """Returns the seconds of a decode step with ``USUAL_BATCH`` on replica ``at``: its speed in one
-    figure; 0 before the first poll."""
+    """Returns the seconds of a decode step with ``USUAL_BATCH`` on replica ``at``, a single figure
+    for its speed; 0 before the first poll."""
     sequences, kv_tokens = USUAL_BATCH
     loaded = costs.c_batch.item(at) * sequences + costs.c_kv.item(at) * kv_tokens
     return costs.c0.item(at) + loaded

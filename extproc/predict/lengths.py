@@ -39,7 +39,8 @@ def _prior() -> Floats:
 
 
 def _suffix_sums(weights: Floats) -> Floats:
-    """Suffix sums of histograms, and of the tokens that they stand for, stacked on a new axis 0."""
+    """Suffix sums of histograms (index 0 of a new first axis), and of the tokens of the counted
+    sequences (index 1)."""
     sequences_and_tokens = np.stack([weights, weights * _LENGTHS])
     sums: Floats = np.zeros((*sequences_and_tokens.shape[:-1], _SUMS))
     sums[..., :-1] = sequences_and_tokens[..., ::-1].cumsum(axis=-1)[..., ::-1]
@@ -47,7 +48,8 @@ def _suffix_sums(weights: Floats) -> Floats:
 
 
 def _kinds(profile: RequestProfile) -> list[_Kind]:
-    """Kinds of a request, from coarse to fine; output bounds differ by their power of two."""
+    """Kinds of a request, from coarse to fine. Output bounds with the same number of bits share a
+    kind."""
     bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
     kinds: list[_Kind] = [
         (profile.model,),
@@ -73,9 +75,11 @@ class _Rows:
         self._of[kind] = self._of.pop(kind)
 
     def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
-        """Adds a kind and returns its row: a free row, or that of the least recently used kind.
+        """Adds a kind and returns its row: a free row, or the row of the least recently used kind,
+        which is dropped.
 
-        ``keep``: True for a row that must not change its kind. None if all rows must not.
+        ``keep``: True for a row that must not change its kind. Returns None if ``keep`` holds for
+        all rows.
         """
         if not self._free:
             old = next((old for old, row in self._of.items() if not keep(row)), None)
@@ -110,7 +114,8 @@ class OutputLengths:
         self._tokens: Floats = self._sums[1]
 
     def row(self, profile: RequestProfile) -> int:
-        """Returns the histogram row of the request's finest known kind; 0: of all requests."""
+        """Returns the histogram row of the request's finest kind that has one; row 0 counts all
+        requests."""
         for kind in reversed(_kinds(profile)):
             if (row := self._table(kind).find(kind)) is not None:
                 return row
@@ -132,7 +137,7 @@ class OutputLengths:
     def observe(self, profile: RequestProfile, tokens: float) -> None:
         """Learns from a sequence of the request that ended after ``tokens`` tokens.
 
-        A sequence that reached its bound would have been longer: its weight is spread over the
+        A sequence that reached its bound might have become longer: its weight is spread over the
         lengths from the bound on, in the proportions seen so far. A request with a minimum length
         is not counted.
         """
@@ -168,7 +173,8 @@ class OutputLengths:
             self._sums[:, rows] = self._sums[:, rows] * _DECAY**weight + seen[:, None]
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
-        """Rows of all requests and of the kinds; a new row starts from that of the coarser kind."""
+        """Rows that learn from a request of these kinds. A new row starts as a copy of the row of
+        the next coarser kind."""
         rows = [0]
         for kind in kinds:
             table = self._table(kind)
@@ -184,7 +190,8 @@ class OutputLengths:
         return rows
 
     def expected(self, row: int, bound: float) -> float:
-        """Returns :meth:`remaining` of a sequence without a token, without the cost of numpy."""
+        """Returns the expected length of a sequence: :meth:`remaining` at progress 0, without the
+        cost of numpy."""
         begin, cut = self.place(row, bound)
         count, tokens = self._count.item, self._tokens.item
         total = tokens(begin) - tokens(cut) + bound * count(cut)
@@ -197,12 +204,14 @@ class OutputLengths:
         return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
 
     def place(self, row: int, bound: float) -> tuple[int, int]:
-        """Returns indices into the flat suffix sums: the start of a row, and the bound's bucket."""
+        """Returns two indices into the flattened suffix sums: of the row's first bucket, and of the
+        bucket that contains the bound."""
         return row * _SUMS, row * _SUMS + bisect_left(_LENGTHS_LIST, bound)
 
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
-        """Returns the flat index of each progress in generated tokens, and the progress from which
-        the next index applies; ``begin``: from :meth:`place`."""
+        """Finds the bucket of each sequence by its progress, in generated tokens. Returns its index
+        into the flattened suffix sums, and the progress at which the next bucket begins. ``begin``:
+        first index that :meth:`place` returned."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
@@ -211,11 +220,12 @@ class OutputLengths:
     ) -> Floats:
         """Returns the expected number of tokens that each sequence still generates.
 
-        At least 1 below the bound; half the progress if the progress exceeds every length seen.
+        At least 1 while the progress is below the bound; half the progress if no sequence seen so
+        far was that long.
 
         Args:
-            alive: from :meth:`reached`.
-            cut: from :meth:`place`.
+            alive: indices that :meth:`reached` returned.
+            cut: second indices that :meth:`place` returned.
             progress: tokens generated, at most ``bound``.
             bound: most tokens that the sequence may generate.
             least: fewest tokens that the sequence will generate.
@@ -234,9 +244,10 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Suffix sums of a request of each bucket, spread evenly over the lengths in the bucket.
+    """Suffix sums of one request in each bucket, spread evenly over the lengths in the bucket.
 
-    ``edges``: upper bounds of the buckets; few sets of buckets exist.
+    ``edges``: upper bounds of the buckets. Replicas use few different sets, so that the results are
+    cached.
     """
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0

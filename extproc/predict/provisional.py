@@ -18,7 +18,7 @@ class ProvisionalSpeeds:
         self._sums: dict[int, tuple[int, float, float]] = {}  # by row: count, usual steps, seconds
 
     def observe(self, row: int, usual_steps: float, seconds: float) -> None:
-        """Adds a first token.
+        """Learns from the time to a first token.
 
         Args:
             row: row of its replica.
@@ -29,14 +29,14 @@ class ProvisionalSpeeds:
         self._sums[row] = count + 1, steps + usual_steps, total + seconds
 
     def slowness(self, row: int, usual_step: float) -> float:
-        """Returns actual ÷ predicted time by the replica's step-time model, whose speed is
-        ``usual_step`` in seconds."""
+        """Returns the slowness of the replica in a row, relative to a step-time model whose usual
+        step takes ``usual_step`` seconds."""
         _, steps, seconds = self._sums.get(row, (0, 0.0, 0.0))
         slowness = (seconds + _PRIOR_S) / (steps * usual_step + _PRIOR_S)
         return min(max(slowness, 1.0 / _MOST), _MOST)
 
     def wanted(self, row: int) -> bool:
-        """True until enough first tokens are known."""
+        """True until the slowness of the replica in a row rests on enough first tokens."""
         return self._sums.get(row, (0,))[0] < _ENOUGH
 
     def clear(self, row: int) -> None:

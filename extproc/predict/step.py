@@ -38,7 +38,8 @@ class StepModel:
 
     @property
     def usual(self) -> float:
-        """Seconds of a decode step with ``USUAL_BATCH``: the speed in one figure."""
+        """Seconds of a decode step with ``USUAL_BATCH``: a single figure for the speed of the
+        engine."""
         return self.step_time(0.0, *USUAL_BATCH)
 
     def slowed(self, factor: float) -> "StepModel":
@@ -54,7 +55,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """Hardware profile: step times and limits of a model on a machine."""
+    """Step times and limits of a model on a machine."""
 
     name: str
     step: StepModel

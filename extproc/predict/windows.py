@@ -45,7 +45,7 @@ _NOTHING: Terms = (0.0, 0.0, 0.0, 0.0)
 
 
 class Work(NamedTuple):
-    """Work of an engine in a stretch of time without a pause."""
+    """Work of an engine in a stretch of time in which the engine was never idle."""
 
     seconds: float
     terms: Terms
@@ -63,10 +63,11 @@ class Windows:
     vLLM counts the tokens of a prompt when its prefill ends. In the middle of a prefill the engine
     has spent time on tokens that are not counted yet. A stretch that ended there would make prefill
     look cheap and steps expensive, by tens of percent if prompts are long. Therefore a stretch
-    begins and ends at a settled poll: since the poll before, a prompt was counted or no prompt was
-    in prefill. (With vLLM up to 0.15, which counts cached tokens at admission, a poll is settled
-    only if no prompt was in prefill.) A stretch contains no pause: no poll found the engine idle,
-    and the engine cannot have been idle between two polls.
+    begins and ends at a *settled* poll: between the previous poll and a settled one, a prompt was
+    counted or no prompt was in prefill. (With vLLM up to 0.15, which counts cached tokens at
+    admission, a poll is settled only if no prompt was in prefill.) A stretch contains no pause: no
+    poll in it found the engine idle, and the counters rule out that the engine was idle between two
+    polls.
 
     A solo request, which the engine served alone between two idle polls, gives two stretches,
     prefill and decode, with the times that vLLM measured.
@@ -81,8 +82,8 @@ class Windows:
     def poll(self, counts: EngineCounts) -> list[Work]:
         """Returns the stretches that end with this poll; empty if the poll ends none.
 
-        The first stretch is the most recent work, since the last settled poll or of a whole solo
-        request. The others, which overlap, are those to learn the step times from.
+        The first stretch is the most recent work: the work since the last settled poll, or a whole
+        solo request. The step times are learned from the other stretches, which overlap.
         """
         last, self._last = self._last, counts
         if last is None or _paused(last, counts):
@@ -147,7 +148,8 @@ class Windows:
 
 
 def _served_one_request(before: EngineCounts, counts: EngineCounts) -> bool:
-    """True if exactly one request began and ended, and no other was aborted."""
+    """True if exactly one request began and ended between two polls, and no other request was
+    aborted."""
     finished = counts.finished - before.finished
     return finished == counts.first_tokens - before.first_tokens == 1.0
 
@@ -159,7 +161,7 @@ def warms_up(before: float, after: float) -> bool:
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
-    """True if the engine restarted, was or may have been idle, or a counter fell."""
+    """True if the engine restarted, may have been idle, or if a counter fell."""
     return (
         warms_up(last.steps, counts.steps)
         or counts.steps < last.steps

@@ -58,7 +58,7 @@ def decode(body: bytes, partial: bool = False) -> dict[str, object]:
 def readable(body: bytes) -> bytes:
     """Return the beginning of ``body`` that can be decoded within ``_BUDGET``.
 
-    Ordinary bodies fit whole: 8 MB of text or images, 200,000 token ids, 10,000 messages.
+    Ordinary bodies fit as a whole: 8 MB of text or images, 200,000 token ids, 10,000 messages.
     """
     left = _BUDGET
     for start in range(0, len(body) if len(body) > _STRIDE else 0, _STRIDE):
@@ -71,10 +71,12 @@ def readable(body: bytes) -> bytes:
 
 
 def ending(body: bytes) -> dict[str, object]:
-    """Return the last fields of a body that is not read whole, from one of ``_NAMES`` on.
+    """Return the end of a body that is too long to be decoded, from the first of the fields
+    ``_NAMES`` on.
 
-    Clients may name the model, and bound the output, after the prompt. From a top-level name on,
-    the rest of the body is an object without its opening brace; from a nested name on it is not.
+    Clients may put the model and the bound of the output behind the prompt. The rest of the body
+    from a top-level field on is an object that lacks its opening brace. From a nested field on it
+    is no object, and is ignored.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):
@@ -86,8 +88,8 @@ def ending(body: bytes) -> dict[str, object]:
 def tokens_per_byte(part: bytes, of_text: float) -> float:
     """Estimate the prompt tokens per byte in the rest of a body that begins with ``part``.
 
-    The part may end inside an image or other media (no tokens follow), inside token ids (as dense
-    as the last ones) or inside text, which has ``of_text`` tokens per byte.
+    The estimate depends on where the part ends: 0 inside an image or other media, the density of
+    the last token ids inside token ids, and ``of_text`` inside text.
     """
     tail = part[-_TAIL:]
     if _BASE64.search(tail):

@@ -15,10 +15,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it sta
     """A request that the router answers with an error.
 
     Args:
-        message: for the client.
+        message: text for the client.
         param: the field of the body at fault, if any.
         code: a reason for programs to read, as in OpenAI's API.
-        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: as usual for the class.
+        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the default of the class.
     """
 
     status = 500  # of the HTTP answer
@@ -42,14 +42,14 @@ class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it sta
 
 
 class BadRequest(Refusal):
-    """A body that no replica could serve, whatever the model."""
+    """The body is wrong for any model and replica."""
 
     status = 400
     kind = anthropic_kind = "invalid_request_error"
 
 
 class NoModel(Refusal):
-    """A model that no replica serves."""
+    """No replica serves the model."""
 
     status = 404
     kind = "invalid_request_error"
@@ -63,7 +63,7 @@ class NoModel(Refusal):
 
 
 class NoReplica(Refusal):
-    """No replica that may serve the request is ready."""
+    """No replica can serve the request now."""
 
     status = 503
     kind = "service_unavailable_error"
@@ -72,7 +72,7 @@ class NoReplica(Refusal):
 
 
 class Saturated(Refusal):
-    """Replicas so busy that the first token would come too late."""
+    """The replicas are so busy that the request would wait too long."""
 
     status = 429
     kind = anthropic_kind = "rate_limit_error"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _UnknownRenderingError(Exception):
-    """A request that vLLM renders in a way unknown here."""
+    """The way in which vLLM renders the request is not known here."""
 
 
 class ExactPrompts:
@@ -44,7 +44,7 @@ class ExactPrompts:
         self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
-        """Return the only prompt of a request; None: not known."""
+        """Return the prompt of a request with a single one; None: its token ids cannot be known."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None
@@ -144,7 +144,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: object) -> list[dict[str, Any]] | None:
-    """Return tools as vLLM prints them: with all fields of a function, in vLLM's order."""
+    """Return tools as vLLM hands them to templates: with all fields of a function, in vLLM's
+    order."""
     if not given:
         return None
     if to_json(given).count(b"{") > _MOST_SCHEMAS:
@@ -162,7 +163,7 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
 def _shared(text: str, other: str) -> str:
     """Return the common beginning of two texts.
 
-    Some templates print the head of an answer even if told not to.
+    Some templates add the head of an answer even without ``add_generation_prompt``.
     """
     if text.startswith(other):
         return other
@@ -171,7 +172,7 @@ def _shared(text: str, other: str) -> str:
 
 
 def _last_answer(messages: list[dict[str, Any]]) -> tuple[int, int]:
-    """Return begin and end of the last consecutive messages of the assistant."""
+    """Return the indices at which the last run of messages of the assistant begins and ends."""
     roles = [message["role"] for message in messages]
     end = next((i for i in range(len(roles), 0, -1) if roles[i - 1] == "assistant"), 0)
     begin = next((i for i in range(end, 0, -1) if roles[i - 1] != "assistant"), 0)

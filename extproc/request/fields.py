@@ -45,13 +45,15 @@ def _lax(kind: SchemaValidator, value: object) -> object:
 
 
 def sampling_of(endpoint: Endpoint, body: dict[str, object]) -> dict[str, object]:
-    """Return the fields that bound the output: beside token ids, an object of their own."""
+    """Return the fields that bound the output: those of the body or, at ``/inference/v1/generate``,
+    those of an object in it."""
     fields = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
     return fields if isinstance(fields, dict) else {}
 
 
 def output_bound(endpoint: Endpoint, sampling: dict[str, object]) -> int | None:
-    """Return the most tokens a sequence may generate; None: as the model's context allows."""
+    """Return the most tokens that a sequence may generate; None: as many as the model's context
+    allows."""
     if not endpoint.decodes:
         return 0
     for field in _BOUND_FIELDS[endpoint]:
@@ -64,7 +66,7 @@ def output_bound(endpoint: Endpoint, sampling: dict[str, object]) -> int | None:
 
 
 def least_output(sampling: dict[str, object], bound: int | None) -> int:
-    """Return the fewest tokens a sequence generates; with ``ignore_eos`` the most as well."""
+    """Return the fewest tokens that a sequence generates; with ``ignore_eos`` this is ``bound``."""
     most = MAX_TOKENS if bound is None else bound
     if flag(sampling.get("ignore_eos")):
         return most
@@ -74,7 +76,8 @@ def least_output(sampling: dict[str, object], bound: int | None) -> int:
 def sequences(
     endpoint: Endpoint, sampling: dict[str, object], bound: int | None, prompts: int
 ) -> int:
-    """Return the sequences decoded side by side: ``n`` (the beam width) for every prompt."""
+    """Return the number of sequences that decode at the same time: ``n``, or the beam width, for
+    each prompt."""
     if bound == 0:
         return 0
     n = positive_int(sampling.get("n")) if endpoint in _HAVE_N else None

@@ -40,18 +40,16 @@ def inspect(
 ) -> RequestProfile:
     """Return the profile of a request.
 
-    Fields of the wrong type and absurd numbers count as absent: rejecting them is left to the
-    replica.
+    Fields of the wrong type and absurd numbers count as absent: the replica rejects them.
 
     Args:
-        endpoint: of the request's path.
+        endpoint: endpoint of the request's path.
         body: the body, as far as received.
         tokens: counts the tokens of the prompt.
         partial: ``body`` is only the beginning.
-        content_length: bytes of the whole body; missing bytes count as prompt, like the end of
-            ``body``.
-        model_of: returns the model (empty: not known) for the name in the body (empty: none) and
-            the id of the stored response that the request continues (empty: none).
+        content_length: bytes of the whole body; bytes that are missing in ``body`` count as prompt.
+        model_of: returns the model (empty: not known) for two arguments: the name in the body, and
+            the id of the stored response that the request continues (each empty if absent).
 
     Raises:
         BadRequest: the body is not a JSON object, or the model in the body is not a name.
@@ -132,7 +130,7 @@ def _beginning(part: bytes) -> dict[str, object]:
 
 
 def _model(fields: dict[str, object]) -> str:
-    """Return the model's name; empty: none, so that a replica serves the model that it has."""
+    """Return the model's name; empty: none, so that each replica serves its own model."""
     model = fields.get("model")
     if model is None:
         return ""
@@ -157,7 +155,8 @@ def _prefix(
 
 
 class _Size(NamedTuple):
-    """Fields of the profile: a prompt's tokens, and the figures that a report of them teaches."""
+    """Size of a prompt, as fields of the profile: its tokens, and the figures from which a report
+    of the tokens teaches ratios."""
 
     tokens: int
     longest_share: float = 1.0
@@ -191,6 +190,6 @@ def _measure(
 
 
 def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimate the tokens of a body without a known prompt, by the bytes in its middle."""
+    """Estimate the tokens of a body whose prompt was not found, from the bytes in its middle."""
     density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
     return round(len(body) * density) or media_tokens(len(body), model, counter)

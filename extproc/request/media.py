@@ -1,4 +1,4 @@
-"""Profiles by the length of a body: audio in a form, and bodies too large to be read."""
+"""Profiles estimated from the length of a body: audio in a form, or a body too large to be read."""
 
 import re
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def of_form(
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:
-    """Return begin and end of the model's name in a form; None: not found."""
+    """Return where the model's name in a form begins and ends; None: not found."""
     ends = _ends(body)
     spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
     if not spans:

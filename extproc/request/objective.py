@@ -27,7 +27,8 @@ class Objective(NamedTuple):
         return min(self.tpot_s, self.completion_s) < inf
 
     def due_s(self, decode: float) -> float:
-        """Return the seconds after the arrival at which the first token is late.
+        """Return the latest time for the first token to meet all targets, in seconds after the
+        arrival.
 
         ``decode``: seconds from the first token to the last.
         """
@@ -54,7 +55,8 @@ def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
 
 
 def targets_of(headers: Mapping[str, str]) -> dict[str, float]:
-    """Return the targets in the headers, in seconds; like llm-d, ignore values that are no time."""
+    """Return the targets in the headers, in seconds. Values that are no time are ignored, as in
+    llm-d."""
     named = {target: headers[name] for name, target in TARGETS.items() if name in headers}
     return {target: time for target, text in named.items() if (time := _seconds(text))}
 
@@ -79,6 +81,6 @@ def session_of(headers: Mapping[str, str], header: str | None, cookie: str | Non
 def session_key(session: str, model: str) -> str:
     """Return the key of a session and a model: each model of a session has its own replica.
 
-    Keys are digests because they go through Redis: an id may be a secret, and of any length.
+    The key is a hash, because keys go through Redis and an id may be a secret, or very long.
     """
     return blake2b(f"{model}\n{session}".encode(), digest_size=16).hexdigest()

@@ -29,7 +29,7 @@ _NO_IDS = np.zeros(0, np.uint32)
 
 @dataclass(slots=True, eq=False)  # not frozen: construction would take ten times as long
 class Prefix:
-    """Part of a prompt that a prefix cache may hold."""
+    """Beginning of a prompt that a prefix cache may hold, as keys."""
 
     keys: Keys  # for each whole unit, of the prompt up to the end of the unit
     unit: float  # tokens in a unit
@@ -66,7 +66,8 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
 
 @lru_cache(maxsize=1024)
 def seed_of(*names: str) -> int:
-    """Return the key before the first unit, for all that separates caches: model and salt."""
+    """Return the key that precedes the first unit, from names that separate caches: model and salt.
+    Prompts under different names share no key."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
@@ -80,13 +81,13 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """Return the keys of whole blocks of token ids.
 
     ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for a fixed odd F. The powers of F and of its
-    inverse give all keys at once, in a tenth of the time of a cryptographic hash. A collision only
-    makes the router err about the replicas that have two prompts cached.
+    inverse give all keys at once, in a tenth of the time of a cryptographic hash. After a
+    collision, the router only errs about which replicas have the two prompts in their caches.
 
     Args:
         ids: token ids.
         block_size: ids in a block.
-        before: key of the block before them; for the first of a prompt :func:`seed_of`.
+        before: key of the block before ``ids``; for the first block of a prompt, :func:`seed_of`.
 
     Raises:
         OverflowError, TypeError, ValueError: ``ids`` are no token ids.

@@ -1,4 +1,4 @@
-"""Profile of a request: the properties that its completion time is predicted from."""
+"""Profile of a request: the properties from which its completion time is predicted."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 
 @dataclass(slots=True)  # not frozen: construction would take ten times as long
 class RequestProfile:
-    """Properties of a request."""
+    """Properties of a request that predictions, limits and the queue need."""
 
     endpoint: Endpoint
     model: str  # empty: neither the request nor the fleet says which
@@ -42,12 +42,13 @@ class RequestProfile:
 
     @property
     def fetches(self) -> bool:
-        """True if the replica first fetches and encodes images or audio, which may take long."""
+        """True if the replica has to fetch or encode images or audio before the prefill, which may
+        take long."""
         return self.image_tokens > 0 or self.endpoint.takes_audio
 
     @property
     def parts(self) -> int:
-        """Sequences as an engine counts them: a prompt that is only prefilled counts, too."""
+        """Sequences as an engine counts them: prompts without output count, too."""
         return max(self.sequences, self.prompts)
 
     @property
@@ -56,9 +57,9 @@ class RequestProfile:
         return self.prompt_tokens * self.longest_share
 
     def most_output(self, context: float) -> float:
-        """Return the most tokens of a sequence if prompt and output share ``context`` tokens.
+        """Return the most tokens that a sequence can generate in a context of ``context`` tokens.
 
-        At least 1: vLLM refuses a prompt that leaves room for no token.
+        At least 1, because vLLM refuses a prompt that leaves no room for output.
         """
         left = max(context - self.longest_prompt, 1.0)
         return left if self.output_bound is None else min(self.output_bound, left)

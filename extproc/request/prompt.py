@@ -72,7 +72,8 @@ _PAIRS = (
 
 
 class Prompt:
-    """Collects the pieces of a prompt in the order of the model; ignores those of a wrong type."""
+    """Collects the pieces of a prompt in the order in which the model reads them; ignores pieces of
+    a wrong type."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -167,7 +168,7 @@ class Prompt:
         self._rendered.append(text)
 
     def add_content(self, value: object) -> None:
-        """Add a text, a content part, or lists of them, however nested."""
+        """Add a text, a content part, or a list of these at any depth."""
         pending = [value]
         while pending:
             item = pending.pop()
@@ -199,7 +200,7 @@ class Prompt:
 
 
 class Reading(NamedTuple):
-    """Prompts of a request."""
+    """Pieces of all prompts of a request, and the length of each prompt."""
 
     pieces: list[tuple[Prompt, int]]  # with the number of times that the replica reads each
     lengths: list[int]  # of each prompt, for comparison: characters of text, or token ids
@@ -260,8 +261,8 @@ def _lengths(values: object) -> list[int]:
 
 
 def without_billing(text: str) -> str:
-    """Remove the line that Claude Code writes anew for each request, as vLLM does: with that line
-    no two prompts would begin alike."""
+    """Remove the line that Claude Code changes for each request, as vLLM does. With that line no
+    two prompts would have a common beginning."""
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
@@ -270,7 +271,7 @@ def _as_bytes(pieces: list[str]) -> bytes:
 
 
 def _medium(part: dict[str, object]) -> str:
-    """Return the kind of medium of a content part; empty: none."""
+    """Return the kind of medium in a content part; empty: no medium."""
     kind = part.get("type")
     if isinstance(kind, str):
         return kind if kind in _MEDIA else ""
@@ -279,7 +280,8 @@ def _medium(part: dict[str, object]) -> str:
 
 
 def _printed(part: dict[str, object]) -> list[object]:
-    """Return the fields of a part that templates print, the input of a tool as JSON."""
+    """Return the fields of a content part that templates print; the input of a tool is printed as
+    JSON."""
     return [
         _as_json(value) if field == "input" else value
         for field, value in part.items()
@@ -288,12 +290,13 @@ def _printed(part: dict[str, object]) -> list[object]:
 
 
 def _as_json(value: object) -> str:
-    """Return a structure, such as the schemas of tools, as chat templates print it."""
+    """Return a structure, such as a tool's schema, as JSON in the way of chat templates."""
     return to_json(value).decode()
 
 
 def _role(message: dict[str, object]) -> str:
-    """Return the mark of a message's role; some items of the Responses API have a type instead."""
+    """Return the mark of a message's role. Items of the Responses API without a role are classified
+    by their type."""
     if isinstance(role := message.get("role"), str):
         return _ROLES.get(role, _OTHER)
     kind = message.get("type")
@@ -304,7 +307,7 @@ def _role(message: dict[str, object]) -> str:
 
 
 def _source(kind: str, part: dict[str, object]) -> str:
-    """Return the data of a medium in base64, or its address."""
+    """Return the base64 data or the URL of a medium."""
     value = next((part[field] for field in (kind, "image_url", "source") if field in part), None)
     if isinstance(value, dict):
         value = value.get("data") or value.get("url")

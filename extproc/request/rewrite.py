@@ -18,10 +18,11 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
-    """Replace the model in ``body``; a body without a model, or an unreadable one, stays as it is.
+    """Replace the model's name in ``body``. A body without a model, or one that cannot be read,
+    stays unchanged.
 
-    The bytes of all other values stay. A body that was cut, or has numbers unknown to JSON such as
-    NaN, gets the first model that a decoder would read replaced.
+    The bytes of all other values stay. In a body that is cut off, or has values that JSON lacks
+    such as NaN, the first model that a decoder would read is replaced.
     """
     if endpoint.takes_audio:
         span = model_in_form(body)
@@ -43,10 +44,10 @@ def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
 
 
 def with_priority(body: bytes, priority: int) -> bytes:
-    """Set vLLM's ``priority``, the lower first, in ``body``, a whole JSON object.
+    """Set vLLM's ``priority`` (lower numbers go first) in ``body``, a complete JSON object.
 
-    The field is appended: decoders take the last of several equal names, so that no client sets
-    a priority of its own.
+    The field is appended. Of several fields with one name decoders take the last, so a client's own
+    priority has no effect.
     """
     end = body.rfind(b"}")
     before, after = body[:end], body[end:]

@@ -1,4 +1,4 @@
-"""Token ids of long texts, whose beginnings were mostly tokenised before."""
+"""Tokenisation of long texts, most of which begin like earlier texts."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -28,7 +28,7 @@ class TokenizedPrompt(NamedTuple):
     answer_end: int = 0  # tokens up to the end of that answer
 
     def prefix(self, seed: int) -> Prefix:
-        """Return the part of the prompt that a prefix cache may hold, as far as known."""
+        """Return the keys of the prompt's beginning, as far as its token ids are known."""
         ids, begin, end = self.ids, self.answer_begin, self.answer_end
         before, answer, after = ids[:begin], ids[begin:end], ids[end:]
         prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
@@ -41,11 +41,11 @@ class _Unit(NamedTuple):
 
 
 class CachingTokenizer:
-    """Tokenises texts, and remembers the tokens of their beginnings by units of 256 characters.
+    """Tokenises texts, and remembers the tokens of their beginnings in units of 256 characters.
 
-    A token depends on the text after it, so the tokens that begin in a unit are remembered by the
-    text up to the end of the next unit. Tokenisation starts with the last remembered unit. If the
-    last tokens of that unit come out as remembered, the earlier units are valid, too.
+    A token depends on the text that follows it. So the tokens that begin in a unit are stored under
+    a hash of the text up to the end of the next unit. Tokenisation starts again with the last unit
+    found. If that unit ends in the same tokens as stored, the units before it are valid, too.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -80,8 +80,8 @@ class CachingTokenizer:
         return known
 
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
-        """Return the ids from ``start`` on that are final, where each begins in the text, and where
-        the last of them ends."""
+        """Return the token ids from ``start`` on that later text cannot change, where each begins
+        in the text, and where the last ends."""
         part = text[start : start + _MOST_CHARACTERS]
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)

@@ -1,4 +1,5 @@
-"""Counts of prompt tokens: by a ratio learned per model, or by its tokenizer and template."""
+"""Counts of prompt tokens: by a ratio learned for each model, or by the model's tokenizer and
+template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ _MAX_TEXTS = 1_024  # messages, texts and media of a prompt that is tokenised
 
 
 class TokenSettings(Protocol):
-    """Starting values, as in :class:`~extproc.config.RequestSettings`."""
+    """Initial ratios, as in :class:`~extproc.config.RequestSettings`."""
 
     @property
     def bytes_per_token(self) -> float: ...
@@ -36,12 +37,12 @@ class TokenSettings(Protocol):
 
 
 class TokenizerError(ValueError):
-    """Unusable configured tokenizer; the message says what to install or correct."""
+    """A configured tokenizer cannot be used; the message says what to install or correct."""
 
 
 class _Ratio:
-    """Ratio of two sums by model, such as Σ bytes ÷ Σ tokens of reports. Both sums begin with the
-    configured ratio, and decay exponentially with the second sum."""
+    """Ratio of two sums for each model, such as Σ bytes ÷ Σ tokens of reports. Both sums start from
+    the configured ratio; older reports decay exponentially, by the growth of the second sum."""
 
     def __init__(self, prior: float, evidence: float, memory: float) -> None:
         self._begin = prior * evidence, evidence
@@ -78,7 +79,8 @@ class TokenCounter:
     ) -> TokenizedPrompt | None:
         """Return the token ids of a request's only prompt; None: the chat template is not known.
 
-        ``size``: number of messages, texts and media; prompts with too many get no ids.
+        ``size``: number of messages, texts and media in the prompt; if there are too many, returns
+        None.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
@@ -92,13 +94,14 @@ class TokenCounter:
         return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
-        """Learn from the reported tokens of images, beside the text; ignore absurd numbers."""
+        """Learn the tokens of an image; ``tokens``: reported tokens of a prompt without its text.
+        Absurd numbers are ignored."""
         if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn from the tokens that a replica reports for a prompt; ignore prompts of 0 bytes and
-        ratios outside ``PLAUSIBLE``."""
+        """Learn the bytes per token from a report of a prompt's tokens. Prompts of 0 bytes and
+        ratios outside ``PLAUSIBLE`` are ignored."""
         if prompt_bytes <= 0 or prompt_tokens <= 0:
             return
         ratio = prompt_bytes / prompt_tokens

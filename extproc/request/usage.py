@@ -1,4 +1,5 @@
-"""Readers of a response that passes by: token usage, and the id of a stored response."""
+"""Readers of a response that Envoy forwards in chunks: token usage, and the id of a stored
+response."""
 
 import json
 import re
@@ -41,9 +42,9 @@ class UsageReader:
     """Reads the usage of a response from its body, in chunks split anywhere.
 
     Knows OpenAI's chat, completions, embeddings and Responses APIs and Anthropic's messages, as
-    JSON or as server-sent events. Decodes only usage objects: the key ``"usage":`` cannot occur
-    inside generated text, as JSON escapes the quotes; after generated JSON that is embedded as an
-    object, the replica's own usage follows. Needs a few kB of memory.
+    JSON or as server-sent events. Decodes only usage objects. The key ``"usage":`` cannot occur
+    inside generated text, because JSON escapes the quotes. Generated JSON that is embedded as an
+    object may contain the key, but the replica's own usage follows later. Needs a few kB of memory.
     """
 
     def __init__(self, prelude: int = 0) -> None:
@@ -57,7 +58,7 @@ class UsageReader:
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the response body. Raises nothing, whatever the bytes are."""
+        """Read the next bytes of the response body. No content of the bytes raises an error."""
         if self._streamed is None and (head := chunk.lstrip()):
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
@@ -78,7 +79,8 @@ class UsageReader:
         self._carry = window[1 - len(_USAGE) :]
 
     def usage(self) -> ReportedUsage | None:
-        """Return the usage so far; None: neither a figure nor a streamed event."""
+        """Return the usage read so far; None: the response had neither a usage figure nor a
+        streamed event."""
         counts = self._counts
         events = max(0, counts[_DELTA] - counts[_ROLE]) or counts[_TEXT] or counts[_IDS]
         prompt, completion = map(self._reported.get, ("prompt", "completion"))
@@ -87,7 +89,8 @@ class UsageReader:
         return ReportedUsage(prompt, completion or events, self._reported.get("cached"))
 
     def _read(self, value: bytes) -> None:
-        """Take the usage object at the beginning of ``value``; keep a cut object for later."""
+        """Read the usage object at the beginning of ``value``; keep an incomplete object for the
+        next chunk."""
         value = value.lstrip()
         self._open = value if value[:1] in (b"", b"{") and len(value) < _MAX_USAGE else None
         if b"}" not in value:
@@ -114,7 +117,7 @@ class UsageReader:
 
 
 def _first(usage: dict[str, object], *names: str) -> int | None:
-    """Return the first of the named fields that is a plausible number of tokens."""
+    """Return the first of the named fields whose value is a plausible number of tokens."""
     values = map(usage.get, names)
     return next((n for n in values if type(n) is int and 0 <= n <= MAX_TOKENS), None)
 
@@ -130,7 +133,8 @@ class ResponseIdReader:
         self._head: bytes | None = b""  # None: the id was found, or the body has none
 
     def feed(self, chunk: bytes) -> str | None:
-        """Take the next bytes of the body; return the id once, when it is complete."""
+        """Read the next bytes of the body. The call that completes the id returns it; all others
+        return None."""
         if self._head is None:
             return None
         self._head += chunk[: _WITHIN - len(self._head)]

@@ -57,7 +57,8 @@ class Backlog:
             self._victims.drop(tenant)
 
     def victim(self) -> Waiting:
-        """Among the lowest priority, the newest request of the tenant with the most queued."""
+        """Request to refuse when the queue is full: of the lowest priority, the newest request of
+        the tenant with the most queued requests."""
         _, tenant = self._victims.first()
         return next(reversed(self._tenants[tenant]))
 
@@ -91,11 +92,11 @@ class Backlog:
         lines[request.model].enter(request)
 
     def is_first(self, request: Waiting) -> bool:
-        """Return True for the first request of its model."""
         return self._models[request.model].head() is request
 
     def firsts(self, models: int) -> list[Waiting]:
-        """Return the first request of each model, of at most ``models`` models in rotation."""
+        """Return the first request of each of at most ``models`` models; the next call continues
+        with the models after these."""
         found = []
         for model in list(self._models)[:models]:
             line = self._models[model] = self._models.pop(model)
@@ -105,9 +106,9 @@ class Backlog:
     def heads(self, row: int, models: int) -> list[Waiting]:
         """Return the requests that may start on a replica, in their order.
 
-        These are the first request of each model that waits for the replica and, behind these at
-        the same priority, the first request of each model that may use the replica, of at most
-        ``models`` models in rotation.
+        First come the first requests, by model, of those that wait for this replica. Behind these
+        at the same priority come the first requests of at most ``models`` models (:meth:`firsts`)
+        that may use the replica.
         """
         found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
         for head in self.firsts(models):
@@ -116,12 +117,12 @@ class Backlog:
         return sorted(found, key=lambda head: (-head.priority, found[head], head.due))
 
     def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
-        """Count the queue that a request in the place meets on each candidate.
+        """Count what is queued ahead of a request with this place, for each candidate.
 
-        Returns the number of requests that wait for the candidate at the place's priority or a
-        higher one, and the seconds by which those that go before the place delay it. Requests of
-        higher priority go first. Of the same priority T tenants take turns: at most T·w of work
-        precedes the last request of a tenant with work w queued.
+        Returns the number of requests of the same or a higher priority that wait for the candidate,
+        and the seconds of delay by those of them that go before the place. Requests of higher
+        priority go first. At the same priority T tenants take turns: if a tenant has work w queued,
+        at most work T·w goes before its last request.
         """
         requests, seconds = np.zeros((2, len(view)))
         for priority, load in self._load.items():
@@ -133,7 +134,7 @@ class Backlog:
         return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 
     def _share(self, priority: int, seconds: Floats, place: Place) -> float:
-        """Share of the work of a priority that goes before the place, 0…1."""
+        """Share, 0…1, of the queued work of a priority that goes before the place."""
         total = float(seconds.sum())
         if priority > place.priority or total <= 0.0:
             return 1.0

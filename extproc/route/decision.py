@@ -29,14 +29,15 @@ class Situation:
 
     @property
     def cached_share(self) -> Floats:
-        """Share of the prompt that each candidate should have in its prefix cache, 0…1, judged by
-        the prompts sent there alone, as the routers do whose policies use it."""
+        """Share of the prompt, 0…1, that each candidate should have in its prefix cache, judged
+        only by the prompts that were sent to the candidate. The routers from which the policies
+        come judge so, too."""
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 
 @dataclass(slots=True)
 class Choice:
-    """Choice of a policy or of an override; indices are those of the view."""
+    """Choice of a policy or of an override: indices of candidates in the view."""
 
     policy: str
     first: int
@@ -49,7 +50,8 @@ class Choice:
 
 
 def runner_up(scores: Floats, first: int) -> int | None:
-    """Return the index of the lowest score besides ``first``; None: no other is finite."""
+    """Return the index of the lowest score except that of ``first``; None: no other score is
+    finite."""
     others = scores.copy()
     others[first] = np.inf
     second = int(others.argmin())
@@ -82,7 +84,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class Decision:
-    """Replica that gets a request, with everything that the choice was made from."""
+    """Chosen replica of a request, with all inputs of the choice."""
 
     situation: Situation
     choice: Choice
@@ -98,7 +100,7 @@ class Decision:
 
     @property
     def why(self) -> str:
-        """Reason for people, in words and figures; composed anew each time."""
+        """Reason for the choice as text; composed anew at each access."""
         reason = self.choice.reason(self.choice)
         return f"{self.fallback}: {reason}" if self.fallback else reason
 
@@ -134,12 +136,13 @@ class Decision:
 
     @property
     def work_s(self) -> float:
-        """Replica-seconds for which the request alone keeps the chosen replica busy."""
+        """Seconds of the chosen replica's time that the request uses up."""
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
     def drop_large_parts(self) -> None:
-        """Drop parts that are of no use after the dispatch, as decisions are kept for long: a
-        thousand sequences in flight take 100 kB, and so do the token ids of a long prompt."""
+        """Drop large parts that nothing needs after the dispatch, because decisions are kept for
+        long. A thousand sequences in flight take 100 kB, and so do the token ids of a long prompt.
+        """
         self.situation.sequences = NO_SEQUENCES
         prefix = self.profile.prefix
         if len(prefix.ids):

@@ -42,7 +42,6 @@ class Ranked(Generic[Item]):
         return len(self._order) if rank is None else bisect_left(self._order, (rank, item))
 
     def first(self) -> tuple[tuple[Any, ...], Item]:
-        """Return the lowest rank and its item."""
         return self._order[0]
 
 
@@ -51,8 +50,8 @@ class Shares:
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each model and priority: the tenant
     with the lowest tag is next, and a request adds its cost to the tag of its tenant. A tenant
-    without queued requests begins at the tag that was served last, so that no tenant saves up
-    service, and no tenant pays for the quiet hours of others.
+    without queued requests begins at the tag that was served last. So an idle tenant saves up no
+    service, and no tenant pays for the idle hours of others.
     """
 
     def __init__(self, now: float) -> None:
@@ -63,7 +62,6 @@ class Shares:
         self._at = now
 
     def __contains__(self, key: Key) -> bool:
-        """Return True if the tenant has requests queued."""
         return key in self._queued
 
     def __len__(self) -> int:
@@ -71,7 +69,8 @@ class Shares:
         return len(self._queued)
 
     def tag(self, key: Key) -> float:
-        """Position of a tenant among those of its model and priority, in replica-seconds."""
+        """Start tag of a tenant, in replica-seconds: among tenants of a model and priority, the
+        lowest tag is next."""
         tag = self._tags.get(key, 0.0)
         return tag if key in self._queued else max(tag, self._levels.get(key[:2], 0.0))
 
@@ -128,11 +127,6 @@ class Line:
             self._turns.drop(request.key)
 
     def head(self) -> Waiting:
-        """Return the first request of a line that is not empty.
-
-        Only dispatches change tags, and tags only grow, so a first turn that is up to date precedes
-        all others.
-        """
         while True:
             turn, key = self._turns.first()
             if turn == (current := self._turn(key)):

@@ -24,7 +24,8 @@ def by_policy(policy: str, situation: Situation) -> Choice:
 
 
 def by_owner(owner: str, situation: Situation) -> Choice:
-    """Choose the owner of the response that the request continues: all others would answer 404."""
+    """Choose the owner of the response that the request continues: any other replica would answer
+    404."""
     first = situation.view.ids.index(owner)
     scores = np.full(len(situation.view), np.inf)
     scores[first] = situation.prediction.completion[first]
@@ -34,7 +35,8 @@ def by_owner(owner: str, situation: Situation) -> Choice:
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
     """Choose the session's replica if the request ends there at most ``most_s`` seconds later than
-    on the best replica; the other choice is the second, or else the first."""
+    on the best replica, and otherwise as without a session. The second choice is the best other
+    replica by the scores of ``otherwise``."""
     view, completion = situation.view, situation.prediction.completion
     there = view.ids.index(home) if home in view.ids else None
     ends = inf if there is None else completion.item(there)
@@ -60,9 +62,9 @@ def lateness(
 ) -> Floats:
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
-    The prediction is taken times the ratio of actual to predicted that nine of ten requests do not
-    exceed. Of several targets the one that is missed by most counts. ``waited``: seconds since the
-    request arrived.
+    The prediction is multiplied by the ratio of actual to predicted time that nine of ten requests
+    do not exceed. Of several targets, the one that is missed by most counts. ``waited``: seconds
+    since the request arrived.
     """
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
@@ -76,16 +78,17 @@ def lateness(
 
 
 def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
-    """Choose among the replicas that meet all targets; the other choice is the second.
+    """Choose among the replicas that meet all targets. The second choice is the best other replica
+    by the scores of ``otherwise``, the choice without targets.
 
     A target that bounds the decode time minimises ``completion/2 + cost to others + avoidable
     prefill``, which leaves fast replicas to requests without such a target. With a target for the
-    first token alone the other choice stands unless it is late. If no replica meets the targets,
-    the other choice stands as well: the least late replica would fill with requests that are late
-    anyway, and all requests would take 4% longer with no more of them in time (azure-2023-conv at 8
-    times its speed on ``mixed``).
+    first token alone, ``otherwise`` stands unless it is late. ``otherwise`` also stands if no
+    replica meets the targets. Choosing the least late replica instead would fill that replica with
+    requests that are late anyway: all requests would take 4% longer, and no more of them would meet
+    their target (azure-2023-conv at 8 times its speed on ``mixed``).
 
-    ``late``: from :func:`lateness`.
+    ``late``: result of :func:`lateness`.
     """
     prediction, meets, scores = situation.prediction, late <= 0.0, otherwise.scores
 

@@ -1,6 +1,6 @@
 """Policies by the names that the configuration and requests use: each scores all candidates.
 
-``completion`` uses predictions; the other policies are those of other routers.
+``completion`` uses predictions; the other policies come from other routers.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ _TIE = 1e-6  # added to the score of the second of two drawn replicas
 def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     """Return the candidate with the lowest score, at random among equals, and all scores.
 
-    For ``completion``, scores within an error band are equal; then the soonest first token wins,
-    then the fewest requests, so that no prediction error decides.
+    ``completion`` treats scores within an error band as equal, so that no prediction error decides.
+    Among equal scores the soonest first token wins, then the fewest requests.
     """
     scores = POLICIES[policy](situation)
     if policy != "completion":
@@ -47,9 +47,10 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
 
 
 def soonest(situation: Situation, equal: Indices) -> Indices:
-    """Return those of equal candidates whose first token comes soonest.
+    """Return those of the candidates with equal scores whose first token comes soonest.
 
-    Times within a step of each other are equal, too: a request arrives in the midst of a step.
+    Times that differ by less than a step count as equal: a request arrives at a random moment of a
+    step.
     """
     ttft, step = situation.prediction.ttft[equal], least(situation.view.c0[equal])
     return equal[ttft <= least(ttft) * (1.0 + _SAME_TTFT) + step]
@@ -74,9 +75,9 @@ def completion(situation: Situation) -> Floats:
 
     The weight w is the square of the KV pressure: on a replica with free KV space the request's own
     completion decides, and on a full replica, where all requests wait, the time that others lose
-    counts as well. A w below 1 keeps long prompts from queueing behind each other, away from
-    replicas that decode. If the first token takes most of the completion, as in short answers to
-    long prompts, w is at least time to first token ÷ decode time, up to 1, and the error band is
+    counts as well. A weight below 1 keeps long prompts from queueing behind each other in order to
+    spare replicas that decode. If the first token takes most of the completion, as in short answers
+    to long prompts, w is at least time to first token ÷ decode time, up to 1, and the error band is
     narrower.
     """
     prediction = situation.prediction
@@ -85,7 +86,8 @@ def completion(situation: Situation) -> Floats:
 
 
 def round_robin(situation: Situation) -> Floats:
-    """Number of the candidate's last turn; among candidates without a turn the first is lowest.
+    """Number of the candidate's last turn; candidates that had no turn yet come first, in their
+    order.
 
     Replicas take turns one after another, even if requests for several models meet overlapping
     sets of replicas.
@@ -97,7 +99,8 @@ def round_robin(situation: Situation) -> Floats:
 
 
 def uniform(situation: Situation) -> Floats:
-    """Random numbers: every replica is equally likely, and so is each other for a retry."""
+    """Random numbers: every replica is equally likely to be first choice, and every other replica
+    to be second."""
     drawn = situation.random.randbytes(4 * len(situation.view))
     return np.frombuffer(drawn, np.uint32).astype(np.float64)
 
@@ -120,7 +123,7 @@ def queue_kv(situation: Situation) -> Floats:
 
     ``2·(max − x)/(max − min) + 2·(1 − kv) + 3·h/p`` with x the requests in the replica's queue, kv
     the fraction of its KV cache in use, and h of the p prompt tokens in its prefix cache. As in the
-    picker, x and kv are those of the last poll; requests sent since then count for h alone.
+    picker, x and kv come from the last poll; requests sent since then change only h.
     """
     view = situation.view
     waiting = view.polled_waiting
@@ -137,8 +140,8 @@ def queue_kv(situation: Situation) -> Floats:
 def lmetric(situation: Situation) -> Floats:
     """``(queued + own uncached prompt tokens) · (batch size + 1)`` (LMetric, OSDI 2026).
 
-    The strongest simple rule for replicas of equal speed with live counts: LMetric needs neither a
-    hardware profile nor output lengths.
+    The best of the simple rules if replicas are equally fast and the counts are current. LMetric
+    needs neither a hardware profile nor output lengths.
     """
     new = np.maximum(situation.profile.prompt_tokens - situation.prediction.cached, 1.0)
     return (situation.view.backlog + new) * (situation.view.requests + 1.0)
@@ -147,9 +150,10 @@ def lmetric(situation: Situation) -> Floats:
 def cache_aware(situation: Situation) -> Floats:
     """The policy of sglang-router, vllm-router and smg, with their defaults.
 
-    The replica with the largest cached share of the prompt wins if that share exceeds 0.3. The
-    replica with the fewest requests in flight wins otherwise, and whenever the most loaded replica
-    has more than 64 requests more than the least loaded, and more than 1.5 times as many.
+    The replica with the fewest requests in flight wins if load is uneven: the most loaded replica
+    has over 64 requests more than the least loaded, and over 1.5 times as many. Otherwise the
+    replica with the largest cached share of the prompt wins if that share exceeds 0.3, and else the
+    replica with the fewest requests.
     """
     requests, cached = situation.view.requests, situation.cached_share
     high, low = most(requests), least(requests)

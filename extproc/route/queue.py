@@ -2,19 +2,20 @@
 
 Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 
-- *No idle waiting.* A request waits only while its predicted completion on the replica that it
-  waits for, expected wait included, is earlier than on every replica that could start it now. A
-  replica could start a request if the replica has room (:mod:`extproc.route.room`) and is not
-  reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
-  expected wait has passed; the first request of a model also every 0.2 s, and when a replica gets
-  more room. No request is refused while a replica could start it, with two exceptions: it would
-  miss the target of its objective, or more than 16 requests have waited too long at once.
+- *No idle waiting.* A request waits for a replica only while its predicted completion there,
+  expected wait included, is earlier than on every replica that could start it now. A replica can
+  start a request if the replica has room (:mod:`extproc.route.room`) and is not reserved
+  (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the expected
+  wait has passed. The first request of a model is also decided anew every 0.2 s, and when a replica
+  gets more room. No request is refused while a replica could start it, with two exceptions: the
+  request would miss the target of its objective, or more than 16 requests exceed the longest wait
+  at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for, and only requests that
   arrive more than B seconds after the head was due.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
-  tenant overtake it only if they arrived at most B seconds after it. Between tenants *Fair*
-  decides.
+  tenant overtake it only if they arrived at most B seconds after it. Between tenants the rule
+  *Fair* applies.
 - *Priority.* No request is refused or delayed because of queued requests of lower priority. The
   router preempts no running request. When the queue is full, the victim is, among the requests of
   the lowest priority, the newest request of the tenant with the most queued. The victim may be the
@@ -22,10 +23,11 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 - *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds, to
   within R + 1 of the largest requests on R replicas (start-time fair queueing): a tenant whose
   requests wait for another replica does not keep this one idle. The bound holds for a tenant, not
-  for each request: one that needs much KV space may wait for a replica while later requests of
-  its tenant start on others.
-- *Cost.* An arrival or an end costs O(log n), and a number of decisions that does not depend on n.
-  A sweep decides a bounded number of requests: thousands that could start at once take seconds.
+  for each request: a request that needs much KV space may wait for one replica while later requests
+  of its tenant start on other replicas.
+- *Cost.* An arrival, or the end of a request, costs O(log n) and a number of decisions that does
+  not depend on n. A sweep decides a bounded number of requests: if thousands could start at once,
+  dispatching them takes seconds.
 - *Isolation.* A client that leaves frees its place and changes nothing else.
 - *Every wait ends* with a dispatch, with a refusal that names the reason and the time to retry, or
   when the client leaves.
@@ -127,17 +129,17 @@ class Queue:
             self._dismiss(self._backlog.victim(), others, "too_many_waiting")
 
     def abandon(self, request: Waiting) -> None:
-        """Remove a request whose client has left."""
         self._leave(request)
         self._offer(request.replica)
 
     def request_ended(self, replica: str) -> None:
-        """Offer the replica on which a request has ended to queued requests."""
+        """Offer the replica to queued requests, because a request on it has ended."""
         self._moved_at = self._clock()
         self._offer(replica)
 
     def sweep(self) -> None:
-        """Refuse requests that waited too long, and decide due ones anew; call it every 0.05 s."""
+        """Refuse requests that exceeded the longest wait, and decide requests anew that are due.
+        Call this every 0.05 s."""
         if not self._requests:
             return
         now = self._clock()
@@ -167,7 +169,8 @@ class Queue:
                 return
 
     def _leave_departed(self, now: float) -> None:
-        """Let requests that wait for a replica that has left the pool wait for any other."""
+        """Find requests whose awaited replica has left the pool, and let them wait for any other
+        replica."""
         members = self._fleet.members.rows
         if members != self._members:
             self._members = dict(members)
@@ -176,7 +179,8 @@ class Queue:
                     self._wait_on(request, None, now)
 
     def _decide_firsts(self, now: float) -> None:
-        """Decide the first request of each model anew, and the next ones after a dispatch."""
+        """Decide the first request of each model anew; after each dispatch also the next request of
+        the model."""
         for _ in range(_DUE):
             firsts = self._backlog.firsts(_MODELS)
             due = [request for request in firsts if request.decided_at <= now - ANEW_S]
@@ -215,10 +219,10 @@ class Queue:
         return True
 
     def _stays(self, request: Waiting, decision: Decision | None, now: float) -> bool:
-        """Return True if a request goes on waiting: for room, or for a replica that serves it.
+        """Return True if a request stays in the queue, for room or for a replica that serves it.
 
         After 5 s without progress the first request of a model is sent to the replica that it waits
-        for, full or not: the gauges may be wrong.
+        for, even if the replica looks full: its gauges may be wrong.
         """
         if decision is None:
             since = request.unserved_since or now
@@ -236,7 +240,8 @@ class Queue:
         self._due.put(request, request.retry_at, request.number)
 
     def _dismiss(self, request: Waiting, why: str, code: str, decides: bool = True) -> None:
-        """Refuse a request, unless ``decides`` and a replica can start the request now."""
+        """Refuse a request. With ``decides``, first decide the request once more, and dispatch it
+        if a replica can start it now."""
         if decides and self._decide(request, self._clock(), last_chance=True):
             return
         self._leave(request)

@@ -1,4 +1,4 @@
-"""Reasons for a choice in one clause; the decision record has every figure as a table."""
+"""Reason for a choice as one clause of text; the decision record has every figure in a table."""
 
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Choice, Situation

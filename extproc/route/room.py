@@ -1,7 +1,8 @@
 """Room: seconds until each candidate can carry a request to its end beside its other requests.
 
-An engine that admits more than its KV cache can carry preempts sequences and computes them again,
-which delays all its requests. A request that waits at the router can still go to any replica.
+An engine that admits more requests than its KV cache can carry preempts sequences and computes them
+again, which delays all its requests. A request that waits at the router instead can still go to any
+replica.
 """
 
 from math import log
@@ -34,11 +35,11 @@ def room_wait_s(
 ) -> Floats | None:
     """Return the seconds until each candidate has room for the request; None: all have room now.
 
-    A replica has no room if its KV cache would overflow, if a request already waits there for a
-    place in the batch, or if the prompts ahead take more than 0.2 s. One waiting request is let in:
-    it takes the next place at once, and reveals a batch with more places than was learned. A
-    replica always has room if it has no request in flight that could end, or if it can never hold
-    the whole request.
+    A replica has no room if its KV cache would overflow, if another request already waits there for
+    a place in the batch, or if the prompts ahead take more than 0.2 s. The first request that would
+    wait for a place is sent: it takes the next free place at once, and shows if the batch has more
+    places than the router has learned. A replica always has room if it has no request in flight
+    that could end, or if it can never hold the whole request.
     """
     full = full_at(profile.objective.priority, among_others)
     pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
@@ -68,7 +69,7 @@ def room_wait_s(
 def full_at(priority: int, among_others: bool) -> float:
     """Return the KV pressure at which a replica is full for requests of a priority.
 
-    ``among_others``: other routers send requests to the replica, too.
+    ``among_others``: other routers also send requests to the replica.
     """
     return FULL - _AMONG_OTHERS * among_others + _RESERVE * (priority > 0)
 
@@ -83,10 +84,11 @@ def _peak_pressure(
     """Return the highest KV pressure that each candidate would reach with the request.
 
     A sequence with k KV tokens and an expected r tokens to go still runs t tokens later with
-    probability e^-(t/r)^κ (Weibull), and then has k + t KV tokens. κ is 1 if answers have all
-    lengths: the age of a sequence says nothing about its end. κ is large if the p90 of the output
-    length hardly exceeds the mean: sequences that begin together grow together until they end. So
-    short prompts with long answers, and many simultaneous arrivals, need space that is still free.
+    probability e^-(t/r)^κ (Weibull), and then has k + t KV tokens. κ is 1 if output lengths vary
+    widely: the age of a sequence then says nothing about its end. κ is large if the p90 of the
+    output length hardly exceeds the mean: sequences that begin together grow together until they
+    end. So a replica whose requests have short prompts and long answers, or arrived together, needs
+    more space later than it uses now.
     """
     mean, count = prediction.output_tokens, len(view)
     own = profile.prompt_tokens - prediction.cached + max(profile.sequences, 1) * mean
@@ -111,8 +113,9 @@ def _peak_pressure(
 
 
 def _is_too_large(profile: RequestProfile, view: FleetView) -> NDArray[np.bool_]:
-    """Return True for replicas that can never hold the request: the engine refuses a prompt that is
-    too long at once, and begins some of the sequences of a request with many."""
+    """Return True for replicas that can never hold the request. Waiting for room would not help:
+    the engine refuses a prompt that is too long at once, and begins a request of many sequences
+    with some of them."""
     too_large = profile.longest_prompt > view.longest_prompt
     if profile.parts > 1:
         too_large |= profile.parts > view.max_num_seqs

@@ -19,16 +19,16 @@ Key = tuple[str, int, str]  # model, priority and tenant
 
 
 def key_of(profile: RequestProfile) -> Key:
-    """Return the model and priority within which tenants share fairly, and the tenant."""
+    """Return model, priority and tenant. Tenants of one model and priority share fairly."""
     return profile.model, profile.objective.priority, profile.tenant
 
 
 class Place:
     """Place of a request among the queued ones.
 
-    Within its tenant a request that has a target or costs little goes before a request that arrived
-    at the same time. Requests of a tenant are ordered by ``due``, which is at most B seconds after
-    the arrival, so that a request is overtaken only by those that arrive within B seconds.
+    Of requests of a tenant that arrived at the same time, those with a near target or a low cost go
+    first. Requests of a tenant are ordered by ``due``, which is at most B seconds after the
+    arrival, so that a request is overtaken only by those that arrive within B seconds.
     """
 
     row: int | None = None  # of the replica that the request waits for, in the fleet's table
@@ -58,13 +58,13 @@ class Waiting(Place):
         decide: Callable[[Place], Decision | None],
         resolve: Callable[[Decision | Exception | None], None],
     ) -> None:
-        """Take over a request that arrived at ``since``.
+        """Create the queue's entry for a request that arrived at ``since``.
 
         Args:
             profile: of the request.
-            decision: made at the arrival; None: no replica may serve the request.
-            since: seconds, on the queue's clock.
-            decide: decides as of now, for the request's place in the queue.
+            decision: decision at the arrival; None: no replica may serve the request.
+            since: arrival in seconds, on the queue's clock.
+            decide: makes a new decision, given the request's place in the queue.
             resolve: ends the wait: dispatches the request as decided, refuses the request with an
                 exception, or gives up (None: no replica serves the request). Raises nothing.
         """
@@ -81,7 +81,7 @@ class Waiting(Place):
         self.wait_on(decision, since)
 
     def wait_on(self, decision: Decision | None, now: float) -> None:
-        """Wait for the replica of a decision; None: for any that serves the request."""
+        """Wait for the replica of a decision; None: for any replica that serves the request."""
         self.decided_at = now
         self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0
@@ -104,5 +104,6 @@ class Waiting(Place):
             self.tokens = max(self.tokens - prediction.preemptible.item(first), prompt)
 
     def declines(self, row: int, now: float) -> bool:
-        """Return True if a decision of the last 0.2 s passed over a replica that had room."""
+        """Return True if a decision within the last 0.2 s chose to wait although this replica had
+        room."""
         return row in self._declined and self.decided_at > now - ANEW_S

@@ -1,4 +1,4 @@
 """Redis: keys, values, and how long each lives.
 
-Anything that Redis does not do or answer is raised as RedisError.
+RedisError is raised if Redis refuses a command or does not answer in time.
 """

@@ -1,8 +1,8 @@
 """Assignment of a pool's replicas to its pollers, by rendezvous hashing.
 
 Each poller's heartbeat lists the replicas that its sources name. A replica is assigned to the
-living poller that lists the replica and has the highest hash of both names. So a poller that comes
-or goes moves only its own replicas.
+living poller that lists the replica and has the highest hash of both names. So if a poller starts
+or stops, only its own replicas move.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Replicas that a poller scrapes until its next heartbeat."""
+    """Replicas that this poller scrapes until its next heartbeat."""
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
@@ -62,8 +62,8 @@ class Assigner:
 
     - A new poller takes no replica of the others until its second heartbeat: the others learn of
       it from the first.
-    - While Redis is away, the poller keeps its replicas. After Redis comes back empty, pollers
-      known before count for ``LIFE_S``, in which each of them writes its heartbeat.
+    - While Redis is away, the poller keeps its replicas. If Redis comes back empty, the pollers
+      known before count as living for ``LIFE_S``, during which each writes its heartbeat again.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Assigner:
 
     @property
     def paused(self) -> bool:
-        """True if the process did not run for so long that its heartbeat may have expired, so that
-        other pollers may have its replicas.
+        """True if the process stood still for so long that its heartbeat may have expired. Then
+        other pollers may have taken over its replicas.
 
-        The heartbeat was up to ``BEAT_S`` old when the pause began, and Redis may be late by that.
+        The heartbeat may have been ``BEAT_S`` old already when the pause began.
         """
         return self._paused or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
 
     async def watch(self) -> NoReturn:
-        """Notices pauses of the process, until cancelled."""
+        """Watches for pauses of the process, until cancelled."""
         while True:
             self._paused = self.paused
             self._awake_at = self._clock()
@@ -154,7 +154,8 @@ class Assigner:
         return all(mine > _weight(name, replica) for name in rivals)
 
     async def _write(self, replicas: Collection[str]) -> tuple[bool, list[str]]:
-        """Returns True if Redis knew this poller, and the names of the others, living or dead.
+        """Writes the heartbeat. Returns True if Redis knew this poller before, and the names of the
+        other pollers, living or dead.
 
         A full Redis refuses only new pollers.
         """
@@ -173,7 +174,7 @@ class Assigner:
         return bool(was_known), sorted({*map(str_if_bytes, names)} - {self._poller})
 
     async def _read(self, names: Collection[str]) -> dict[str, frozenset[str]]:
-        """Returns the lists of the living ones of these pollers."""
+        """Returns the replica lists of those of the named pollers that are alive."""
         if not names:
             return {}
         keys = {name: self._keys.poller + name for name in names}

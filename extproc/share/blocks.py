@@ -51,7 +51,7 @@ BLOCKS = EnvelopeKind("blocks", ReplicaBlockUpdate, pack, unpack)
 class BlockWriter:
     """Writes block updates for the pool's routers.
 
-    Each method raises RedisError if Redis did not do all of it.
+    Each method raises RedisError if Redis did not execute all commands.
     """
 
     def __init__(self, redis: Redis, pool: str) -> None:
@@ -61,9 +61,10 @@ class BlockWriter:
     async def write(
         self, updates: Mapping[str, tuple[BlockUpdate, BlockUpdate | None]]
     ) -> set[str]:
-        """Writes updates in one round trip, each with a whole one if that is due.
+        """Writes updates in one round trip, and with each update the whole update that is due, if
+        any.
 
-        Returns the replicas whose next update must be whole, since Redis lacks the one before.
+        Returns the replicas whose next update must be whole, because Redis lacks the update before.
         """
         if not updates:
             return set()
@@ -94,7 +95,7 @@ class BlockWriter:
 
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
-    """Yields block updates; each is whole, or follows the replica's last one."""
+    """Yields block updates. Each is whole, or follows the update yielded last for the replica."""
 
     def __init__(
         self, redis: Redis, pool: str, random: Random, clock: Clock, skips: Skips | None = None
@@ -106,7 +107,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         self._read_at: dict[str, float] = {}
 
     def forget(self, replica: str) -> None:
-        """Makes the replica's next update a whole one."""
+        """Makes the next update yielded for the replica a whole one."""
         self._numbers.pop(replica, None)
 
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
@@ -117,7 +118,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 yield update
 
     async def _pushed(self, data: bytes) -> Iterable[ReplicaBlockUpdate]:
-        """Returns a pushed update, or the stored list if updates before it were missed."""
+        """Returns the pushed update, or the stored list if earlier updates were missed."""
         update = self._skips.open(self._channel, data, BLOCKS)
         if update is None or self._is_old(update):
             return []
@@ -145,7 +146,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         return last is not None and is_up_to(last, change.update.number)
 
     def _follows(self, change: ReplicaBlockUpdate) -> bool:
-        """Takes an update as read; returns False if updates before it are missing."""
+        """Marks an update as read; returns False if updates before it are missing."""
         if not change.update.whole and change.update.previous != self._numbers.get(change.replica):
             return False
         self._numbers[change.replica] = change.update.number

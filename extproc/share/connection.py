@@ -42,8 +42,8 @@ class Keys:
     """Names of one pool's keys and channels in Redis.
 
     The pool's name stands in braces, so that all keys are in one slot of a Redis Cluster. A name
-    that ends in a colon is completed by a replica (``ip:port``), a poller or a router. All but the
-    set of pollers, departed models and KV streams hold envelopes.
+    that ends in a colon is a prefix; a replica (``ip:port``), a poller or a router follows. All
+    values are envelopes, except the set of pollers, departed models and KV streams.
     """
 
     def __init__(self, pool: str) -> None:
@@ -70,16 +70,17 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     """Returns a client of the server, Sentinel service or Cluster node with the pool's keys.
 
     The client connects when first used; close it with ``aclose()``. Each new connection looks up
-    that server again, and connections to a server that became read-only end. So a retry follows a
-    fail-over.
+    the server again, and a connection ends when its server becomes read-only. So after a fail-over
+    a retry reaches the new primary.
 
-    The client tries a command once: only the caller knows if the value is still the newest. The
-    client waits without limit: put ``in_time()`` around each round trip. (Its ``socket_timeout``
-    can lose a task's cancellation, as ``asyncio.wait_for`` does before Python 3.12.)
+    The client never retries a command, because only the caller knows if the value is still the
+    newest. The client waits without limit: put ``in_time()`` around each round trip. (Its
+    ``socket_timeout`` can lose a task's cancellation, as ``asyncio.wait_for`` does before Python
+    3.12.)
 
     Args:
         redis: the settings, or the URL of one server.
-        pool: name of the pool, for the slot of a Cluster.
+        pool: name of the pool; its keys share a slot of a Cluster.
     """
     settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
     options = settings.options | _ONCE
@@ -102,8 +103,8 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
 
 
 def reconnecting(random: Random) -> Backoff:
-    """Returns waits between attempts to reach Redis, at most half a second: a router has all data
-    again within a second after Redis is back."""
+    """Returns the waits between attempts to reach Redis: at most half a second, so that a router
+    has all data again within a second after Redis is back."""
     return Backoff(0.05, 0.5, random)
 
 

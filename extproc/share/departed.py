@@ -1,6 +1,6 @@
 """Departed models: a sorted set in Redis of the models that no replica serves any more.
 
-A router that starts reads it, to tell an unknown model from one without a replica.
+A router that starts reads the set, to tell an unknown model from a model without a replica.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class DepartedModels:
         return {str_if_bytes(model): at for model, at in found}
 
     async def write(self, departed: Mapping[str, float]) -> None:
-        """Writes times, but none earlier than Redis has."""
+        """Writes times; Redis keeps a later time that it already has."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(self.key, dict(departed), gt=True)
             pipe.zremrangebyrank(self.key, 0, -self._most - 1)

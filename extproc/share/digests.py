@@ -46,9 +46,9 @@ class DigestWriter:
         self._keys = Keys(pool)
 
     async def send(self, digest: Digest) -> None:
-        """Pushes a digest, and stores a whole one for routers that start later.
+        """Pushes a digest; a whole digest is also stored, for routers that start later.
 
-        A full Redis stores none, but still pushes.
+        A full Redis stores no digest, but still pushes.
         """
         data, key = DIGEST.seal(digest), self._keys.router + digest.router
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:

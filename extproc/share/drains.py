@@ -23,7 +23,7 @@ _REMEMBERED_S = 3600.0  # for which a drain outlives its replica, and an undrain
 
 
 class Drain(Struct, array_like=True, frozen=True):
-    """Command about a replica."""
+    """Drain or undrain of a replica by a command."""
 
     drains: bool  # False: an undrain
 
@@ -32,7 +32,8 @@ DRAIN = EnvelopeKind("drain", Drain)
 
 
 class DrainStore:
-    """Reads and writes the drains of one pool, by ``ip:port``; False: an undrain.
+    """Reads and writes the commands of one pool by ``ip:port``: True for a drain, False for an
+    undrain.
 
     Each method takes at most ``connection.TIMEOUT_S`` and raises RedisError if Redis failed.
     """
@@ -61,7 +62,7 @@ class DrainStore:
         return {key: command.drains for key, command in found.items() if command}
 
     async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
-        """Writes drains; ``only_new``: only of replicas that Redis has none of."""
+        """Writes drains; ``only_new``: skips replicas for which Redis has a drain already."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             put: Any = pipe.hsetnx if only_new else pipe.hset
             for replica, value in drains.items():
@@ -75,10 +76,10 @@ class DrainStore:
 
 
 class Drains:
-    """Drains of one pool in a poller's memory, which are restored to a Redis that lost them.
+    """A poller's copy of the drains of one pool, from which a Redis that lost them gets them back.
 
-    Pollers read the hash every 0.25 s. The channel of changes would bring each poller every state
-    that all of them write.
+    Pollers read the hash every 0.25 s. They do not subscribe to changes, because the channel would
+    also bring them every state that any poller writes.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Drains:
         self._idle_since: dict[str, float] = {}  # since when an entry has had no effect
 
     def name(self, replicas: Iterable[str]) -> None:
-        """Takes the replicas, ``ip:port``, that all sources list now."""
+        """Sets the replicas, ``ip:port``, that the sources list now."""
         self._named = frozenset(replicas)
 
     def has(self, replica: str) -> bool:

@@ -1,7 +1,7 @@
 """Envelopes: the form of all values in Redis, with a tag, a format version, and a body.
 
-A new field raises ``VERSION``: older readers skip and count it. A new tag replaces a field whose
-meaning changes or which is removed: older readers skip and count the whole envelope.
+If a field is added, raise ``VERSION``: older readers skip and count the field. If a field changes
+its meaning or is removed, use a new tag: older readers skip and count the whole envelope.
 """
 
 import logging
@@ -31,7 +31,7 @@ class EnvelopeKind(Generic[T]):
     Args:
         tag: unique in the whole program.
         body: type of the body.
-        pack, unpack: msgspec's hooks for fields of other types.
+        pack, unpack: msgspec's hooks for fields of types that msgspec does not know.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Skips:
     """Opens envelopes, and counts the parts that this version cannot read.
 
     Args:
-        count: takes a reason, ``garbage``, ``unknown_tag`` or ``unknown_field``, and a number.
+        count: called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
+            number.
     """
 
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
@@ -100,7 +101,8 @@ class Skips:
         return [body for body in bodies if body is not None]
 
     def garbage(self, source: str, error: Exception) -> None:
-        """Counts garbage, and logs the first of each source, whose writer goes on writing it."""
+        """Counts garbage. Logs only the first of each source, because its writer usually repeats
+        it."""
         self._count("garbage", 1)
         if source not in self._warned:
             self._warned.add(source)
@@ -113,7 +115,7 @@ def sealed_list(*envelopes: bytes) -> bytes:
 
 
 def _unknown(value: Any, body: type) -> int:
-    """Returns how many fields of a decoded value this version's type of it lacks."""
+    """Returns how many fields of a decoded value this version's type does not know."""
     fields = structs.fields(body)
     if isinstance(value, dict):
         unknown = len(value.keys() - {field.name for field in fields})

@@ -1,7 +1,7 @@
 """Lists of models and LoRA adapters, which states name by a hash.
 
-500 names in every state would be 8 MB/s to each router. Redis stores each list once, for longer
-than the states that name the list. If Redis lacks a list, the state carries the list itself.
+With 500 names in every state, each router would receive 8 MB/s. Redis stores each list once, and
+longer than the states that name it. If Redis lacks a list, the state carries the list itself.
 """
 
 from collections.abc import Collection, Container
@@ -31,7 +31,7 @@ class PutListed(Struct, array_like=True, frozen=True):
 
 
 class Lists(Struct, array_like=True, frozen=True):
-    """Models and adapters that states name by a hash."""
+    """Models and adapters of a replica, which its states name by a hash."""
 
     models: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -49,7 +49,7 @@ def lists_of(state: ReplicaState) -> Lists:
 
 @lru_cache(maxsize=256)
 def sealed_lists(lists: Lists) -> tuple[str, bytes]:
-    """Returns the hash of lists, and their envelope."""
+    """Returns the hash of the lists, and their envelope."""
     value = LISTS.seal(lists)
     return blake2b(value, digest_size=12).hexdigest(), value
 
@@ -63,7 +63,7 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """Lists that the last states of replicas name; other lists are read from Redis."""
+    """Cache of the lists that the last states of replicas name; other lists are read from Redis."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
@@ -80,7 +80,8 @@ class KnownLists:
         self._named = {id_: name for id_, name in self._named.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:
-        """Adds lists to states; drops a state whose list Redis lacks: the next carries the list."""
+        """Adds the lists to states that name them. Drops a state whose list Redis lacks; the
+        replica's next state carries the list itself."""
         new: dict[str, Lists] = {}
         needed: set[str] = set()
         for change in changes:

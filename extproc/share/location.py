@@ -1,4 +1,5 @@
-"""Connections to the server that holds a pool's keys; each new connection looks it up again."""
+"""Connections to the server that holds a pool's keys; each new connection looks up the server
+again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,13 +17,14 @@ Ask = Callable[[Connection, Node], Awaitable[Node]]
 
 
 class Server:
-    """Server that accepts writes.
+    """Server that accepts writes, and how to find it.
 
     Args:
-        nodes: the server itself or, with ``ask``, nodes that know its address.
+        nodes: address of the server itself or, with ``ask``, of nodes that know the server's
+            address.
         kind: kind of the nodes, for logs.
         ask: asks a node, over a connection, for the server's address.
-        connection: class of that connection, with redis-py's ``options``.
+        connection: class of the connection to a node, created with redis-py's ``options``.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Server:
 
 
 def ask_sentinel(service: str) -> Ask:
-    """Returns a question to a Sentinel for the address of a service's primary."""
+    """Returns a function that asks a Sentinel for the address of a service's primary."""
 
     async def ask(connection: Connection, node: Node) -> Node:
         await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
@@ -85,7 +87,7 @@ def ask_sentinel(service: str) -> Ask:
 
 
 def ask_cluster(key: str) -> Ask:
-    """Returns a question to a Cluster node for the node that serves the hash slot of ``key``.
+    """Returns a function that asks a Cluster node which node serves the hash slot of ``key``.
 
     All keys of a pool are in one slot. So a plain connection to that node supports pipelines,
     transactions, scripts, scans and pub/sub.

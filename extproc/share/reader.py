@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """Returns the keys with a beginning, found page by page so that other clients wait briefly."""
+    """Returns the keys with a prefix. Redis is asked page by page, so that other clients wait only
+    briefly."""
     keys: set[str] = set()
     cursor = 0
     while True:
@@ -61,12 +62,13 @@ class Reader(ABC, Generic[T]):
         """Yields stored values, then changes, until a RedisError."""
 
     def _cut_off(self, error: Exception) -> Iterable[T]:
-        """Returns changes to yield after a failed attempt."""
+        """Returns the changes to yield after a failed attempt to read."""
         return ()
 
 
 class ChannelReader(Reader[T]):
-    """Reads keys, and then the channel of their changes."""
+    """Reads the stored values of keys, and then the channel on which changes of these keys are
+    pushed."""
 
     _channel: str
 

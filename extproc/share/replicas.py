@@ -1,6 +1,7 @@
 """Replica states in Redis: pollers write them, and every router reads each change.
 
-A state is a value, not an event: the last state counts, and the next one repairs a lost one.
+A state is a value, not an event: only the last state counts, and a lost state does no harm once the
+next arrives.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -81,7 +82,7 @@ return {values, left}
 class StateWriter:
     """Writes replica states, which live for ``ttl_s`` seconds, and pushes them to routers.
 
-    Each method raises RedisError if Redis did not take all of it.
+    Each method raises RedisError if Redis did not execute all commands.
     """
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
@@ -119,8 +120,8 @@ class StateWriter:
 class StateReader(ChannelReader[Change]):
     """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
-    After an outage, a snapshot comes again. An expired state is not pushed; the next snapshot lacks
-    it.
+    After an outage, the reader yields a new snapshot. Redis does not push the expiry of a state;
+    the next snapshot lacks the state.
     """
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
@@ -137,7 +138,7 @@ class StateReader(ChannelReader[Change]):
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
         """Returns the states in Redis of these replicas, or of all if None.
 
-        Pages keep the router's event loop free between them.
+        The states are read in pages, between which the router's event loop is free.
         """
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)
@@ -176,9 +177,11 @@ class StateReader(ChannelReader[Change]):
         return filter(self._is_newer, completed)
 
     def _is_newer(self, change: Change) -> bool:
-        """Returns False for a state older than the snapshot: falling counters mean a restart.
+        """Returns False for a state older than the snapshot, whose lower counters would look like a
+        restart.
 
-        Times are compared only until the reader caught up: another poller may have another clock.
+        Times are compared only until the reader has caught up, because the clocks of two pollers
+        may differ.
         """
         if not isinstance(change, Put):
             return True

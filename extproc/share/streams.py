@@ -66,8 +66,8 @@ class StreamWriter(Generic[B]):
 class StreamReader(Reader[B]):
     """Yields the entries of one kind in a stream.
 
-    After an outage, the reader resumes. If Redis has less than was read, it lost the stream, and
-    the reader starts at the beginning.
+    After an outage, the reader resumes behind the last entry read. If the stream now ends before
+    that entry, Redis lost the stream, and the reader starts from its beginning.
     """
 
     def __init__(
@@ -111,5 +111,6 @@ class StreamReader(Reader[B]):
 
 
 def _order(number: str) -> list[int]:
-    """Returns milliseconds of an entry, and its count within the millisecond."""
+    """Returns the two parts of an entry's id, by which entries are ordered: milliseconds, and the
+    count within the millisecond."""
     return [int(part) for part in number.split("-")]
