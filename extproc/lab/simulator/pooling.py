@@ -1,6 +1,7 @@
 """Requests that only compute prompts: embeddings, pooling, classes, scores and ranks.
 
-Vectors and scores depend only on the prompt: all replicas give a prompt the same answer.
+The values depend only on the prompt: all replicas give a prompt the same answer. Only embeddings
+have vLLM's form in full; all other replies have a score for each prompt.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +10,7 @@ from base64 import b64encode
 from hashlib import blake2b
 from math import hypot
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -26,34 +27,34 @@ Items = Item | list[Item]
 class PoolingBody(Body, ABC):
     """Request with an item in the reply for each prompt."""
 
-    id_prefix: ClassVar[str]
-
     @abstractmethod
     def prompts(self) -> list[bytes]: ...
 
-    @abstractmethod
-    def item(self, prompt: bytes) -> dict[str, Any]: ...
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        return {"object": "score", "score": _random(prompt).random()}
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
         prompts = self.prompts()
         items = [{"index": index, **self.item(each)} for index, each in enumerate(prompts)]
-        head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
         total = sum(tokens.count(prompt) for prompt in prompts)
         usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
-        return {**head, "model": model, "data": items, "usage": usage}
+        head = {"id": f"pool-{id_}", "object": "list", "created": created, "model": model}
+        return {**head, "data": items, "usage": usage}
 
 
-class EmbeddingBody(PoolingBody):
-    """``/v1/embeddings``: a vector for each input."""
+class InputBody(PoolingBody):
+    """``/pooling`` and ``/classify``."""
 
-    id_prefix = "embd"
-    result: ClassVar = "embedding"
-    field: ClassVar = "embedding"
     input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
 
     def prompts(self) -> list[bytes]:
         return encode_prompts(self.input)
+
+
+class EmbeddingBody(InputBody):
+    """``/v1/embeddings``."""
+
+    encoding_format: Literal["float", "base64"] = "float"
 
     def item(self, prompt: bytes) -> dict[str, Any]:
         random = _random(prompt)
@@ -61,34 +62,13 @@ class EmbeddingBody(PoolingBody):
         vector = [value / hypot(*drawn) for value in drawn]
         packed = self.encoding_format == "base64"
         encoded = b64encode(array("f", vector).tobytes()).decode() if packed else vector
-        return {"object": self.result, self.field: encoded}
+        return {"object": "embedding", "embedding": encoded}
 
 
-class PoolBody(EmbeddingBody):
-    """``/pooling``."""
+class PairsBody(PoolingBody):
+    """``/v1/score`` and ``/v1/rerank``: each pair of texts is a prompt; 1:1, 1:N or N:N."""
 
-    id_prefix = "pool"
-    result: ClassVar = "pooling"
-    field: ClassVar = "data"
-
-
-class ClassifyBody(EmbeddingBody):
-    """``/classify``: a class for each input, of two."""
-
-    id_prefix = "classify"
-
-    def item(self, prompt: bytes) -> dict[str, Any]:
-        score = _score(prompt)
-        label = f"LABEL_{round(score)}"
-        return {"label": label, "probs": [1 - score, score], "num_classes": 2}
-
-
-class ScoreBody(PoolingBody):
-    """``/v1/score``: scores of pairs of texts, each pair a prompt; 1:1, 1:N or N:N."""
-
-    id_prefix = "score"
-
-    left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1", "query"))
     right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
     def prompts(self) -> list[bytes]:
@@ -100,43 +80,13 @@ class ScoreBody(PoolingBody):
         pairs = zip(left * (len(right) // len(left)), right, strict=True)
         return [tokens.encode_content([*pair]) for pair in pairs]
 
-    def item(self, prompt: bytes) -> dict[str, Any]:
-        return {"object": "score", "score": _score(prompt)}
-
-
-class RerankBody(PoolingBody):
-    """``/v1/rerank``: the best documents for a query."""
-
-    id_prefix = "rerank"
-
-    query: Item
-    documents: Items
-    top_n: int = Field(default=0, ge=0)
-
-    def prompts(self) -> list[bytes]:
-        documents = _listed(self.documents)
-        if not documents:
-            raise RequestError("at least one document is needed", "documents")
-        return [tokens.encode_content([self.query, document]) for document in documents]
-
-    def item(self, prompt: bytes) -> dict[str, Any]:
-        return {"relevance_score": _score(prompt)}
-
-    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        reply = super().reply(id_, model, created)
-        items: list[dict[str, Any]] = reply["data"]
-        for item, document in zip(items, _listed(self.documents), strict=True):
-            item["document"] = {"text": document if isinstance(document, str) else None}
-        best = sorted(items, key=lambda item: -item["relevance_score"])[: self.top_n or None]
-        return {"id": reply["id"], "model": model, "usage": reply["usage"], "results": best}
-
 
 POOLING: dict[str, type[PoolingBody]] = {
     Endpoint.EMBEDDINGS: EmbeddingBody,
-    Endpoint.POOLING: PoolBody,
-    Endpoint.CLASSIFY: ClassifyBody,
-    **dict.fromkeys((Endpoint.SCORE, "/score"), ScoreBody),
-    **dict.fromkeys((Endpoint.RERANK, "/rerank", "/v2/rerank"), RerankBody),
+    **dict.fromkeys((Endpoint.POOLING, Endpoint.CLASSIFY), InputBody),
+    **dict.fromkeys(
+        (Endpoint.SCORE, "/score", Endpoint.RERANK, "/rerank", "/v2/rerank"), PairsBody
+    ),
 }
 
 
@@ -146,7 +96,3 @@ def _listed(items: Items) -> list[Item]:
 
 def _random(prompt: bytes) -> Random:
     return Random(blake2b(prompt, digest_size=8).digest())
-
-
-def _score(prompt: bytes) -> float:
-    return _random(prompt).random()

@@ -56,10 +56,7 @@ INVALID: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [chat()],
     "/v1/embeddings": [{"input": []}, {"input": [1] * 4097}],
     "/v1/score": [{"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, {"text_1": "a"}],
-    "/v1/rerank": [
-        {"query": "a", "documents": []},
-        {"query": "a", "documents": ["b"], "top_n": -1},
-    ],
+    "/v1/rerank": [{"query": "a", "documents": []}],
     "/tokenize": [{}],
     "/simulate": [{"slow": 0}, {"slow": 1e300}, {"fail": 200}, {"explode": True}],
 }
@@ -111,7 +108,7 @@ json_values = st.recursive(
 FIELDS = (
     *("messages", "prompt", "input", "query", "documents", "text_1", "text_2", "system", "tools"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "ignore_eos", "n"),
-    *("instructions", "top_n", "encoding_format", "temperature", "stream_options", "model"),
+    *("instructions", "encoding_format", "temperature", "stream_options", "model"),
 )
 bodies = st.dictionaries(
     st.sampled_from(FIELDS),
