@@ -164,6 +164,8 @@ class RedisSettings(Section):
     url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
     """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, only its
     login, database and TLS options count."""
+    password: str | None = Field(default=None, repr=False)
+    """Password, in place of one in the URL: as it is, not percent-encoded."""
     sentinels: tuple[_Address, ...] = ()
     """Addresses of the Sentinels that watch a primary and its replicas."""
     service: str | None = None
@@ -177,8 +179,9 @@ class RedisSettings(Section):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Arguments of redis-py's clients, from the URL."""
-        return connection_options(self.url)
+        """Arguments of redis-py's clients, from the URL and the password."""
+        password = {} if self.password is None else {"password": self.password}
+        return connection_options(self.url) | password
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:

@@ -286,6 +286,14 @@ def test_redis_is_one_server_or_sentinels_or_cluster(redis: str, shown: str, wri
     assert address(connect(loaded, "test")) == shown
 
 
+def test_redis_password_is_taken_as_it_is() -> None:
+    env = {"EXTPROC_REDIS__URL": "redis://joe@host:1/2", "EXTPROC_REDIS__PASSWORD": "p@/?#%41"}
+    redis = load({}, env).redis
+    assert redis.options["username"] == "joe"
+    assert redis.options["password"] == "p@/?#%41"
+    assert "p@" not in repr(redis)
+
+
 def test_replica_may_have_both_kv_event_ports() -> None:
     both = "[{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}]"
     [replica] = load({}, {"EXTPROC_REPLICAS": both}).replicas

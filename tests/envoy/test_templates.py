@@ -1,4 +1,4 @@
-"""The files in ``envoy/`` equal their templates; the demo and Envoy Gateway use them.
+"""The Envoy files equal their templates; the demo, the Helm chart and Envoy Gateway use them.
 
 ``python -m tests.envoy.test_templates`` writes the files again.
 """
@@ -18,6 +18,7 @@ from extproc.lab.harness.envoy_config import TEMPLATE, addressed
 from tests.envoy_gateway import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
+CHART = ENVOY.parent / "docs" / "helm" / "files" / "envoy.yaml"
 TEMPLATES = Environment(
     loader=FileSystemLoader(ENVOY / "templates"),
     undefined=StrictUndefined,
@@ -41,9 +42,13 @@ def made(name: str) -> str:
     return TEMPLATES.get_template(f"{name}.j2").render()
 
 
+def destination(name: str) -> Path:
+    return CHART if name == "chart.yaml" else ENVOY / name
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_file_equals_its_template(name: str) -> None:
-    text = (ENVOY / name).read_text(encoding="utf-8")
+    text = destination(name).read_text(encoding="utf-8")
     assert text == made(name), f"change envoy/templates/{name}.j2, then run: make envoy-files"
 
 
@@ -95,4 +100,4 @@ def test_misspelt_field_of_envoy_gateway_is_refused() -> None:
 
 if __name__ == "__main__":
     for _name in FILES:
-        (ENVOY / _name).write_text(made(_name), encoding="utf-8")
+        destination(_name).write_text(made(_name), encoding="utf-8")

@@ -1,0 +1,108 @@
+{{- /* Processes of extproc: router, poller and eds. */ -}}
+
+{{- /* Name of the Service of a source of replicas: its own, or the one made for its selector. */ -}}
+{{- define "extproc.service" -}}
+{{- with (last .).kubernetes -}}
+{{- .service | default (printf "%s-%s" (include "extproc.fullname" (first $)) (toJson .selector | sha256sum | trunc 8)) -}}
+{{- end -}}
+{{- end }}
+
+{{- /* All sources of replicas, of all pools: {all: […]} */ -}}
+{{- define "extproc.sources" -}}
+{{- $all := .Values.replicas -}}
+{{- range .Values.pools }}{{ $all = concat $all .replicas }}{{ end -}}
+{{ dict "all" $all | toJson }}
+{{- end }}
+
+{{- /* Sources in the form of the configuration: {replicas: […]} */ -}}
+{{- define "extproc.replicas" -}}
+{{- $made := list -}}
+{{- range last . -}}
+{{- $source := deepCopy . -}}
+{{- if .kubernetes -}}
+{{- $_ := set $source.kubernetes "service" (include "extproc.service" (list (first $) .)) -}}
+{{- $_ := unset $source.kubernetes "selector" -}}
+{{- end -}}
+{{- $made = append $made $source -}}
+{{- end -}}
+{{ dict "replicas" $made | toJson }}
+{{- end }}
+
+{{- define "extproc.redisUrl" -}}
+{{- $files := "ssl_ca_certs=/etc/tls/extproc/ca.crt&ssl_certfile=/etc/tls/extproc/tls.crt&ssl_keyfile=/etc/tls/extproc/tls.key" -}}
+{{- if not .Values.redis.enabled -}}
+{{- required "redis.url: the existing Redis, where redis.enabled is false" .Values.redis.url -}}
+{{- else if .Values.tls.enabled -}}
+rediss://{{ include "extproc.of" (list . "redis") }}:6379/0?{{ $files }}
+{{- else -}}
+redis://{{ include "extproc.of" (list . "redis") }}:6379/0
+{{- end -}}
+{{- end }}
+
+{{- /* extproc.yaml, the same for all processes. */ -}}
+{{- define "extproc.config" -}}
+{{- $admin := dict -}}
+{{- $grpc := dict -}}
+{{- if .Values.tls.enabled -}}
+{{- $admin = dict "tls_cert" "/etc/tls/extproc/tls.crt" "tls_key" "/etc/tls/extproc/tls.key" -}}
+{{- $grpc = merge (dict "tls_client_ca" "/etc/tls/extproc/ca.crt") $admin -}}
+{{- end -}}
+{{- $made := include "extproc.replicas" (list . .Values.replicas) | fromJson -}}
+{{- $_ := set $made "redis" (dict "url" (include "extproc.redisUrl" .)) -}}
+{{- $_ := set $made "serve" (merge (dict "listen" "0.0.0.0:50051" "admin" "0.0.0.0:9090") $grpc) -}}
+{{- $_ := set $made "poll" (dict "admin" "0.0.0.0:9091") -}}
+{{- $_ := set $made "eds" (merge (dict "listen" "0.0.0.0:18000") $grpc) -}}
+{{- $_ := set $made "admin" $admin -}}
+{{- $pools := dict -}}
+{{- range $name, $pool := .Values.pools -}}
+{{- $_ := set $pools $name (merge (include "extproc.replicas" (list $ $pool.replicas) | fromJson) (omit $pool "hosts" "replicas")) -}}
+{{- end -}}
+{{- $_ := set $made "pools" $pools -}}
+{{- mustMergeOverwrite $made (deepCopy .Values.config) | toYaml -}}
+{{- end }}
+
+{{- /* Pod template: (dict "root" . "part" "router" "command" "serve" "ports" (dict "grpc" 50051 …)) */ -}}
+{{- define "extproc.process" -}}
+{{- $values := .root.Values -}}
+{{- $options := include "extproc.options" (list .root .part) | fromJson -}}
+{{- $config := include "extproc.config" .root -}}
+{{- $mounted := merge (dict "files" (dict "/etc/extproc" (dict "configMap" (dict "name" (include "extproc.of" (list .root "config")))))) . -}}
+{{- include "extproc.pod" (dict "root" .root "part" .part "user" 65532 "config" $config) }}
+  {{- if eq .part "poller" }}
+  serviceAccountName: {{ include "extproc.of" (list .root "poller") }}
+  {{- else }}
+  automountServiceAccountToken: false
+  {{- end }}
+  {{- with .grace }}
+  terminationGracePeriodSeconds: {{ . }}
+  {{- end }}
+  containers:
+  - name: {{ .part }}
+    {{- include "extproc.image" (merge (dict "tag" ($values.image.tag | default .root.Chart.AppVersion)) $values.image) | nindent 4 }}
+    args: [{{ .command }}]
+    env:
+    {{- with $options.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    - {name: EXTPROC_CONFIG, value: /etc/extproc/extproc.yaml}
+    {{- with $values.redis.passwordSecret }}
+    {{- if .name }}
+    - {name: EXTPROC_REDIS__PASSWORD, valueFrom: {secretKeyRef: {{ toJson . }}}}
+    {{- end }}
+    {{- end }}
+    ports:
+    {{- range $name, $port := .ports }}
+    - {name: {{ $name }}, containerPort: {{ $port }}}
+    {{- end }}
+    {{- if .ports.metrics }}
+    {{- $scheme := ternary "HTTPS" "HTTP" (hasKey ($config | fromYaml).admin "tls_cert") }}
+    readinessProbe: {httpGet: {path: /readyz, port: metrics, scheme: {{ $scheme }}}, periodSeconds: 1}
+    livenessProbe: {httpGet: {path: /livez, port: metrics, scheme: {{ $scheme }}}, periodSeconds: 5}
+    {{- else }}
+    readinessProbe: {tcpSocket: {port: grpc}, periodSeconds: 1}
+    livenessProbe: {tcpSocket: {port: grpc}, periodSeconds: 5}
+    {{- end }}
+    resources: {{ index $values .part "resources" | toJson }}
+    volumeMounts: {{ include "extproc.mounts" $mounted }}
+  volumes: {{ include "extproc.volumes" $mounted }}
+{{- end }}

@@ -1,0 +1,325 @@
+"""The Helm chart fits what people have: each file in ``values/`` is a real set-up."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+from extproc import settings
+from extproc.config import Config
+from extproc.envoy.check import check_envoy
+from extproc.envoy.finding import Level
+from extproc.lab.harness.processes import free_port
+from tests.certificates import Authority
+from tests.config import chart
+from tests.config.chart import Manifest, by_title, container, faults, manifests, pod, title
+from tests.envoy.test_envoy import around_the_fragment, running, validate
+
+SETUPS = {file.stem: file for file in sorted(Path(__file__).with_name("values").glob("*.yaml"))}
+
+
+def values(setup: str) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load(SETUPS[setup].read_text(encoding="utf-8"))
+    return read
+
+
+def config(objects: list[Manifest], directory: Path) -> Config:
+    """The configuration of a release, with certificates in this directory."""
+    (text,) = (item["data"]["extproc.yaml"] for item in objects if title(item).endswith("-config"))
+    if "/etc/tls/extproc" in text:
+        certificate, key = Authority(directory / "ca").sign("extproc-router")
+        text = text.replace("/etc/tls/extproc/ca.crt", str(directory / "ca" / "ca.pem"))
+        text = text.replace("/etc/tls/extproc/tls.crt", str(certificate))
+        text = text.replace("/etc/tls/extproc/tls.key", str(key))
+    file = directory / "extproc.yaml"
+    file.write_text(text, encoding="utf-8")
+    return settings.load({}, {}, file)
+
+
+def envoy_files(objects: list[Manifest]) -> dict[str, str]:
+    (item,) = (item for item in objects if title(item).startswith("ConfigMap-extproc-envoy"))
+    return dict(item["data"])
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_setup_is_rendered_and_valid(setup: str, tmp_path: Path) -> None:
+    objects = manifests(**values(setup))
+    assert [fault for item in objects for fault in faults(item)] == []
+    keys = [(item["kind"], item["metadata"].get("namespace"), title(item)) for item in objects]
+    assert len(keys) == len({*keys})
+    made = config(objects, tmp_path)
+    sources = {item.where for pool in made.each_pool for item in pool.replicas}
+    assert len(sources) == sum(len(pool.replicas) for pool in made.each_pool)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_setup_passes_helm_lint(setup: str) -> None:
+    helm = pytest.importorskip("helm_python")
+    found = helm.lint(str(chart.CHART), values=values(setup))
+    assert found["errors"] == []
+    assert [item["error"] for item in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("setup", [name for name in SETUPS if name != "inference_pool"])
+def test_envoy_of_setup_follows_the_router(setup: str, tmp_path: Path) -> None:
+    objects = manifests(**{"fullnameOverride": "extproc"} | values(setup))
+    (item,) = (item for item in objects if title(item).endswith("-envoy") and "data" in item)
+    envoy = yaml.safe_load(item["data"]["envoy.yaml"])
+    findings = check_envoy(envoy, config(objects, tmp_path))
+    assert [one for one in findings if one.level is not Level.OK] == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("setup", ["one_service", "tls", "two_pools", "observed"])
+async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> None:
+    data = envoy_files(manifests(**values(setup)))
+    certificate, key = Authority(tmp_path / "ca").sign("extproc-envoy")
+    places = {"/etc/envoy/": f"{tmp_path}/"}
+    for folder in ("/etc/tls/extproc", "/etc/tls/clients"):
+        places |= {
+            f"{folder}/tls.crt": str(certificate),
+            f"{folder}/tls.key": str(key),
+            f"{folder}/ca.crt": str(tmp_path / "ca" / "ca.pem"),
+            folder: str(tmp_path),
+        }
+    for name, text in data.items():
+        for old, new in places.items():
+            text = text.replace(old, new)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert "eprecated" not in await validate(tmp_path / "envoy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"rooter": {"replicas": 5}}, "rooter"),
+        ({"router": {"replica": 5}}, "replica"),
+        ({"config": {"route": {"polcy": "random"}}}, "polcy"),
+        ({"config": {"route": {"policy": "randm"}}}, "policy"),
+        ({"replicas": [{"kubernetes": {"service": "a", "prt": 1}}]}, "kubernetes"),
+        ({"image": "extproc"}, "image"),
+        ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
+        ({"redis": {"url": "redis.data:6379"}}, "url"),
+    ],
+)
+def test_typo_in_values_is_refused(wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        manifests(**wrong)
+
+
+def test_schema_and_copies_are_up_to_date() -> None:
+    again = "run: python -m tests.config.chart"
+    assert json.loads(chart.SCHEMA.read_text(encoding="utf-8")) == chart.schema(), again
+    for name in chart.COPIES:
+        copied = (chart.CHART / "files" / name).read_bytes()
+        assert copied == (chart.OBSERVABILITY / name).read_bytes(), again
+    assert not [file for file in chart.CHART.rglob("*") if file.is_symlink()]
+
+
+@pytest.mark.parametrize(
+    ("release", "own", "prefix"),
+    [
+        ("extproc", {}, "extproc"),
+        ("llm", {}, "llm-extproc"),
+        ("llm", {"fullnameOverride": "gw"}, "gw"),
+        ("llm", {"nameOverride": "router"}, "llm-router"),
+    ],
+)
+def test_names_have_the_prefix_of_the_release(
+    release: str, own: dict[str, str], prefix: str
+) -> None:
+    objects = manifests(name=release, **own)
+    names = {item["metadata"]["name"] for item in objects}
+    assert {name for name in names if not name.startswith(f"{prefix}-")} == set()
+    labels = {
+        json.dumps(item["metadata"]["labels"]["app.kubernetes.io/instance"]) for item in objects
+    }
+    assert labels == {f'"{release}"'}
+
+
+def test_two_releases_fit_into_a_namespace() -> None:
+    first, second = (by_title(manifests(name=name)) for name in ("one", "two"))
+    assert not first.keys() & second.keys()
+    selectors = [
+        item["Service-" + name]["spec"]["selector"]
+        for item, name in ((first, "one-extproc-router"), (second, "two-extproc-router"))
+    ]
+    assert selectors[0] != selectors[1]
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("envoy", {"envoy": {"requestHeaders": ["x-tenant"]}}),
+        ("router", {"config": {"route": {"policy": "random"}}}),
+        ("poller", {"replicas": [{"url": "10.0.0.1:8000"}]}),
+    ],
+)
+def test_pods_restart_when_their_configuration_changes(part: str, changed: dict[str, Any]) -> None:
+    def template(**own: Any) -> Manifest:
+        deployment = by_title(manifests(**own))[f"Deployment-extproc-{part}"]
+        metadata: Manifest = deployment["spec"]["template"]["metadata"]
+        return metadata
+
+    assert template(**changed) != template()
+    assert template(replicas=[{"url": "10.0.0.1:8000"}])["labels"] == template()["labels"]
+
+
+def test_variables_of_the_user_precede_those_that_refer_to_them() -> None:
+    password = {"name": "P", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "p"}}}
+    url = {"name": "EXTPROC_REDIS__URL", "value": "redis://:$(P)@redis:6379/0"}
+    objects = by_title(manifests(pods={"env": [password]}, router={"env": [url]}))
+    env = container(objects["Deployment-extproc-router"])["env"]
+    assert env[:2] == [password, url]
+    assert len(env) == len({item["name"] for item in env})
+
+
+def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> None:
+    objects = manifests(**values("external_redis"))
+    kinds = by_title(objects)
+    assert "Deployment-extproc-redis" not in kinds
+    secret = {"secretKeyRef": {"name": "redis-login", "key": "redis-password"}}
+    for part in ("router", "poller", "eds"):
+        env = container(kinds[f"Deployment-extproc-{part}"])["env"]
+        assert {"name": "EXTPROC_REDIS__PASSWORD", "valueFrom": secret} in env
+    assert config(objects, tmp_path).redis.options["host"] == "redis.data.svc"
+
+
+def test_existing_redis_needs_its_url() -> None:
+    with pytest.raises(Exception, match=r"redis\.url: the existing Redis"):
+        manifests(redis={"enabled": False})
+
+
+def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
+    objects = manifests(**values("selectors"))
+    made = [item for item in objects if item["kind"] == "Service"]
+    services = {item["metadata"]["name"]: item["spec"] for item in made}
+    sources = config(objects, tmp_path).replicas
+    for source, port in zip(sources, ("http", 8000), strict=True):
+        assert source.kubernetes is not None
+        service = services[source.kubernetes.service]
+        assert service["clusterIP"] == "None"
+        assert service["ports"] == [{"name": "http", "port": 80, "targetPort": port}]
+
+
+def test_poller_gets_a_role_in_each_namespace_of_services() -> None:
+    roles = [item for item in manifests(**values("two_gpus")) if item["kind"] == "Role"]
+    assert [item["metadata"]["namespace"] for item in roles] == ["default", "gpu-a10"]
+    assert all(role["rules"][0]["resources"] == ["endpointslices"] for role in roles)
+
+
+def test_gateway_of_routers_has_to_be_named() -> None:
+    with pytest.raises(Exception, match=r"networkPolicy\.gateway: who may ask routers"):
+        manifests(envoy={"enabled": False})
+    objects = by_title(manifests(**values("inference_pool")))
+    peers = objects["NetworkPolicy-extproc-router"]["spec"]["ingress"][0]["from"]
+    assert peers == values("inference_pool")["networkPolicy"]["gateway"]
+    assert "clusterIP" not in objects["Service-extproc-router"]["spec"]
+
+
+def test_inference_pool_has_the_pods_of_the_first_source() -> None:
+    objects = by_title(manifests(**values("inference_pool")))
+    pool = objects["InferencePool-extproc"]["spec"]
+    assert pool["selector"] == {"matchLabels": {"app": "vllm"}}
+    assert pool["targetPorts"] == [{"number": 8000}]
+    router = objects["Service-extproc-router"]
+    picker = pool["endpointPickerRef"]
+    assert picker["name"] == router["metadata"]["name"]
+    assert picker["port"]["number"] in [port["port"] for port in router["spec"]["ports"]]
+
+
+def test_all_parts_speak_tls(tmp_path: Path) -> None:
+    objects = by_title(manifests(**values("tls")))
+    made = config([*objects.values()], tmp_path)
+    assert made.serve.tls_client_ca
+    assert made.eds.tls_client_ca
+    assert made.admin.tls_cert
+    assert made.redis.url.startswith("rediss://")
+    redis = container(objects["Deployment-extproc-redis"])
+    assert redis["args"][redis["args"].index("--port") + 1] == "0"
+    issued = {
+        item["spec"]["secretName"] for item in objects.values() if item["kind"] == "Certificate"
+    }
+    for part in ("router", "poller", "eds", "redis", "envoy"):
+        volumes = pod(objects[f"Deployment-extproc-{part}"])["volumes"]
+        mounted = {item["secret"]["secretName"] for item in volumes if "secret" in item}
+        assert mounted & issued
+        probes = container(objects[f"Deployment-extproc-{part}"])["readinessProbe"]
+        assert probes.get("httpGet", {}).get("scheme", "HTTPS") == "HTTPS"
+
+
+def test_router_scales_by_its_own_cpu() -> None:
+    objects = by_title(manifests(**values("tenants")))
+    deployment = objects["Deployment-extproc-router"]
+    scaler = objects["HorizontalPodAutoscaler-extproc-router"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"]
+    spec = pod(deployment)
+    assert {"name": "tokenizers", "mountPath": "/tokenizers", "readOnly": True} in (
+        container(deployment)["volumeMounts"]
+    )
+    assert spec["nodeSelector"] == {"pool": "gateway"}
+    assert "volumes" not in values("tenants")["pods"]
+    poller = pod(objects["Deployment-extproc-poller"])
+    assert [item["name"] for item in poller["volumes"]] == ["extproc"]
+
+
+def test_service_monitor_finds_routers_and_pollers() -> None:
+    objects = manifests(**values("observed"))
+    (monitor,) = (item for item in objects if item["kind"] == "ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    found = {
+        item["metadata"]["name"]
+        for item in objects
+        if item["kind"] == "Service"
+        and wanted <= item["metadata"]["labels"].items()
+        and any(port["name"] == "metrics" for port in item["spec"]["ports"])
+    }
+    assert found == {"extproc-router", "extproc-poller"}
+
+
+async def _answer_when(released: asyncio.Event) -> web.AppRunner:
+    async def handler(_: web.Request) -> web.Response:
+        await released.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    return runner
+
+
+@pytest.mark.process
+async def test_terminating_envoy_ends_when_no_request_is_active(tmp_path: Path) -> None:
+    envoy = container(by_title(manifests())["Deployment-extproc-envoy"])
+    *command, script = envoy["lifecycle"]["preStop"]["exec"]["command"]
+    assert "\nsleep 10\n" in script
+    port, admin, replica = free_port(), free_port(), free_port()
+    script = script.replace("9901", str(admin)).replace("sleep 10", "sleep 0.2")
+    script = script.replace("http.openai.", "http.mine.")
+    released = asyncio.Event()
+    runner = await _answer_when(released)
+    await web.TCPSite(runner, "127.0.0.1", replica).start()
+    bootstrap = around_the_fragment(port, admin, "127.0.0.1:1", [f"127.0.0.1:{replica}"])
+    async with (
+        running(tmp_path, bootstrap, admin, envoy["args"][2:]),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        active = asyncio.create_task(client.get("/"))
+        hook = await asyncio.create_subprocess_exec(
+            *command, script, stdout=asyncio.subprocess.DEVNULL
+        )
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hook.wait(), 2)
+        released.set()
+        async with await active as response:  # new connections are closed after their response
+            assert response.headers["connection"] == "close"
+        async with asyncio.timeout(10):
+            assert await hook.wait() == 0
+    await runner.cleanup()
