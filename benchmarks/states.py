@@ -32,6 +32,7 @@ def state(address: str, at: float, random: Random) -> ReplicaState:
         id=address,
         profile=PROFILE,
         learned=StepModel(0.0065, 38e-6, 20e-6, 0.047e-6),
+        measured=True,
         models=(MODEL,),
         max_model_len=131072,
         running=running,
