@@ -54,10 +54,14 @@ def run(args: argparse.Namespace) -> int:
             comparison = what_if(scene, other, str(change), progress("what if"))
         excluded = dict(recorded.excluded)
         if args.json:
-            figures = replayed.to_json() | {"excluded": excluded}
+            figures = replayed.to_json() | {"excluded": excluded, "unused_s": recorded.unused_s}
             print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
         else:
             print(replayed)
+            if recorded.unused_s:
+                print(
+                    f"not used: the first {recorded.unused_s / 60:.1f} min, {recorded.unused_why}"
+                )
             for why, count in excluded.items():
                 print(f"excluded: {count} requests, {why}")
             if comparison:

@@ -42,14 +42,15 @@ class ReplicaLine(_Line, frozen=True, tag="replica"):
 
 
 class RequestLine(_Line, frozen=True, tag="request"):
-    """Request that a replica served and that has ended; ``at``: its arrival."""
+    """Request that a replica served or that the router refused; ``at``: its arrival."""
 
     endpoint: str
     model: str
-    replica: str  # `ip:port` that served it
+    replica: str  # `ip:port` that served it; empty: none
     seconds: float  # from dispatch to the end of the stream
     prompt_tokens: int  # as the replica reported, else as estimated
     estimated_tokens: int
+    refused: str = ""  # why no replica got the request
     queued_s: float = 0.0  # in the router's queue, before dispatch
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
@@ -77,7 +78,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
 
 
 class RefusedLine(_Line, frozen=True, tag="refused"):
-    """Request that the router refused."""
+    """Request that the router refused without a profile: its body could not be read."""
 
     why: str
 

@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from msgspec import structs
 from msgspec.json import Encoder
@@ -116,12 +117,10 @@ class Recorder:
             failed: the replica did not answer, or answered with an error.
             cut: the router read the response, and it did not end.
         """
-        prefix, objective, reported = profile.prefix, profile.objective, outcome.output_tokens
+        reported = outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)
         request = RequestLine(
             at=round(self._wall() - seconds - outcome.queued_s, 6),
-            endpoint=str(profile.endpoint),
-            model=profile.model,
             replica=replica,
             seconds=round(seconds, 6),
             queued_s=round(outcome.queued_s, 6),
@@ -130,31 +129,25 @@ class Recorder:
             failed=failed,
             cut=cut,
             prompt_tokens=outcome.prompt_tokens or profile.prompt_tokens,
-            estimated_tokens=profile.prompt_tokens,
             output_tokens=round(each, 1),
-            output_bound=profile.output_bound,
-            least_output=profile.least_output,
-            sequences=profile.sequences,
-            prompts=profile.prompts,
-            longest_share=profile.longest_share,
-            stream=profile.stream,
-            tenant=f"{seed_of(profile.tenant):x}" if profile.tenant else "",
-            session=profile.session,
-            objective=objective.name,
-            priority=objective.priority,
-            ttft_target_s=objective.ttft_s,
-            tpot_target_s=objective.tpot_s,
-            completion_target_s=objective.completion_s,
-            keys=text_of(prefix.keys),
-            unit=prefix.unit,
-            whole=upper(prefix.whole),
-            previous_key=upper(prefix.previous_key),
-            previous_tokens=prefix.previous_tokens,
+            **_fields_of(profile),
         )
         self._add(request)
 
-    def refused(self, why: str) -> None:
-        self._add(RefusedLine(at=self._wall(), why=why))
+    def refused(self, why: str, profile: RequestProfile | None, since_arrival_s: float) -> None:
+        """Record a request that no replica got.
+
+        Args:
+            why: the reason in a word.
+            profile: of the request; None: its body could not be read.
+            since_arrival_s: time since its arrival.
+        """
+        at = round(self._wall() - since_arrival_s, 6)
+        if profile is None:
+            self._add(RefusedLine(at=at, why=why))
+            return
+        fields = _fields_of(profile) | {"prompt_tokens": profile.prompt_tokens}
+        self._add(RequestLine(at=at, replica="", seconds=0.0, refused=why, **fields))
 
     async def run(self) -> None:
         try:
@@ -243,6 +236,34 @@ class Recorder:
         config = self._config.model_dump(mode="json", include=_REPLAYED)
         start = StartLine(at=at, format=FORMAT, pool=self._config.pool, config=config)
         return self._encode(start) + b"\n"
+
+
+def _fields_of(profile: RequestProfile) -> dict[str, Any]:
+    """Fields of a line that tell what the request asks for."""
+    prefix, objective = profile.prefix, profile.objective
+    return {
+        "endpoint": str(profile.endpoint),
+        "model": profile.model,
+        "estimated_tokens": profile.prompt_tokens,
+        "output_bound": profile.output_bound,
+        "least_output": profile.least_output,
+        "sequences": profile.sequences,
+        "prompts": profile.prompts,
+        "longest_share": profile.longest_share,
+        "stream": profile.stream,
+        "tenant": f"{seed_of(profile.tenant):x}" if profile.tenant else "",
+        "session": profile.session,
+        "objective": objective.name,
+        "priority": objective.priority,
+        "ttft_target_s": objective.ttft_s,
+        "tpot_target_s": objective.tpot_s,
+        "completion_target_s": objective.completion_s,
+        "keys": text_of(prefix.keys),
+        "unit": prefix.unit,
+        "whole": upper(prefix.whole),
+        "previous_key": upper(prefix.previous_key),
+        "previous_tokens": prefix.previous_tokens,
+    }
 
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> ReplicaLine:

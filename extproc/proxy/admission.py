@@ -42,7 +42,7 @@ async def admit(
         Left: the client left while the request was queued.
     """
     services, started = exchange.services, exchange.services.clock()
-    profile = _profile(exchange, headers, partial, unread_model)
+    profile = exchange.profile = _profile(exchange, headers, partial, unread_model)
 
     def decide(place: Place | None = None) -> Decision | None:
         if _is_unserved(services, profile):

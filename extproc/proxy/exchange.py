@@ -15,6 +15,7 @@ from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
+from extproc.request.profile import RequestProfile
 from extproc.request.rewrite import rename, with_priority
 from extproc.route.decision import Decision
 
@@ -33,6 +34,8 @@ class Exchange:
         self.full_duplex = False  # a gateway's protocol: Envoy has no fallback of its own
         self.subset: frozenset[str] | None = None  # the only endpoints that a gateway allows
         self.endpoint: Endpoint | None = None  # selects the form of error bodies
+        self.profile: RequestProfile | None = None  # None: the body is not read yet
+        self.arrived_at = services.clock()
         self.response_visible = True  # Envoy forwards the response to the router
         self._call = call
         self._trace = trace
@@ -148,7 +151,8 @@ class Exchange:
         """Counts a request that the router sends to no replica."""
         self.services.metrics.requests.add(result)
         if self.services.recorder:
-            self.services.recorder.refused(error or result)
+            since_arrival_s = self.services.clock() - self.arrived_at
+            self.services.recorder.refused(error or result, self.profile, since_arrival_s)
         if self._trace is not None:
             self._trace.ended(result, error)
 

@@ -23,8 +23,8 @@ from extproc.observe.recorder import Recorder
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.conftest import config_of
-from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
+from tests.proxy.conftest import config_of, router_of
+from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
 from tests.proxy.replies import destination
 from tests.waiting import until
 
@@ -219,6 +219,21 @@ async def test_record_counts_refusals(services: Services, envoy: EnvoySide, fold
     assert reply.immediate_response is not None
     record = await recorded(services, folder, envoy)
     assert record.excluded == {"refused (model_not_found)": 1}
+
+
+async def test_refused_request_is_recorded_with_its_profile(folder: Path, config: Config) -> None:
+    services = router_of(config)
+    envoy = EnvoySide(Local(services))
+    await ask(envoy, CHAT)
+    await until(lambda: services.fleet.in_flight == 0)
+    route = config.route.model_copy(update={"max_ttft_s": 1e-6})
+    impatient = replace(services, config=config.model_copy(update={"route": route}))
+    reply = await EnvoySide(Local(impatient)).ask_body_first(CHAT | {"max_tokens": 33})
+    assert reply.immediate_response is not None
+    await write_record(services)
+    [refused] = read(folder).refused
+    assert (refused.refused, refused.replica, refused.output_bound) == ("saturated", "", 33)
+    assert refused.estimated_tokens > 0
 
 
 async def test_restart_continues_record(

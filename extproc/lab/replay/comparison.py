@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extproc.lab.replay.figures import FIGURES, distribution
 from extproc.lab.replay.play import Played
@@ -55,10 +56,11 @@ def recorded(scene: Scene) -> Played:
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
-    """Return the requests that count for figures of a kind."""
-    at = _times(scene)
+    """Return the requests that count for figures of a kind: those of which the record has the end,
+    and the refused ones."""
+    at, truth = _times(scene), recorded(scene)
     edge = min(scene.lasts_s * _EDGE, _LONGEST_EDGE_S)
-    seen = np.isfinite(recorded(scene).completion_s)
+    seen: NDArray[np.bool_] = np.isfinite(truth.completion_s) | (np.array(truth.replicas) == "")
     if kind == "ttft_s":
         seen &= np.array([request.profile.stream for request in scene.requests])
     return (seen & (at >= edge) & (at <= scene.lasts_s - edge)).nonzero()[0]

@@ -34,7 +34,7 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Play a scene; ``forced``: dispatch each request when and where the record has it.
+    """Play a scene; ``forced``: dispatch each served request when and where the record has it.
 
     ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
 
@@ -46,10 +46,12 @@ def play(
     jitter = Random(f"{seed} jitter")
     delayed = []
     for request in scene.requests:
+        if forced and not request.replica:
+            continue
         delay_s = request.queued_s if forced else _JITTER_S * jitter.random()
         delayed.append(replace(request, at=request.at + delay_s))
     requests = sorted(delayed, key=attrgetter("at"))
-    replicas = [""] * len(requests)
+    replicas = [""] * len(scene.requests)
     for done, served in enumerate(simulation.run(requests)):
         assert isinstance(served.traced, ReplayRequest)
         index = served.traced.index

@@ -34,7 +34,11 @@ class Recorded:
     start: StartLine  # configuration, and the time from which on the record is complete
     requests: list[RequestLine]  # served requests in the order of arrival
     replicas: dict[str, list[ReplicaLine]]  # states in the order of time, by address
+    refused: list[RequestLine] = field(default_factory=list)
+    """Requests that no replica got, for models that are served, in the order of arrival."""
     excluded: Counter[str] = field(default_factory=Counter)  # requests not to replay, by reason
+    unused_s: float = 0.0  # length of the part before ``start``
+    unused_why: str = ""  # in a few words, for people
 
 
 def read(path: Path, pool: str = "") -> Recorded:
@@ -108,12 +112,15 @@ def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Record
         min(line.at for line in router if isinstance(line, StartLine)) for router in routers
     )
     start = replace(last, at=max(configured_at, complete_at))
+    unused_s = start.at - min(line.at for line in starts)
+    changed = configured_at >= complete_at
+    why = "the configuration was another" if changed else "not all routers recorded"
     states: dict[str, list[ReplicaLine]] = defaultdict(list)
     for line in lines:
         if isinstance(line, ReplicaLine):
             states[line.id].append(line)
     replicas = {name: each for name, each in states.items() if any(line.state for line in each)}
-    recorded = Recorded(start, [], replicas, excluded)
+    recorded = Recorded(start, [], replicas, [], excluded, unused_s, why if unused_s else "")
     for line in lines:
         if line.at < start.at:
             continue
@@ -124,10 +131,15 @@ def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Record
                 excluded["not written (the disk was full, or too slow)"] += line.requests
             case RequestLine(failed=True):
                 excluded["failed"] += 1
+            case RequestLine() if line.refused:
+                recorded.refused.append(line)
             case RequestLine() if line.replica not in replicas:
                 excluded["on an unknown replica"] += 1
             case RequestLine():
                 recorded.requests.append(line)
     if not recorded.requests:
         raise ValueError("the record has no served request")
+    models, refused = {line.model for line in recorded.requests}, recorded.refused
+    excluded.update(f"refused ({line.refused})" for line in refused if line.model not in models)
+    recorded.refused = [line for line in refused if line.model in models]
     return recorded

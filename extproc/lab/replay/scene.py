@@ -1,7 +1,10 @@
 """Scene of a replay: requests, replicas and configuration of a record, perhaps changed."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from random import Random
 from statistics import fmean, median
 from typing import Any
 
@@ -38,7 +41,7 @@ class ReplayRequest:
     profile: RequestProfile
     keys: Keys  # of the prompt and, if a later prompt shows them, of the answer
     unit: float  # tokens of a key, equal for all requests for a model
-    replica: str
+    replica: str  # that served it; empty: the router refused the request
     queued_s: float
     ttft_s: float  # since the dispatch; NaN if the router did not see the first token
     completion_s: float  # since the dispatch; NaN if the router did not see the end
@@ -123,7 +126,8 @@ def scene_of(recorded: Recorded) -> Scene:
             name: fmean(line.tokens_per_step for line in lines if line.state is not None)
             for name, lines in recorded.replicas.items()
         }
-        requests = list(_requests(recorded.requests, began, per_step))
+        lines = sorted(recorded.requests + recorded.refused, key=attrgetter("at"))
+        requests = list(_requests(lines, began, per_step))
         learned = step_times(recorded.replicas, recorded.requests)
         replicas = {
             name: _replica(lines, learned[name], began) for name, lines in recorded.replicas.items()
@@ -150,14 +154,14 @@ def _requests(
             with_answers[before] = max(with_answers[before], known, key=len)
         if line.whole:
             last[line.whole] = index
+    steps_of = _Lengths(lines, per_step)
     for index, line in enumerate(lines):
-        end_seen = line.complete or (line.stream and not line.cut)
-        steps = round(line.output_tokens / per_step[line.replica])
+        end_seen = line.replica and (line.complete or (line.stream and not line.cut))
         yield ReplayRequest(
             index=index,
             at=line.at - began,
             prompt_tokens=max(line.prompt_tokens, 1),
-            output_tokens=max(steps, 1) if line.sequences else 0,
+            output_tokens=max(steps_of(line), 1) if line.sequences else 0,
             profile=_profile(line, keys[index]),
             keys=with_answers[index],
             unit=units.get(line.model, 1.0),
@@ -166,6 +170,32 @@ def _requests(
             ttft_s=np.nan if line.ttft_s is None else line.ttft_s,
             completion_s=line.seconds if end_seen else np.nan,
         )
+
+
+class _Lengths:
+    """Output lengths in steps. Nobody knows how long the answer to a refused request would have
+    been: it gets the length of a served request for the same model, drawn from those with the same
+    endpoint and streaming, if any."""
+
+    def __init__(self, lines: Sequence[RequestLine], per_step: Mapping[str, float]) -> None:
+        self._per_step = per_step
+        self._random = Random(0)
+        self._alike = defaultdict[tuple[object, ...], list[int]](list)
+        for line in lines:
+            if line.replica and line.sequences:
+                for kind in self._kinds(line):
+                    self._alike[kind].append(self(line))
+
+    def __call__(self, line: RequestLine) -> int:
+        if line.replica:
+            return round(line.output_tokens / self._per_step[line.replica])
+        alike = (self._alike[kind] for kind in self._kinds(line) if kind in self._alike)
+        steps = self._random.choice(next(alike, [1]))
+        return steps if line.output_bound is None else min(steps, line.output_bound)
+
+    @staticmethod
+    def _kinds(line: RequestLine) -> list[tuple[object, ...]]:
+        return [(line.model, line.endpoint, line.stream), (line.model,)]
 
 
 def _profile(line: RequestLine, keys: Keys) -> RequestProfile:

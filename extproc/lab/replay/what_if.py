@@ -56,7 +56,8 @@ class Replayed:
     """Replay of a record beside the record."""
 
     scene: Scene
-    requests: int  # that figures count
+    requests: int  # served requests that figures count
+    refused: int  # requests that only the figures of a change count
     fits: dict[str, Fit]  # by kind of time
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +66,7 @@ class Replayed:
             "replicas": list(self.scene.names),
             "seconds": self.scene.lasts_s,
             "requests": self.requests,
+            "refused": self.refused,
             "replay": {kind: asdict(fit) for kind, fit in self.fits.items()},
         }
 
@@ -80,6 +82,8 @@ class Replayed:
             f"{self.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.replicas)} "
             f"replicas ({names}), policy {policy}; the median completion is off by {request:.1%}"
         )
+        if self.refused:
+            head += f"\n{self.refused} more were refused; a change is predicted with them"
         columns = [Column("seconds since sent", left=True), *_COLUMNS]
         return "\n".join([head, "", *table(columns, rows)])
 
@@ -169,7 +173,9 @@ def changed(scene: Scene, change: Change) -> Scene:
 def replay(scene: Scene, show: Show) -> Replayed:
     """Play the record with each request where it went; raises ValueError if that fails."""
     played = play(scene, SEEDS[0], forced=True, show=show)
-    return Replayed(scene, len(counted(scene)), fits(scene, played))
+    among = counted(scene)
+    refused = sum(not scene.requests[index].replica for index in among.tolist())
+    return Replayed(scene, len(among) - refused, refused, fits(scene, played))
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:

@@ -322,6 +322,31 @@ def test_refused_requests_are_counted_by_reason(
     assert "excluded: 3 requests, refused (saturated)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("one_seed")
+def test_change_is_predicted_with_the_requests_that_were_refused(
+    busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
+) -> None:
+    nothing: dict[str, Any] = {"replica": "", "seconds": 0.0, "output_tokens": 0.0, "ttft_s": None}
+    more = edited(busy, lambda *_: {"refused": "too_many_waiting", "complete": False, **nothing})
+    answers = [
+        what_if(write(tmp_path / name, every), "--more", "a")
+        for name, every in (("without", busy), ("with", [*busy, *served(more)]))
+    ]
+    assert [answer["refused"] for answer in answers] == [0, answers[0]["requests"]]
+    without, among_twice_as_many = (
+        answer["differences"]["completion_s"]["mean"]["before"] for answer in answers
+    )
+    assert among_twice_as_many > 1.5 * without
+
+
+def test_unused_part_of_a_record_is_named_with_the_reason(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = replace(start("random"), at=BEGAN - 120.0)
+    assert cli.main(["what-if", str(write(tmp_path / "record", [earlier, *busy]))]) == 0
+    assert "not used: the first 2.0 min, the configuration was another" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
