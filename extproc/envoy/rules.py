@@ -11,6 +11,7 @@ from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import BOOTSTRAP, MANAGER, Node
 from extproc.proxy.messages import (
+    ATTEMPTS,
     DECISION_NAMESPACE,
     DESTINATION,
     METADATA_NAMESPACE,
@@ -23,7 +24,7 @@ from extproc.proxy.messages import (
 DEFAULT_BUFFER = 1024 * 1024  # bytes
 _FROM_METADATA = f"[{{metadata: {{key: {METADATA_NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}]"
 _ATTRIBUTES_OF_REQUEST = ("request.path", "request.headers['content-encoding']")
-_ATTRIBUTES_OF_RESPONSE = ("upstream.address", "response.code", "response.flags")
+_ATTRIBUTES_OF_RESPONSE = ("upstream.address", ATTEMPTS, "response.code", "response.flags")
 _LONG_MESSAGE = timedelta(seconds=1)
 _DUPLEX = "FULL_DUPLEX_STREAMED"
 _SKIPPED = expression_of(RESPONSE_SKIPPED)
@@ -103,9 +104,9 @@ def _lacking(wanted: Iterable[str], present: list[str]) -> str:
     return ", ".join(name for name in wanted if name not in present)
 
 
-def _namespaces(filter: Node) -> list[str]:
-    """Return the metadata namespaces that a filter accepts from the router."""
-    return list(filter["metadata_options"]["receiving_namespaces"]["untyped"])
+def _namespaces(filter: Node, way: str = "receiving") -> list[str]:
+    """Return the metadata namespaces that a filter accepts from the router, or forwards to it."""
+    return list(filter["metadata_options"][f"{way}_namespaces"]["untyped"])
 
 
 def _lacks_router_cluster(filter: Node, file: EnvoyFile) -> str:
@@ -185,7 +186,7 @@ FILTER_RULES = (
         _skips_responses,
         "response_header_mode is SKIP {}"),
     Rule("response_attributes_are_sent", Level.WARNING, lambda file: file.filters,
-        "Responses tell the router their replica, status and flags.",
+        "Responses tell the router their replica, retries, status and flags.",
         lambda filter, _: _lacking(_ATTRIBUTES_OF_RESPONSE, filter["response_attributes"]),
         "response_attributes lacks {}: a retried request counts for the wrong replica, and a "
         "replica that fails fast looks fast. "
@@ -231,6 +232,14 @@ FILTER_RULES = (
         f"a cluster reads the metadata {METADATA_NAMESPACE!r}, but this filter takes none from the "
         "router. Write metadata_options: "
         f"{{{{receiving_namespaces: {{{{untyped: [{METADATA_NAMESPACE}]}}}}}}}}"),
+    Rule("metadata_is_forwarded", Level.WARNING,
+        lambda file: [filter for filter in file.filters
+            if METADATA_NAMESPACE in _namespaces(filter)],
+        "The router can tell why Envoy did not follow a decision: it sees the choice Envoy holds.",
+        lambda filter, _: METADATA_NAMESPACE not in _namespaces(filter, "forwarding"),
+        f"the metadata {METADATA_NAMESPACE!r} is not forwarded: the router cannot tell whether a "
+        "filter changed its choice or Envoy skipped the address. Write metadata_options: "
+        f"{{{{forwarding_namespaces: {{{{untyped: [{METADATA_NAMESPACE}]}}}}}}}}"),
     Rule("large_bodies_are_buffered", Level.WARNING, lambda file: file.all(BUFFER),
         "The buffer filter accepts bodies larger than 1 MiB.",
         lambda buffer, _: (buffer["max_request_bytes"] or 0) <= DEFAULT_BUFFER,

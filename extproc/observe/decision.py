@@ -1,5 +1,7 @@
 """Decisions as JSON: routers write them; ``explain``, the dashboard and the demo read them."""
 
+from enum import StrEnum
+
 from msgspec import Struct, ValidationError, convert
 
 Figure = float | None  # null where a value is unknown or infinite
@@ -44,12 +46,22 @@ class ExcludedCandidate(Struct):
     why: str
 
 
+class NotFollowed(StrEnum):
+    """Why another replica than the chosen one served a request."""
+
+    RETRY = "retry"  # the chosen replica failed, or was too slow for a hedge
+    UNKNOWN_ADDRESS = "unknown_address"  # Envoy skipped the address: not a member of its cluster
+    OTHER_FILTER = "other_filter"  # another filter of Envoy changed the choice
+    FALLBACK = "fallback"  # Envoy has no choice of the router, or its cluster does not read it
+
+
 class RequestOutcome(Struct):
     """Outcome of a routed request; None: the router did not see the value."""
 
     queued_s: float = 0.0  # in the router's queue, before dispatch
     queue_reason: str = ""
     served_by: str | None = None  # ip:port that answered, after retries
+    not_followed: str = ""  # why another replica than the chosen one answered; see NotFollowed
     status: int | None = None
     ttft_s: Figure = None  # since the decision; needs a response whose chunks the router reads
     completion_s: Figure = None  # since the decision

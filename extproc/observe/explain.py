@@ -168,7 +168,8 @@ def reason_of(record: DecisionRecord) -> str:
     outcome = record.outcome
     remarks = _waited(outcome)
     if outcome.served_by not in (None, record.replica):
-        remarks.append(f"served by {record.name_of(str(outcome.served_by))}")
+        reason = f" ({outcome.not_followed})" if outcome.not_followed else ""
+        remarks.append(f"served by {record.name_of(str(outcome.served_by))}{reason}")
     if outcome.status is not None and outcome.status >= 400:
         remarks.append(f"answered with status {outcome.status}")
     note = f" [{', '.join(remarks)}]" if remarks else ""

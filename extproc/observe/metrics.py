@@ -69,6 +69,12 @@ class RouterMetrics:
             "Decisions by policy and chosen replica.",
             ["policy", "replica"],
         )
+        self.not_followed = counts(
+            "extproc_not_followed_total",
+            "Responses that another replica than the chosen one sent, by reason: retry, "
+            "unknown_address, other_filter or fallback.",
+            ["reason"],
+        )
         self.failures = counts(
             "extproc_failures_total",
             "Requests that a replica answered with 500 to 599, or that Envoy retried on another "

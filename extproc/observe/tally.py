@@ -6,7 +6,7 @@ prometheus_client, which lock and add ``_created`` series, they would take 0.47 
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, ItemsView, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -31,6 +31,9 @@ class Counts(Collector):
 
     def add(self, *labels: str, by: float = 1) -> None:
         self._counts[labels] += by
+
+    def items(self) -> ItemsView[tuple[str, ...], float]:
+        return self._counts.items()
 
     def keep(self, label: str, values: Container[str]) -> None:
         """Drop the combinations in which ``label`` has another value."""

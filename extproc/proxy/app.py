@@ -17,6 +17,7 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
+from extproc.observe.counter_log import CounterLog
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -40,6 +41,7 @@ from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_EVERY_S = 1.0
+_NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 
 
 async def run_router(config: Config) -> None:
@@ -165,6 +167,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
 async def _housekeeping(pools: Sequence[Services]) -> None:
     """Drops silent replicas and updates the gauges, every second."""
     metrics, clock, fleets = pools[0].metrics, pools[0].clock, [pool.fleet for pool in pools]
+    not_followed = CounterLog(logger, _NOT_FOLLOWED, metrics.not_followed, clock, {"retry"})
     while True:
         for pool in pools:
             pool.fleet.drop_stale(TTL_S)
@@ -188,6 +191,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
         oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
         metrics.state_age.set(clock() - oldest)
+        not_followed.look()
         await asyncio.sleep(_HOUSEKEEPING_EVERY_S)
 
 

@@ -200,7 +200,10 @@ class Exchange:
         services, trace = self.services, self._trace
         if decision is not None:
             visible = self.response_visible
-            self._in_flight = InFlight(services, decision, request_id, visible, waited, reason)
+            destination = self.destination(decision)
+            self._in_flight = InFlight(
+                services, decision, destination, request_id, visible, waited, reason
+            )
             if trace is not None:
                 trace.sent(decision, request_id, services.config.pool, waited)
             return

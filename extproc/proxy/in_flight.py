@@ -1,7 +1,9 @@
 """A request that was dispatched to a replica, until its stream ends."""
 
+from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import PredictionResult
 from extproc.proxy import messages
+from extproc.proxy.messages import Upstream
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import RESERVED_FOR_ADAPTERS, Services
 from extproc.request.errors import NoReplica
@@ -23,6 +25,7 @@ class InFlight:
         self,
         services: Services,
         decision: Decision,
+        destination: str,
         request_id: str,
         response_visible: bool,
         waited: float,
@@ -30,9 +33,11 @@ class InFlight:
     ) -> None:
         """Adds the request to the ledger.
 
-        ``response_visible``: Envoy forwards the response; ``waited``: seconds in the queue.
+        ``destination``: the choice as Envoy gets it; ``response_visible``: Envoy forwards the
+        response; ``waited``: seconds in the queue.
         """
         self._services = services
+        self._destination = destination
         self._response_visible = response_visible
         self._sent_at = services.clock()
         self.served_by = decision.replica
@@ -64,7 +69,7 @@ class InFlight:
         self.outcome.status = int(status) if status.isdecimal() else None
         self._response_ended = message.end_of_stream
         self.outcome.overloaded = _OVERLOADED in headers
-        self._served(messages.served_by(request))
+        self._served(messages.upstream_of(request))
         if self._response_ended or not self._reads_body(headers.get("content-type", "")):
             return False
         self._usage = UsageReader(PRELUDE.get(self._forecast.profile.endpoint, 0))
@@ -130,18 +135,24 @@ class InFlight:
             )
         services.queue.request_ended(self.served_by)
 
-    def _served(self, upstream: str) -> None:
-        """Records which replica answered. An ``upstream`` address that no replica has is a
-        tunnel's or a sidecar's: the chosen replica served then."""
-        services, chosen = self._services, self.served_by
-        if upstream != chosen and upstream in services.fleet.members:
-            services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
-            services.fleet.sessions.record(self._forecast.profile.session, upstream)
-            self.served_by = upstream
-        self.outcome.served_by = self.served_by
+    def _served(self, upstream: Upstream) -> None:
+        """Records which replica answered, and why if it is not the chosen one."""
+        services, chosen, address = self._services, self.served_by, upstream.address
+        reason = self._not_followed(upstream)
+        if reason is not None:
+            self.outcome.not_followed = reason
+            services.metrics.not_followed.add(reason)
+        if address != chosen and address in services.fleet.members:
+            services.fleet.move(self._ticket, address, self._forecast.profile.prefix)
+            services.fleet.sessions.record(self._forecast.profile.session, address)
+            self.served_by = address
+        self.outcome.served_by = self.served_by if reason is None else address
         status = self.outcome.status or 0
         services.metrics.responses.add(f"{status // 100}xx")
-        retried, failed = self.served_by != chosen, status >= 500 and not self.outcome.overloaded
+        retried = reason is NotFollowed.RETRY
+        failed = status >= 500 and not self.outcome.overloaded
+        if reason is not None and self.served_by == chosen:
+            return  # a server that no poller knows answered
         # A request that fails on two replicas counts against neither: it may itself be the cause.
         if retried:
             self._failed(chosen, unavailable=True, counts=not failed)
@@ -149,6 +160,24 @@ class InFlight:
             self._failed(self.served_by, unavailable=status == _UNAVAILABLE, counts=not retried)
         elif not self.outcome.overloaded:
             services.fleet.eligibility.succeeded(self.served_by)
+
+    def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
+        """Says why another replica than the chosen one answered; None: the chosen one did.
+
+        An address that no replica has is a tunnel's or a sidecar's, unless Envoy tells that it does
+        not hold the choice.
+        """
+        address, attempts, held = upstream
+        chosen, _, second = self._destination.partition(",")
+        if address in ("", chosen):
+            return None
+        if held not in ("", self._destination):
+            return NotFollowed.OTHER_FILTER
+        if address not in self._services.fleet.members and (held or not attempts):
+            return None
+        if attempts != 1 and second in ("", address):
+            return NotFollowed.RETRY
+        return NotFollowed.UNKNOWN_ADDRESS if held and second == address else NotFollowed.FALLBACK
 
     def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
         fleet = self._services.fleet

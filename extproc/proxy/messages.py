@@ -7,6 +7,7 @@ hundred times faster than typed Python classes.
 from collections.abc import Container, Mapping
 from datetime import timedelta
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from extproc.proxy.proto.ext_proc_pb2 import (
     HeaderMutation,
@@ -28,6 +29,7 @@ RESPONSE_SKIPPED = "x-extproc-response-skipped"
 (``envoy/envoy.yaml``)."""
 PRIORITY = "x-vllm-priority"  # header that vLLM prefers to the body's ``priority``
 RANK = "x-data-parallel-rank"  # header that selects vLLM's data-parallel engine
+ATTEMPTS = "upstream.request_attempt_count"  # attribute of a response
 METADATA_NAMESPACE = "envoy.lb"
 DECISION_NAMESPACE = "extproc"  # metadata with the decision, for access logs
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -215,13 +217,23 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
     return frozenset(name.strip() for name in listed or hint.string_value.split(",") if name)
 
 
-def served_by(message: ProcessingRequest) -> str:
-    """The endpoint that sent the response, ``ip:port``; empty where Envoy does not name it."""
+class Upstream(NamedTuple):
+    """Way of a request, as Envoy tells it with the response's headers."""
+
+    address: str  # endpoint that sent the response, ``ip:port``; empty: unknown
+    attempts: int  # requests that Envoy sent, 1 without a retry; 0: unknown
+    destination: str  # choice that Envoy holds; empty: unknown, or Envoy does not hold it
+
+
+def upstream_of(message: ProcessingRequest) -> Upstream:
+    """Way of the request whose response's headers this message has."""
+    address, attempts = b"", 0
     if _ATTRIBUTES in message.attributes:
-        address = message.attributes[_ATTRIBUTES].fields["upstream.address"].string_value
-        if address:
-            return address.decode()
-    namespaces = message.metadata_context.filter_metadata
-    if METADATA_NAMESPACE not in namespaces:
-        return ""
-    return namespaces[METADATA_NAMESPACE].fields[SERVED].string_value
+        fields = message.attributes[_ATTRIBUTES].fields
+        address = fields["upstream.address"].string_value
+        attempts = int(fields[ATTEMPTS].number_value)
+    namespaces, served, destination = message.metadata_context.filter_metadata, "", ""
+    if METADATA_NAMESPACE in namespaces:
+        metadata = namespaces[METADATA_NAMESPACE].fields
+        served, destination = metadata[SERVED].string_value, metadata[DESTINATION].string_value
+    return Upstream(address.decode() or served, attempts, destination)

@@ -5,14 +5,16 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from extproc.config import AdminSettings
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
+from extproc.observe.client import follow
 from tests.e2e.stack import Stack
 from tests.waiting import PATIENCE_S, until, until_read
 
@@ -106,6 +108,11 @@ class Client:
 
     async def fleet(self) -> dict[str, Any]:
         return dict(await self._admin("/fleet"))
+
+    async def warnings(self) -> list[str]:
+        """Return the warnings of the router's page."""
+        async with aclosing(follow(self.stack.router_admin, AdminSettings())) as snapshots:
+            return list((await anext(snapshots))["warnings"])
 
     async def replica(self, name: str) -> dict[str, Any]:
         replicas = (await self.fleet())["replicas"]

@@ -122,6 +122,8 @@ async def test_retried_request_moves_in_ledger_to_serving_replica(client: Client
     async with client.simulating("one", fail=500):
         answer = await counts_once(client, followed)
     assert way(client, answer) == ("one", "two")
+    assert answer.decision["outcome"]["not_followed"] == "retry"
+    assert await client.metric('extproc_not_followed_total{reason="retry"}') > 0
     await serves_again(client)
 
 

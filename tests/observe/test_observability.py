@@ -125,7 +125,11 @@ def mounted(service: str) -> set[str]:
 
 
 FIRES = {
-    "ExtprocStateStale": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
+    "ExtprocNoNews": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
+    "ExtprocNotFollowed": {
+        "extproc_not_followed_total{instance='a',reason='fallback'}": "0+10x10",
+        "extproc_responses_total{instance='a',status='2xx'}": "0+100x10",
+    },
     "ExtprocReplicaExcluded": {"extproc_replica_excluded{replica='a',reason='failing'}": "1x10"},
     "ExtprocReplicaFails": {
         "extproc_failures_total{replica='a'}": "0+10x10",

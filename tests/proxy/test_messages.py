@@ -36,11 +36,14 @@ def test_serving_replica_is_read_from_attribute_or_metadata() -> None:
         "envoy.lb", x_gateway_destination_endpoint_served=Value(string_value="10.0.0.3:8000")
     )
     attributes = {"envoy.filters.http.ext_proc": Struct(fields=attribute)}
-    assert messages.served_by(received(attributes=attributes)) == "10.0.0.2:8000"
-    assert messages.served_by(received(metadata_context=metadata)) == "10.0.0.3:8000"
-    both = received(attributes=attributes, metadata_context=metadata)
-    assert messages.served_by(both) == "10.0.0.2:8000"
-    assert messages.served_by(received()) == ""
+
+    def address(**message: Any) -> str:
+        return messages.upstream_of(received(**message)).address
+
+    assert address(attributes=attributes) == "10.0.0.2:8000"
+    assert address(metadata_context=metadata) == "10.0.0.3:8000"
+    assert address(attributes=attributes, metadata_context=metadata) == "10.0.0.2:8000"
+    assert address() == ""
 
 
 def test_subset_is_read_as_list_or_text() -> None:

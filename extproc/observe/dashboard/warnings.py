@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
 from extproc.replica_state import STALE_AFTER_S
@@ -17,6 +18,13 @@ _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
 _ENOUGH_TOKENS = 5_000.0  # expected prompt tokens from which a prefix cache is judged
 _FOUND = 0.5  # least share of the expected tokens that a working prefix cache finds
 _LATELY_S = 60.0
+_NOT_FOLLOWED = {
+    NotFollowed.FALLBACK: "its fallback policy chose, because the choice did not reach the "
+    "replicas' cluster (extproc check --envoy-admin names the cause)",
+    NotFollowed.UNKNOWN_ADDRESS: "the chosen address is no member of its cluster, or Envoy avoids "
+    "it",
+    NotFollowed.OTHER_FILTER: "another filter changed the choice after ext_proc",
+}
 _NEARLY = 0.9  # share of a limit
 
 
@@ -42,6 +50,7 @@ def pool_warnings(
     """Yield warnings about a pool; ``view`` has all its replicas, ``ended`` its last requests."""
     yield from _stale(pool)
     yield from _excluded(pool, view)
+    yield from _not_followed(pool)
     yield from _drifts(view)
     yield from _cold_caches(view, ended)
     yield from _full_queue(pool)
@@ -74,6 +83,15 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         yield f"{_listed(names)} excluded: {why}."
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
+
+
+def _not_followed(pool: ObservedPool) -> Iterator[str]:
+    """Yield warnings if Envoy sent requests elsewhere for other reasons than a retry."""
+    lately = pool.log.since(pool.wall() - _LATELY_S)
+    reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
+    for reason, cause in _NOT_FOLLOWED.items():
+        if reason in reasons:
+            yield f"Envoy did not follow decisions in the last minute: {cause}."
 
 
 def _drifts(view: FleetView) -> Iterator[str]:

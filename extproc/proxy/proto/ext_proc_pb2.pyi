@@ -93,10 +93,12 @@ class Attributes(_message.Message):
     def __init__(self, fields: _Optional[_Mapping[str, Attribute]] = ...) -> None: ...
 
 class Attribute(_message.Message):
-    __slots__ = ("string_value",)
+    __slots__ = ("number_value", "string_value")
+    NUMBER_VALUE_FIELD_NUMBER: _ClassVar[int]
     STRING_VALUE_FIELD_NUMBER: _ClassVar[int]
+    number_value: float
     string_value: bytes
-    def __init__(self, string_value: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number_value: _Optional[float] = ..., string_value: _Optional[bytes] = ...) -> None: ...
 
 class ProcessingRequest(_message.Message):
     __slots__ = ("request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "metadata_context", "attributes", "protocol_config")

@@ -1,0 +1,112 @@
+"""Envoy does not follow decisions: the router says so, and blames no replica."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from tests.e2e.client import Client
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Behind, ext_proc_of
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+
+IN_TURN = {"x-extproc-policy": "round_robin"}
+REQUESTS = 12  # in turn, each of the four replicas is chosen three times
+
+
+def without_metadata(bootstrap: Bootstrap) -> None:
+    del ext_proc_of(bootstrap)["metadata_options"]
+
+
+def without_first_member(bootstrap: Bootstrap) -> None:
+    clusters = bootstrap["static_resources"]["clusters"]
+    (replicas,) = (cluster for cluster in clusters if cluster["name"] == "replicas")
+    (endpoints,) = replicas["load_assignment"]["endpoints"]
+    del endpoints["lb_endpoints"][0]
+
+
+def with_other_filter(bootstrap: Bootstrap) -> None:
+    """Add a filter that always chooses the last replica."""
+    address = _members(bootstrap)[-1]
+    http = "type.googleapis.com/envoy.extensions.filters.http"
+    setting: dict[str, Any] = {
+        "@type": f"{http}.set_metadata.v3.Config",
+        "metadata": [
+            {
+                "metadata_namespace": "envoy.lb",
+                "value": {"x-gateway-destination-endpoint": address},
+                "allow_overwrite": True,
+            }
+        ],
+    }
+    filters = manager_of(bootstrap)["http_filters"]
+    filters.insert(-1, {"name": "envoy.filters.http.set_metadata", "typed_config": setting})
+
+
+def _members(bootstrap: Bootstrap) -> list[str]:
+    clusters = bootstrap["static_resources"]["clusters"]
+    (replicas,) = (cluster for cluster in clusters if cluster["name"] == "replicas")
+    (endpoints,) = replicas["load_assignment"]["endpoints"]
+    sockets = [
+        member["endpoint"]["address"]["socket_address"] for member in endpoints["lb_endpoints"]
+    ]
+    return [f"{socket['address']}:{socket['port_value']}" for socket in sockets]
+
+
+CHANGES: dict[str, Callable[[Bootstrap], None]] = {
+    "fallback": without_metadata,
+    "unknown_address": without_first_member,
+    "other_filter": with_other_filter,
+}
+
+
+class Disobeying(Behind):
+    """A stack whose Envoy breaks decisions in one of these ways."""
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        if change := CHANGES.get(self.name):
+            change(bootstrap)
+        return bootstrap
+
+
+def system(directory: Path) -> Behind:
+    return Disobeying(directory, settings=SETTINGS)
+
+
+async def not_followed(client: Client) -> dict[str, float]:
+    counted = {
+        reason: await client.metric(f'extproc_not_followed_total{{reason="{reason}"}}')
+        for reason in ("retry", "unknown_address", "other_filter", "fallback")
+    }
+    return {reason: count for reason, count in counted.items() if count}
+
+
+@pytest.mark.parametrize("stack", CHANGES, indirect=True)
+async def test_decision_that_envoy_does_not_follow_blames_no_replica(
+    client: Client, stack: Disobeying
+) -> None:
+    reason = stack.name
+    before = await not_followed(client)
+    answers = [await client.chat(headers=IN_TURN) for _ in range(REQUESTS)]
+    assert {answer.status for answer in answers} == {200}
+    elsewhere = [
+        answer.decision["outcome"]["not_followed"]
+        for answer in answers
+        if answer.decision["outcome"]["served_by"] != answer.decision["replica"]
+    ]
+    assert elsewhere
+    assert set(elsewhere) == {reason}
+    counted = await not_followed(client)
+    assert counted == before | {reason: before.get(reason, 0.0) + len(elsewhere)}
+    for address in stack.names:
+        assert await client.metric(f'extproc_failures_total{{replica="{address}"}}') == 0
+    assert (await client.chat()).decision["excluded"] == []
+    warning = "Envoy did not follow decisions in the last minute"
+    assert any(text.startswith(warning) for text in await client.warnings())
+    log = stack.directory / "router.log"
+    await until(lambda: f"{reason}=" in log.read_text())
