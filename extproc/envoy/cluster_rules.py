@@ -21,6 +21,7 @@ from extproc.envoy.rules import (
     wanted_sources,
 )
 from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
+from extproc.ground.address import split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 # Circuit breakers, and Envoy's defaults.
@@ -29,6 +30,7 @@ _RETRY_LIMIT = {"max_retries": 3}
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_SOCKET = "envoy.config.core.v3.SocketAddress"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
@@ -119,6 +121,12 @@ def _not_retried(route: Node, _: EnvoyFile) -> str:
     if not by_status and "5xx" not in conditions:
         lacking.append("status 500")
     return " and ".join(lacking)
+
+
+def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
+    """Return the ports of the members that the file lists for a cluster."""
+    members = file.all(_SOCKET, cluster["load_assignment"])
+    return {member["port_value"] for member in members if "port_value" in member}
 
 
 def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
@@ -253,7 +261,17 @@ CLUSTER_RULES = (
         "answers 500, clients get its failures, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
         "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
-    Rule("transport_matches", Level.WARNING,
+    Rule("router_port_matches", Level.ERROR,
+        lambda file: [cluster for cluster in file.router_clusters if _ports(file, cluster)],
+        "Envoy connects to the port at which the router listens.",
+        lambda cluster, file: (
+            (listens := split_address(file.config.serve.listen)[1])
+            not in (ports := _ports(file, cluster))
+            and f"port {', '.join(map(str, sorted(ports)))}, and the router listens at {listens}"
+        ),
+        "cluster {node[name]!r} connects to {} (serve.listen): no request reaches it. Correct one "
+        "of the two, or name the file with this port with --config"),
+    Rule("transport_matches", Level.ERROR,
         lambda file: [cluster for cluster in file.router_clusters
             if (file.config.serve.tls_cert or file.all(_TLS, cluster))
             and not cluster["transport_socket_matches"]],  # a mesh chooses TLS by each member

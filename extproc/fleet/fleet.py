@@ -242,6 +242,11 @@ class Fleet:
     def in_flight(self) -> int:
         return len(self._ledger)
 
+    @property
+    def external_requests(self) -> float:
+        """Sequences on the replicas that no router accounts for."""
+        return float(self._replicas.external.sum())
+
     def in_flight_on(self, replica: str) -> int:
         row = self._rows.get(replica)
         return 0 if row is None else int(self._replicas.requests[row])

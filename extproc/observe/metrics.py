@@ -151,6 +151,11 @@ class RouterMetrics:
         self.in_flight = gauge(
             "extproc_requests_in_flight", "Requests in flight: dispatched, and not ended."
         )
+        self.external_requests = gauge(
+            "extproc_external_requests",
+            "Requests on replicas that no router accounts for, from polls.",
+            ["pool"],
+        )
         self.replicas_needed = gauge(
             "extproc_replicas_needed",
             "Replicas that the load of about the last minute keeps busy, in batches as full as KV "

@@ -1,6 +1,7 @@
 """Router, Redis and replicas fail, hang, drain and leave while requests run."""
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,10 +76,28 @@ async def without_router(client: Client, stack: Stack) -> AsyncIterator[None]:
 async def test_envoy_serves_while_router_is_down(client: Client, stack: Stack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
+        before = await fail_open(client)
         async with without_router(client, stack):
             await more(answers, 15)
         await more(answers, 10)
     assert {answer.status for answer in answers} == {200}
+    (bypassed, started), (bypassed_before, _) = await fail_open(client), before
+    assert bypassed >= bypassed_before + 15
+    assert started >= len(answers)
+
+
+async def fail_open(client: Client) -> tuple[float, float]:
+    """Return how often Envoy passed the router by, and opened a stream to it."""
+    url = f"{client.stack.envoy_admin}/stats/prometheus?filter=ext_proc"
+    async with client.session.get(url) as response:
+        page = await response.text()
+    bypassed, started = (
+        re.search(rf"^envoy_http_ext_proc_{name}{{.*}} (\S+)$", page, re.M)
+        for name in ("failure_mode_allowed", "streams_started")
+    )
+    assert bypassed
+    assert started
+    return float(bypassed[1]), float(started[1])
 
 
 async def test_outlier_detection_ejects_failing_replica_without_router(

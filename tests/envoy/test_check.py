@@ -363,8 +363,10 @@ BREAKAGES = [
      lambda b: b.ext_proc.pop("max_message_timeout")),
     warning("requests_can_queue", "Write max_message_timeout: 301s", lambda b: None,
      {"hold": {"longest_s": 301}}),
-    warning("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
-    warning("transport_matches", "'router' speaks TLS, but this configuration",
+    error("router_port_matches", "port 50051, and the router listens at 6000", lambda b: None,
+     {"serve": {"listen": "0.0.0.0:6000"}}),
+    error("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
+    error("transport_matches", "'router' speaks TLS, but this configuration",
      lambda b: b.set_transport(UPSTREAM_TLS)),
 ]  # fmt: skip
 

@@ -18,6 +18,11 @@ DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 COMPOSE = yaml.safe_load((DOCS.parent / "compose.yaml").read_text(encoding="utf-8"))["services"]
 BY_PROMETHEUS = {"instance", "job", "le"}
 OF_COUNTERS = {"rate of a range", "increase of a range"}
+OF_ENVOY: dict[str, tuple[bool, set[str]]] = {
+    "envoy_http_ext_proc_failure_mode_allowed": (True, set()),
+    "envoy_http_ext_proc_streams_started": (True, set()),
+}
+"""Counters of Envoy, which tests/e2e/test_failures.py reads from a real one."""
 PROMTOOL = shutil.which("promtool")
 
 
@@ -66,7 +71,7 @@ def test_expression_uses_existing_metrics_and_labels(name: str, text: str) -> No
     used = list(selectors(promql.parse(text)))
     assert used
     for metric, named, function in used:
-        is_counter, labels = series()[metric]
+        is_counter, labels = (series() | OF_ENVOY)[metric]
         assert (function in OF_COUNTERS) == is_counter, metric
         assert named <= labels | BY_PROMETHEUS
 
@@ -99,15 +104,17 @@ def test_compose_mounts_existing_files_and_listens_on_loopback(name: str) -> Non
         assert mode == "ro"
 
 
-def test_prometheus_scrapes_routers_and_pollers() -> None:
+def test_prometheus_scrapes_all_parts() -> None:
     config = provisioned("prometheus.yml")
     jobs = [static for job in config["scrape_configs"] for static in job["static_configs"]]
     addresses = [target for static in jobs for target in static["targets"]]
-    for target in addresses:
-        service, _, port = target.partition(":")
-        setting = {"router": "EXTPROC_SERVE__ADMIN", "poller": "EXTPROC_POLL__ADMIN"}[service]
-        assert COMPOSE[service]["environment"][setting].endswith(f":{port}")
-    assert len(addresses) == 2
+    admins = {
+        "router": COMPOSE["router"]["environment"]["EXTPROC_SERVE__ADMIN"],
+        "poller": COMPOSE["poller"]["environment"]["EXTPROC_POLL__ADMIN"],
+        "envoy": COMPOSE["envoy"]["ports"][1],
+    }
+    ports = {service: admin.rpartition(":")[2] for service, admin in admins.items()}
+    assert sorted(addresses) == sorted(f"{service}:{port}" for service, port in ports.items())
     assert set(config["rule_files"]) < mounted("prometheus")
 
 
@@ -126,6 +133,19 @@ def mounted(service: str) -> set[str]:
 
 FIRES = {
     "ExtprocNoNews": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
+    "ExtprocFailOpen": {
+        "envoy_http_ext_proc_failure_mode_allowed{instance='e'}": "0+10x10",
+        "envoy_http_ext_proc_streams_started{instance='e'}": "0+100x10",
+    },
+    "ExtprocRouterIdle": {
+        "extproc_other_routers{instance='a',job='router'}": "1x10",
+        "extproc_other_routers{instance='b',job='router'}": "1x10",
+        "extproc_requests_total{instance='a',job='router',result='routed'}": "0+100x10",
+    },
+    "ExtprocExternalLoad": {
+        "extproc_external_requests{instance='a',pool='p'}": "2x10",
+        "extproc_external_requests{instance='b',pool='p'}": "2x10",
+    },
     "ExtprocNotFollowed": {
         "extproc_not_followed_total{instance='a',reason='fallback'}": "0+10x10",
         "extproc_responses_total{instance='a',status='2xx'}": "0+100x10",
