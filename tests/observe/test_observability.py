@@ -132,7 +132,7 @@ def mounted(service: str) -> set[str]:
 
 
 FIRES = {
-    "ExtprocNoNews": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
+    "ExtprocStateStale": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
     "ExtprocFailOpen": {
         "envoy_http_ext_proc_failure_mode_allowed{instance='e'}": "0+10x10",
         "envoy_http_ext_proc_streams_started{instance='e'}": "0+100x10",
