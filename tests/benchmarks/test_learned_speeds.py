@@ -86,9 +86,9 @@ def test_lone_requests_reach_every_replica_of_a_fresh_pool(believed: str) -> Non
     file = FleetFile.model_validate({"replicas": [group]})
     for seed in range(3):
         simulation = FleetSimulation(file, "completion", seed=seed)
-        served = simulation.run(requests_at(0.5, 200, seed, SHORT))
+        served = simulation.run(requests_at(0.5, 100, seed, SHORT))
         sent = Counter(one.replica for one in served)
-        assert min(sent[name] for name in file.members) >= 30, sent
+        assert min(sent[name] for name in file.members) >= 15, sent
 
 
 # -- a slow card among others ------------------------------------------------------------------
