@@ -1,11 +1,13 @@
-"""Switches off each part of the prediction and of the policy, and prints the worth of each part.
+"""Switches off each part of the prediction and of the policy in turn, and prints what the part is
+worth.
 
     python -m benchmarks.ablation --json DIR [--cells equal,lone] [--parts "near ties,adapters"]
 
 A part is a function or a constant, and a neutral function or constant replaces it. A cell is ten
 disjoint segments of a trace, each with its own seed. Each segment is played with every part, and
-then without each part. The table says how much longer requests take without a part, with the 95%
-interval over the ten pairs. DIR stores finished runs by commit: a stored run is not played again.
+then without each part. The table shows how much longer requests take without a part, with the 95%
+interval over the ten pairs. DIR stores finished runs by commit, and a stored run is not played
+again.
 """
 
 import argparse
@@ -68,17 +70,18 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 
 def _passing(at: int) -> Callable[[Any], Any]:
-    """Replacement that returns its argument number ``at``."""
+    """Returns a replacement that returns its argument number ``at``."""
     return lambda _: lambda *args: args[at]
 
 
 def _zeros(_: Any) -> Callable[..., Floats]:
-    """Replacement that returns zero for every candidate of a view, its first argument."""
+    """Replacement that returns zero for every candidate of its first argument, a view."""
     return lambda view, *_: np.zeros(len(view))
 
 
 def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replacement of the weight of the cost to others, where the first token matters."""
+    """Returns a replacement of the weight of the cost to others, for requests whose first token
+    matters."""
 
     def weight(prediction: Any) -> Any:
         return weight_of(prediction) if prediction.first_token_matters else 1.0
@@ -92,7 +95,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replacement that predicts the same but for the field ``name``."""
+    """Returns a replacement that predicts the same, except for the field ``name``."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -176,7 +179,7 @@ class Cell:
     longest: tuple[float, float] = (inf, inf)  # tokens of a prompt and of an answer, at most
 
     def requests(self, pair: int, most: int) -> list[TracedRequest]:
-        """First requests of a segment, timed from the beginning of the segment."""
+        """First requests of a segment, with times from the beginning of the segment."""
         every = trace.read([_HERE / f"traces/{self.trace}.jsonl.gz"], self.speed)
         length = every[-1].at / PAIRS
         prompt, output = self.longest
@@ -242,7 +245,7 @@ def play(folder: Path | None, most: int, parts: Sequence[str], task: Task) -> Fi
 
 
 def worth(pairs: Sequence[Figures], part: str) -> Floats:
-    """Logarithms of figures without a part ÷ with all parts, shape (pairs, figures)."""
+    """Logarithms of figures without a part ÷ figures with all parts; shape (pairs, figures)."""
 
     def figures(off: str) -> Floats:
         return np.array([[pair[off][times][name] for times, name in _FIGURES] for pair in pairs])
@@ -261,7 +264,8 @@ def difference(logs: Floats) -> str:
 
 
 def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterator[list[str]]:
-    """Rows of the table: for each part the mean of all cells, and cells with a difference."""
+    """Rows of the table: for each part the mean over all cells, and each cell in which the part
+    makes a difference."""
     for part in parts:
         logs = {cell: worth(pairs, part) for cell, pairs in found.items()}
         mean = np.mean([*logs.values()], axis=0)

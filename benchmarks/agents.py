@@ -1,11 +1,12 @@
-"""Makes a trace of agent sessions: prompts that grow turn by turn after a system prompt.
+"""Makes a trace of agent sessions, in which the prompt begins with a system prompt and grows with
+each turn.
 
     python -m benchmarks.agents agents.jsonl.gz
 
-Sessions arrive as a Poisson process. The application of a session is drawn by Zipf's law and has a
-system prompt. The prompt of a turn is the prompt of the turn before, its answer, and new text.
-Pauses between turns are log-normal. As in the Mooncake traces, a hash id stands for 512 full prompt
-tokens.
+Sessions arrive as a Poisson process. The application of a session is drawn by Zipf's law; each
+application has a system prompt. The prompt of a turn is the prompt of the turn before, its answer,
+and new text. Pauses between turns are log-normal. As in the Mooncake traces, a hash id stands for
+512 full prompt tokens.
 """
 
 import gzip
@@ -84,7 +85,8 @@ def _turns(
 
 
 def _bound(random: Random, answer: int) -> int | None:
-    """Bound as callers set it: none, a power of two well above the answer, or up to 20% above."""
+    """Output bound such as callers set: none, a power of two well above the answer, or up to 20%
+    above the answer."""
     drawn = random.random()
     if drawn < 0.3:
         return None

@@ -1,4 +1,4 @@
-"""Options that several commands have, checks of their values, and the origin of a result."""
+"""Options that several benchmarks share, checks of their values, and the origin of a result."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of these sources, with ``-dirty`` after a change; None outside a checkout."""
+    """Commit of these sources, with ``-dirty`` if files were changed; None outside a checkout."""
     if not (_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
@@ -72,7 +72,8 @@ def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParse
 
 
 def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True) -> None:
-    """Adds options for a part of a trace; ``start`` is the option that skips the beginning."""
+    """Adds options that select a part of a trace; ``start``: name of the option that skips the
+    beginning."""
     add = parser.add_argument
     add("--speed", type=above_zero, default=1.0, metavar="X", help="X times as fast as the trace")
     skipped = "leave out requests of the first S seconds; time counts from there"
@@ -94,7 +95,8 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError if no result can be written, before minutes of measuring."""
+    """Raises OSError or ValueError if results could not be written; call it before measuring for
+    minutes."""
     if args.json:
         args.json.open("a").close()
     if args.report:

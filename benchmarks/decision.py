@@ -1,13 +1,14 @@
-"""Times a routing decision by the size of the fleet, and the parsing of a request before it.
+"""Times a routing decision for fleets of several sizes, and the parsing of a request before the
+decision.
 
     python -m benchmarks.decision --json decision.json
 
 A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts the request
 on each replica, and chooses. Further columns time the request's entry and release in the ledger,
 and the poll of a replica. Learning from answers is not timed. A second table has the time from the
-body of a chat to its profile, and the share of the prefix keys. A third table has the time of an
-arrival and of an end, by the number of queued requests. With LoRA adapters, the adapter of each
-request is drawn at random.
+body of a chat to its profile, and the share of the prefix keys. A third table has the time of the
+arrival and of the end of a request, by the number of queued requests. With LoRA adapters, the
+adapter of each request is drawn at random.
 """
 
 import gc
@@ -122,7 +123,7 @@ def measure(
     adapters: int = 0,
     in_flight: int = _IN_FLIGHT,
 ) -> Line:
-    """Times decisions, after a tenth as many as warm-up; ``in_flight`` counts per replica.
+    """Times decisions, after a warm-up of a tenth as many; ``in_flight``: requests per replica.
 
     ``full``: no KV cache has room for another prompt. ``adapters``: LoRA adapters of the requests.
     """
@@ -150,9 +151,8 @@ def measure(
 
 
 def measure_chat(text_bytes: int, times: int) -> Line:
-    """Times the parsing of a chat of a few messages: the least of several repeats, as ``timeit``
-    advises.
-    """
+    """Times the parsing of a chat of a few messages. The shortest of several repeats counts, as
+    ``timeit`` advises."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]
@@ -171,7 +171,8 @@ def measure_chat(text_bytes: int, times: int) -> Line:
 
 
 def measure_queue(queued: int, tenants: int, times: int) -> Line:
-    """Times arrivals and ends by turns, so that the number of queued requests stays the same.
+    """Times arrivals and ends of requests in alternation, so that the number of queued requests
+    stays the same.
 
     An arrival is the decision of a request that must wait, and its entry into the queue. An end is
     the release of a request, and the decision and dispatch of a queued request.
@@ -249,7 +250,7 @@ class _FullRouter:
 
 
 class _SteadyRouter:
-    """Router under a virtual clock: with each arrival another request ends."""
+    """Router under a virtual clock with a constant load: with each arrival another request ends."""
 
     def __init__(
         self, policy: str, replicas: int, kv_usage: float, adapters: int, in_flight: int
@@ -304,7 +305,8 @@ class _SteadyRouter:
         self._models[replica][model] += 1
 
     def _wait(self) -> None:
-        """Advances half the time until the next request, with the polls that are due."""
+        """Advances the clock by half the time until the next request, and makes the polls that are
+        due."""
         until = self._clock.time + self._random.expovariate(2 * _RATE)
         while self._polled_at + self._pause <= until:
             self._polled_at = self._clock.time = self._polled_at + self._pause

@@ -1,4 +1,4 @@
-"""Simulation of a trace on the fleet of a file, under a policy or under the oracle."""
+"""Simulation of a trace on the fleet of a fleet file, under a policy or under the oracle."""
 
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
@@ -36,7 +36,8 @@ _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
-    """Seconds between two scrapes of a replica, by the defaults of the policy's makers."""
+    """Seconds between two scrapes of a replica: the default of the router from which the policy
+    comes."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 

@@ -1,4 +1,4 @@
-"""Fleet files, with replicas and events, and the imbalance of the requests on a fleet."""
+"""Fleet files, which list replicas and events, and the imbalance of requests on a fleet."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -72,7 +72,7 @@ class FleetEvent(_Section):
     @model_validator(mode="before")
     @classmethod
     def _bare_word(cls, fields: Any) -> Any:
-        """Takes ``{…, down}``, which is YAML for a key without a value."""
+        """Reads ``{…, down}``, which YAML takes for a key without a value."""
         if not isinstance(fields, dict):
             return fields
         bare = {key for key in ("down", "up", "hang") if fields.get(key, "") in (None, True)}
@@ -109,7 +109,7 @@ class FleetFile(_Section):
 
     @property
     def believed(self) -> dict[str, HardwareProfile]:
-        """Configured profiles by name."""
+        """Names of the profiles that the router is configured with, by replica."""
         groups = {name: self.group(name) for name in self.members}
         return {
             name: hardware_profile(group.believed or group.profile)
@@ -129,12 +129,13 @@ class FleetFile(_Section):
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Decode steps a second by name."""
+        """Decode steps a second of each replica, by its name."""
         return {name: speed(profile.step) for name, profile in self.members.items()}
 
 
 def read(path: Path) -> FleetFile:
-    """Fleet of a YAML file; raises OSError, or a ValueError of a line that names the file."""
+    """Reads the fleet of a YAML file. Raises OSError, or ValueError with a one-line message that
+    names the file."""
     try:
         return FleetFile.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -147,7 +148,7 @@ def read(path: Path) -> FleetFile:
 
 
 def speed(step: StepModel) -> float:
-    """Decode steps a second."""
+    """Decode steps a second of an engine with these step times."""
     return 1 / step.step_time(prefill=0, batch=_BATCH, kv=_BATCH * _CONTEXT_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Oracle that decides by the production formula, with knowledge that production cannot have."""
+"""Oracle: decides by the formula of production, from facts that production cannot know."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -25,10 +25,10 @@ WEIGHTS = (0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Lowest ``completion + weight·cost to others + avoidable prefill``.
+    """Choice of the lowest ``completion + weight·cost to others + avoidable prefill``.
 
-    Counting evictions, even with later prompts known, gained nothing in ``agents`` and
-    ``mooncake-synthetic`` on eight A100.
+    A term for evicted blocks, even if all later prompts were known, gained nothing in ``agents``
+    and ``mooncake-synthetic`` on eight A100.
     """
 
     weight: float
@@ -57,7 +57,8 @@ class Oracle(Routers):
         self._stretch = np.ones(len(machines))
 
     def decide(self, arrival: Arrival) -> Decision | None:
-        """Decision on a request, whose bound must be the number of tokens that it will generate."""
+        """Decides on a request. Its output bound must be the number of tokens that it will
+        generate."""
         profile = arrival.profile
         output = profile.output_bound or 0
         tokens = profile.prompt_tokens + output - 1
@@ -100,7 +101,7 @@ class Oracle(Routers):
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
-        """Prediction with the true rest of each step in progress."""
+        """Adds to a prediction the true rest of each step in progress."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
         return replace(

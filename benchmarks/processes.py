@@ -1,4 +1,5 @@
-"""Processes of a measurement: their start, their use of the machine, and their HTTP pages."""
+"""Processes of a measurement: how they start, what they use of the machine, and their HTTP
+pages."""
 
 import asyncio
 import json
@@ -28,7 +29,8 @@ _PAGE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 async def together(
     starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
 ) -> AsyncIterator[dict[str, Process]]:
-    """Processes by name, once all are ready; stops all if a single process fails."""
+    """Starts processes and returns them by name once all are ready. Stops all if one of them
+    fails."""
     async with AsyncExitStack() as running:
 
         async def start(process: Awaitable[Process]) -> Process:
@@ -47,7 +49,7 @@ async def together(
 
 
 class AttachedStack(Stack):
-    """Redis, poller, router and Envoy beside servers that run already and are left running."""
+    """Redis, poller, router and Envoy for servers that run already and are not stopped."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ def allow_many_connections() -> None:
 
 
 async def get_text(url: str) -> str:
-    """Page at a URL; empty without a page."""
+    """Text at a URL; empty if there is none."""
     try:
         async with (
             aiohttp.ClientSession(timeout=_PAGE_TIMEOUT) as session,
@@ -113,18 +115,19 @@ async def get_text(url: str) -> str:
 
 
 async def get_json(url: str) -> Any:
-    """JSON at a URL; None without a page."""
+    """JSON at a URL; None if there is none."""
     return json.loads(await get_text(url) or "null")
 
 
 async def get_samples(url: str) -> list[Sample]:
-    """Metrics at a URL; empty without a page."""
+    """Metrics at a URL; empty if there are none."""
     families = text_string_to_metric_families(await get_text(url))
     return [sample for family in families for sample in family.samples]
 
 
 async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:
-    """Records of a router's decisions after the number ``after``, as far as they are kept."""
+    """Records of a router's decisions after the decision ``after``, as far as the router still has
+    them."""
     records: list[dict[str, Any]] = []
     while page := await get_json(f"{admin}/decisions?after={after}"):
         records += page

@@ -60,7 +60,7 @@ def requests(
     output_median: int = _OUTPUT_MEDIAN,
     known_share: float = _KNOWN_SHARE,
 ) -> Iterator[Sample]:
-    """Endless Poisson process of short prompts, ``rate`` a second.
+    """Endless Poisson process of requests with short prompts, ``rate`` a second.
 
     Requests of the kind ``known`` generate exactly their bound. The model ends the answers of the
     kind ``unknown``.
@@ -94,7 +94,8 @@ def join(
 
 
 def accuracy(predicted: Sequence[float], actual: Sequence[float]) -> Accuracy | None:
-    """Relative errors of at least two predictions, else None; positive bias: predicted too long."""
+    """Relative errors of predictions; None for fewer than two. A positive bias means predicted too
+    long."""
     if len(actual) < 2:
         return None
     signed = np.array(predicted) / np.array(actual) - 1.0
@@ -126,7 +127,7 @@ def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
 
 
 def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by group: all, known and unknown length, and each length by replica."""
+    """Rows by group: all, known length, unknown length, and the latter two for each replica."""
     found: dict[str, list[Row]] = {"all": list(served)}
     for row in served:
         length = "known length" if row["known"] else "unknown length"

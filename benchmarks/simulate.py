@@ -3,8 +3,8 @@
     python -m benchmarks.simulate --trace benchmarks/traces/azure-2023-conv.jsonl.gz \\
         --fleet benchmarks/fleets/mixed.yaml --policy completion,lmetric --speed 4
 
-The first run is that of an oracle, which sees the exact state of every engine and every length.
-Policies are compared with the oracle.
+The first run uses an oracle, which knows the exact state of every engine and the length of every
+answer. Policies are compared with the oracle.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def _compare(
 def _best_oracle(
     fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: CountedPhase
 ) -> _Played:
-    """Run of the oracle with the weight of the cost to others that has the best mean completion."""
+    """Runs the oracle with several weights of the cost to others; returns the run with the best
+    mean completion."""
     tried = []
     for weight in WEIGHTS:
         simulation = FleetSimulation(fleet_file, "oracle", seed=seed, weight=weight)

@@ -1,4 +1,4 @@
-"""Process that replaces the pollers: writes new states of many busy replicas."""
+"""Process that takes the place of pollers: writes new states of many busy replicas to Redis."""
 
 import asyncio
 import sys
@@ -20,7 +20,8 @@ _EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # tokens of an
 
 
 def addresses(replicas: int, port: int) -> list[str]:
-    """Loopback addresses: a single server on all interfaces answers on each."""
+    """Different loopback addresses, so that one server on all interfaces answers at each of
+    them."""
     return [f"127.0.{1 + number // 250}.{1 + number % 250}:{port}" for number in range(replicas)]
 
 
@@ -51,7 +52,8 @@ def state(address: str, at: float, random: Random) -> ReplicaState:
 
 
 async def write(url: str, pool: str, replicas: int, port: int, interval_s: float) -> None:
-    """Writes until cancelled: each replica once an interval, evenly spread."""
+    """Writes until cancelled: the state of each replica once an interval, evenly spread over the
+    interval."""
     random, names = Random(1), addresses(replicas, port)
     started = time.monotonic()
     written = 0

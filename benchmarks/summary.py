@@ -19,7 +19,7 @@ TIMES = ("ttft_s", "e2e_s")
 
 @dataclass(frozen=True, slots=True)
 class CountedPhase:
-    """Part of a run: requests that arrived from ``start`` on and before ``end``."""
+    """Part of a run that counts: requests that arrived from ``start`` on and before ``end``."""
 
     start: float = 0.0
     end: float = inf
@@ -79,7 +79,7 @@ def summary(
 def requests_of(
     simulation: FleetSimulation, served: Iterable[Served], phase: CountedPhase
 ) -> list[dict[str, Any]]:
-    """Requests for the JSON; requests outside the phase are load, and not counted."""
+    """Requests for the JSON. Requests outside the phase only make load, and are left out."""
     records = [(request.traced, _served(request, simulation.policy)) for request in served]
     for failed in simulation.failed:
         at_s = failed.traced.at
@@ -100,7 +100,7 @@ def header() -> str:
 
 
 def row(run: Run, took: float) -> str:
-    """Line of a run, and lines of its groups."""
+    """Line of the table for a run, and lines for its groups."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
@@ -138,7 +138,8 @@ def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
 
 
 def _served(request: Served, policy: str) -> dict[str, Any]:
-    """Record of a request, without the predictions of the oracle: no router could make them."""
+    """Record of a request; without predictions if they are the oracle's, because no router could
+    make them."""
     predicted = None if policy == "oracle" else request.decision
     return {
         "at_s": request.traced.at,

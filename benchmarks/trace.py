@@ -23,7 +23,8 @@ class TracedRequest:
     hash_ids: tuple[int, ...] = ()  # for each 512 prompt tokens: equal leading ids share a prefix
 
     def block_hashes(self, block_size: int) -> list[int]:
-        """Hashes of the prompt's full blocks, equal for equal prefixes; block sizes divide 512."""
+        """Hashes of the prompt's full blocks, which are equal for equal prefixes; ``block_size``
+        must divide 512."""
         per_id = ID_TOKENS // block_size
         full = min(self.prompt_tokens // block_size, len(self.hash_ids) * per_id)
         return [self.hash_ids[block // per_id] * per_id + block % per_id for block in range(full)]

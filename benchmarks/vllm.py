@@ -1,4 +1,4 @@
-"""Real vLLM servers, each on a CPU core of its own."""
+"""Real vLLM servers, each on its own CPU core."""
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager

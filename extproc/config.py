@@ -61,7 +61,8 @@ class Section(BaseModel):
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
-    """Validator that keeps the text; ``check`` raises a ValueError if the text cannot be used."""
+    """Validator of a text, which is not changed; ``check`` raises a ValueError if the text cannot
+    be used."""
 
     def checked(text: str) -> str:
         check(text)
@@ -136,7 +137,7 @@ class ReplicaSource(Section):
 
     @property
     def where(self) -> str:
-        """Address, DNS name or Service."""
+        """Address, DNS name or Service as text, for messages."""
         return self.url or self.dns or str(self.kubernetes)
 
     @property
@@ -413,7 +414,8 @@ class HoldSettings(Section):
 
     @cached_property
     def _objectives(self) -> dict[tuple[str, str], Objective]:
-        """Objectives by the selector's kind (empty for a header's name) and its value."""
+        """Objectives by kind and value of their selector; the kind is empty for an objective's own
+        name."""
         return {
             (kind, name): item.named(objective)
             for objective, item in self.objectives.items()
@@ -422,7 +424,7 @@ class HoldSettings(Section):
         }
 
     def objective(self, name: str, tenant: str, *models: str) -> Objective:
-        """The objective of the name in the header, else of the tenant, else of a model name."""
+        """Objective with the ``name`` from the header; else of the tenant; else of a model."""
         found = self._objectives
         if not found:
             return NO_OBJECTIVE
@@ -431,7 +433,7 @@ class HoldSettings(Section):
 
     @cached_property
     def has_priorities(self) -> bool:
-        """An objective has another priority than 0."""
+        """True if an objective has a priority other than 0."""
         return any(objective.priority for objective in self.objectives.values())
 
 
@@ -600,7 +602,8 @@ class Config(PoolReplicas):
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":
-        """A configuration for each pool as if it were the only pool; this pool's is the first."""
+        """Configuration of each pool, as if it were the only pool; the first is that of
+        ``pool``."""
         others = (
             self.model_copy(update={**dict(replicas), "pool": name, "pools": {}})
             for name, replicas in self.pools.items()

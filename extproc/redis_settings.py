@@ -25,7 +25,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Returns redis-py's arguments for a URL, for ``redis://`` perhaps without a host.
+    """Returns redis-py's arguments for a URL; a ``redis://`` URL may lack the host.
 
     Raises:
         ValueError: the URL is no Redis URL, or names TLS files that cannot be used. The message

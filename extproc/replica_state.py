@@ -86,7 +86,7 @@ _DECODER = msgpack.Decoder(ReplicaState)
 
 
 def checked(state: ReplicaState) -> ReplicaState:
-    """Returns the state if routers can read it: msgspec checks values only when it decodes.
+    """Returns the state if routers can decode it. msgspec checks values only while decoding.
 
     Raises:
         msgspec.ValidationError: a value is out of bounds.

@@ -1,8 +1,8 @@
 """Fills :class:`extproc.config.Config` from a YAML file, the environment and flags.
 
 Precedence, low to high: file, environment (``EXTPROC_POLL__INTERVAL_S``), flags
-(``--poll.interval_s``). This merges three flat mappings instead of using pydantic-settings, which
-neither reports unknown variables with our prefix nor says which source a wrong value came from.
+(``--poll.interval_s``). pydantic-settings is not used, because it neither reports unknown variables
+with the prefix ``EXTPROC_`` nor names the source of a wrong value.
 """
 
 import re
@@ -135,7 +135,7 @@ def _parsed(key: str, text: str, origin: str) -> _Value:
 
 
 def _place(origin: str, key: str) -> str:
-    """Source and key of a value; a flag is both."""
+    """Source and key of a value, for messages; a flag names both."""
     return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 

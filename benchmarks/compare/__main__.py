@@ -1,4 +1,4 @@
-"""Compares this router with what people use today: the same trace, contender after contender.
+"""Compares this router with what people use today: each contender serves the same trace in turn.
 
     python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \\
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
@@ -94,7 +94,8 @@ async def _compare(
     turns: _Turns,
     logs: Path,
 ) -> None:
-    """Runs all contenders before the next repeat, so that changes on the machine affect all."""
+    """Runs all contenders before the next repeat, so that changes on the machine affect all of
+    them."""
     for contender in contenders:
         print(f"{contender.name:30}{contender.about}")
     print("\n" + progress_header(), flush=True)
@@ -112,7 +113,7 @@ async def _compare(
 
 
 def contender_named(name: str, programs: Path | None = None) -> Contender:
-    """Contender called ``kind:policy``; a kind alone stands for its usual policy.
+    """Contender with the name ``kind:policy``; a kind alone means its usual policy.
 
     Raises ValueError if the contender is unknown or its program is neither in ``programs`` nor on
     ``PATH``.
@@ -141,7 +142,7 @@ def contender_named(name: str, programs: Path | None = None) -> Contender:
 def _with_part(
     fault: Fault | None, every: Sequence[Contender]
 ) -> tuple[list[Contender], list[str]]:
-    """Contenders that have the part that the fault hits, and the names of the others."""
+    """Contenders that have the part at which the fault aims, and the names of those without it."""
     if fault is None or fault.part == "replica":
         return [*every], []
     having = [contender for contender in every if fault.part in contender.parts]

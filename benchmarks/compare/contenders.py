@@ -1,4 +1,4 @@
-"""Simulated replicas of a comparison, and the contenders between clients and replicas."""
+"""Simulated replicas of a comparison, and contenders: the routers between clients and replicas."""
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class SimulatedFleet:
     model = "llama-8b"
 
     def __init__(self, file: FleetFile) -> None:
-        """Raises ValueError for a file with events: only a simulation plays them."""
+        """Raises ValueError for a file with events, which only the discrete simulation can play."""
         if file.events:
             raise ValueError(
                 "remove the events of the fleet: only benchmarks.simulate plays events"
@@ -43,7 +43,8 @@ class SimulatedFleet:
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
-        """Starts new replicas, or raises ProcessError; logs go to ``directory``."""
+        """Starts new replicas, whose logs go to ``directory``; raises ProcessError if that
+        fails."""
         ports = pick_ports(dict.fromkeys(self._options, 0))
         servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
@@ -102,4 +103,5 @@ class Contender(Protocol):
     def running(
         self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AbstractAsyncContextManager[Front]:
-        """Starts the contender, ready to use every replica; its files go to ``directory``."""
+        """Starts the contender and waits until it uses every replica; its files go to
+        ``directory``."""

@@ -30,7 +30,7 @@ _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # part → 
 
 
 class EnvoyContender:
-    """Envoy with the project's file, without a router."""
+    """Envoy alone: the project's file without the router."""
 
     parts: tuple[str, ...] = ()
 
@@ -95,7 +95,8 @@ async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Proc
 
 
 def name_replicas(bootstrap: Bootstrap) -> None:
-    """Adds ``x-served-by`` to each response: vLLM, unlike simulated replicas, does not."""
+    """Makes Envoy add ``x-served-by`` to each response. Simulated replicas add it themselves, but
+    vLLM does not."""
     manager_of(bootstrap)["route_config"]["response_headers_to_add"] = [
         {
             "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
@@ -105,7 +106,7 @@ def name_replicas(bootstrap: Bootstrap) -> None:
 
 
 def weights(fleet: SimulatedFleet, servers: Servers) -> list[int]:
-    """Weights of the servers in their order, proportional to their speeds."""
+    """Weights of the servers, in the order of ``servers``, proportional to their speeds."""
     fastest = max(fleet.speeds.values())
     return [max(round(_FASTEST * fleet.speeds[name] / fastest), 1) for name in servers]
 
@@ -151,7 +152,8 @@ class RouterContender:
     async def running(
         self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Starts a new stack, with the hardware profiles of ``SimulatedFleet.profiles``."""
+        """Starts a new stack that is configured with the hardware profiles of
+        ``SimulatedFleet.profiles``."""
         settings: dict[str, dict[str, object]] = {
             "route": {"policy": self._policy, "seed": seed},
             "poll": {"interval_s": poll_interval(self._policy)},

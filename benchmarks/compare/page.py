@@ -3,7 +3,8 @@
     python -m benchmarks.compare.page
 
 ``--measure DIR`` measures everything first, with the contenders that are installed: some 50 minutes
-on two idle cores. After an interruption the same command continues: files in DIR are kept.
+on two idle cores. After an interruption, the same command continues where it stopped: files in DIR
+are reused.
 """
 
 import json
@@ -182,7 +183,7 @@ def _installed(measurement: Measurement, programs: Path | None) -> Iterator[str]
 
 
 def parts(text: str) -> tuple[str, str, str]:
-    """Page before, in and after the generated lines."""
+    """Splits a page into the text before, in and after the generated lines."""
     before, _, rest = text.partition(BEGIN + "\n")
     generated, _, after = rest.partition(END)
     return before, generated.removesuffix("\n"), after
@@ -193,7 +194,8 @@ def tables() -> str:
 
 
 def picture() -> bytes:
-    """PNG with a panel for each of ``_PANELS``, a bar for each product's best contender."""
+    """PNG with a panel for each of ``_PANELS``, and in each panel a bar for the best contender of
+    each product."""
     from benchmarks.report.pictures import bars  # needs matplotlib
 
     panels: dict[str, dict[str, tuple[TurnSpread, str]]] = {}
@@ -245,7 +247,7 @@ def _faults() -> Iterator[str]:
 
 
 def _harm(name: str, measured: Mapping[str, Any]) -> str:
-    """Cell of a contender, which has no run if it lacks the part."""
+    """Cell of the fault table for a contender; a contender without the part has no run."""
     if (counts := measured["contenders"].get(name)) is None:
         return "has none"
     (turn,) = counts["harm"]
@@ -274,7 +276,7 @@ def _cost() -> Iterator[str]:
 
 
 def _elsewhere() -> Iterator[str]:
-    """Figures that need programs built from source, measured elsewhere."""
+    """Figures of programs that must be built from source; they were measured elsewhere."""
     measured = _ELSEWHERE.figures()
     yield f"### {measured['heading']}\n\n{measured['about']}\n"
     for table in measured["tables"]:

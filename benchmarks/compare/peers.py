@@ -1,6 +1,6 @@
-"""Other routers, as their makers publish them: each is an HTTP proxy in a process of its own.
+"""Other routers as their makers publish them. Each is an HTTP proxy in its own process.
 
-``make peers`` installs each into an environment of its own in ``.peers``.
+``make peers`` installs each into its own environment below ``.peers``.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class ProxyProduct:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies that are known to work here; the product has more."""
+        """Policies that are known to work in this comparison; the product has more."""
         return tuple(dict.fromkeys(("round_robin", self.best, "cache_aware")))
 
     @property
@@ -145,7 +145,8 @@ async def _healthy(url: str) -> int:
 
 
 def metric_complaints(samples: Iterable[Sample]) -> list[str]:
-    """Retries, open circuit breakers, refusals and the like, as a proxy's metrics count them."""
+    """Complaints about retries, open circuit breakers, refusals and the like, from a proxy's
+    metrics."""
     found = []
     for sample in samples:
         if sample.name.endswith(_ALWAYS_ZERO) and sample.value:

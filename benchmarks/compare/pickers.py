@@ -23,7 +23,7 @@ _READY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PickerAccount:
-    """Decisions of a picker, by its own metrics and log."""
+    """Decisions of a picker according to its own metrics and log."""
 
     policy: set[str]  # strategies or plugins that should decide
     used: set[str]  # strategies or plugins that decided
@@ -72,7 +72,7 @@ class PickerProduct(ABC):
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
     ) -> PickerAccount:
-        """Account by the picker's metrics and, where they lack it, its log."""
+        """Reads the account from the picker's metrics and, for what they lack, from its log."""
 
 
 class PickerContender:

@@ -1,4 +1,5 @@
-"""Turns of a contender: started anew, put under load and observed, some with a fault midway."""
+"""Turns of a contender: it is started anew, put under load and observed. Some turns have a fault
+midway."""
 
 import argparse
 import asyncio
@@ -33,7 +34,7 @@ FAULTS = (
 
 
 class FaultInjection:
-    """Fault of a part of the contender, or of the first replica."""
+    """Fault that hits a part of the contender, or the first replica."""
 
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
@@ -52,7 +53,7 @@ class FaultInjection:
             self._process = front.parts[fault.part]
 
     async def inject(self) -> None:
-        """Waits from the first request until the fault is due, and makes it happen."""
+        """Waits until the fault is due, counted from the first request, and causes it."""
         await asyncio.sleep(self._fault.at_s)
         self.complaints = await self._front.complaints([])
         if self._address:
@@ -73,10 +74,11 @@ class FaultInjection:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Fault in seconds after the start, and the requests with ``struck``.
+        """Returns the time of the fault in seconds after the start, and the requests marked with
+        ``struck``.
 
-        Struck requests were in flight on the part when the fault fell. For a picker these are all
-        requests in flight.
+        Struck requests were in flight on the part at the time of the fault. For a picker these are
+        all requests in flight.
         """
         at_s = self._at_s - started_s
 
@@ -90,7 +92,8 @@ class FaultInjection:
 
 
 def excused(request: Mapping[str, Any], fault: Mapping[str, Any] | None) -> bool:
-    """True for a request that failed after a fault: it is counted, but no complaint."""
+    """True for a request that failed after a fault: such a failure is counted, but is no
+    complaint."""
     return bool(fault and request["error"] and _ended_s(request) > fault["at_s"])
 
 
@@ -128,7 +131,8 @@ async def play(
     repeat: int,
     directory: Path,
 ) -> dict[str, Any]:
-    """Result of the load client, with observations of machine and contender.
+    """Plays a turn. Returns the result of the load client, with observations of the machine and the
+    contender.
 
     Raises ProcessError if the contender, a replica or the load client fails.
     """

@@ -1,6 +1,7 @@
-"""Checks that the machine kept up while requests arrived: otherwise figures are the machine's.
+"""Checks that the machine was fast enough while requests arrived. Otherwise figures show the limits
+of the machine.
 
-The wait for the last answers does not count: it would dilute the shares of the CPU.
+The time after the last arrival does not count, because it would lower the mean use of the CPU.
 """
 
 import asyncio
@@ -40,7 +41,8 @@ Observations = Sequence[Observation]  # in order
 
 
 def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]:
-    """Lateness in seconds, shares of all cores, and ``doubts``: reasons to distrust figures."""
+    """Lateness in seconds, CPU time as shares of all cores, and ``doubts``: reasons to distrust the
+    figures."""
     late = observed[-1].late if observed else {}
     answered = [replica for replica in late.values() if replica]
     steps = [replica["late_s"] for replica in answered]
@@ -69,7 +71,7 @@ def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]
 
 
 def between(observed: Observations, start_s: float, end_s: float) -> list[Observation]:
-    """Observations from the last before the start to the first after the end."""
+    """Observations from the last one before the start to the first one after the end."""
     before = sum(moment.at_s <= start_s for moment in observed)
     until = sum(moment.at_s < end_s for moment in observed)
     return list(observed[max(before - 1, 0) : until + 1])
@@ -113,7 +115,7 @@ async def _observe(servers: Servers, clock: Clock) -> Observation:
 
 
 def ticks(proc: Path = Path("/proc")) -> Ticks:
-    """CPU time so far; zeros without ``/proc`` (Linux)."""
+    """CPU time that the machine has used so far, from ``/proc``; zeros on systems without it."""
     try:
         first = (proc / "stat").read_text().partition("\n")[0]
     except OSError:

@@ -1,6 +1,6 @@
 """Compares the simulator with a real vLLM server, request by request.
 
-With the recording of this repository, or with another recording:
+With the recording in this repository, or with another one:
 
     python -m benchmarks.fit [--recording FILE]
 
@@ -8,8 +8,8 @@ Or with a new recording, made on two CPU cores (Linux; `vllm` with its CPU backe
 
     python -m benchmarks.fit --serve MODEL_DIR --recording FILE
 
-The step times of the simulated server are measured on requests outside the comparison, or learned
-from the counters polled during a run, as a router learns them.
+The step times of the simulated server are measured on requests that are not compared, or learned
+from polled counters during a run, as a router learns them.
 """
 
 import argparse
@@ -72,7 +72,8 @@ class RecordingPlan:
         return f"{self.trace.name}, prompts ÷ {prompts}, answers ÷ {answers}"
 
     def runs(self) -> list[list[TracedRequest]]:
-        """Requests of each run, timed from its first; OSError or ValueError for a bad trace."""
+        """Requests of each run, with times from its first request. Raises OSError or ValueError for
+        a bad trace."""
         slices = [
             trace.read([self.trace], speed, (number + 1) * self.requests)[number * self.requests :]
             for number, speed in enumerate(self.speeds)
@@ -92,7 +93,8 @@ class RecordingPlan:
 async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path) -> Recording:
     """Runs vLLM with the model in a folder, and records its answers to the requests.
 
-    The model has a core to itself, in place of a GPU; all other processes share the other cores.
+    The model has one core to itself, which takes the place of a GPU; all other processes share the
+    other cores.
     """
     planned, here = plan.runs(), about("benchmarks.fit", [])
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])

@@ -1,9 +1,9 @@
 """Compares a recording with its simulation.
 
-The simulation of a run uses no latency of the run. Step times are measured on the requests of
-:func:`bursts`. Solo prompts show the cost of a prompt token, of attention and of the front end.
-Answers generated together show the cost of a step, of a sequence in a step, and of its KV cache. Or
-step times are learned from the counters of the run, as a router learns them.
+The simulation of a run uses no latency of the run. Its step times are either learned from the
+counters of the run, as a router learns them, or measured on the requests of :func:`bursts`: Solo
+prompts show the cost of a prompt token, of attention and of the front end. Answers generated
+together show the cost of a step, of a sequence in a step, and of its KV cache.
 """
 
 import gzip
@@ -71,7 +71,7 @@ def write_recording(recording: Recording, path: Path) -> None:
 
 
 def read_recording(path: Path) -> Recording:
-    """Recording of a file; raises OSError or a ValueError that names the file."""
+    """Reads a recording from a file; raises OSError, or ValueError that names the file."""
     text = path.read_bytes()
     try:
         return _FILE.validate_json(gzip.decompress(text) if path.suffix == ".gz" else text)
@@ -124,7 +124,8 @@ def fit(recorded: Recording) -> list[Fitted]:
 
 
 def bursts() -> list[list[TracedRequest]]:
-    """Bursts for an idle server, each to be sent at once after the end of the last burst."""
+    """Bursts of requests for an idle server. All requests of a burst are sent at once, after the
+    end of the burst before."""
     return [[TracedRequest(0.0, prompt, output, None)] * batch for batch, prompt, output in _BURSTS]
 
 
@@ -158,7 +159,8 @@ def learned(polls: Iterable[EngineCounts]) -> StepModel:
 def replay(
     requests: Items[RecordedRequest], step: StepModel, limits: EngineLimits
 ) -> list[RecordedRequest]:
-    """Simulates the requests, each of which reaches the engine after the front end's time."""
+    """Simulates the requests. Each reaches the engine later than it was sent, by the time of the
+    front end."""
     budget = limits.token_budget, limits.max_num_seqs
     profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)
@@ -200,7 +202,7 @@ def _compare(run: RecordedRun, simulated: Items[RecordedRequest], kind: str) -> 
 
 
 def _non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """Least squares without terms whose coefficient would be negative."""
+    """Least squares, in which terms with a negative coefficient are left out."""
     solution: Floats = np.zeros(terms.shape[1])
     used = np.arange(terms.shape[1])
     while True:

@@ -106,7 +106,7 @@ async def _run(
 
 
 async def _watch(client: Client, work: asyncio.Future[Any], planned: int) -> Effort:
-    """CPU time of the client until the work is done; shows the progress."""
+    """Shows the progress until the work is done; returns the CPU time that the client used."""
     show = progress("load")
     begun_cpu = last_cpu = process_time()
     last, busiest = monotonic(), 0.0

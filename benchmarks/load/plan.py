@@ -1,4 +1,5 @@
-"""Requests for a server: prompts and times, and the questions to the server before the run."""
+"""Requests for a server: their prompts and times, and what the client asks the server before the
+run."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +24,15 @@ DECK = len(_WORDS)
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Tokens that a server counts in a prompt: ``overhead + per_word·words``."""
+    """Number of tokens that a server counts in a prompt: ``overhead + per_word·words``."""
 
     overhead: float = 0.0  # tokens of the chat template, or of the beginning of every text
     per_word: float = 1.0
 
     @classmethod
     def of(cls, fewer: tuple[int, int], more: tuple[int, int]) -> "Counting":
-        """Solves for the words and tokens of two prompts; ValueError if tokens do not increase."""
+        """Solves the formula for the words and tokens of two prompts; raises ValueError if the
+        longer prompt has no more tokens."""
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
@@ -38,14 +40,14 @@ class Counting:
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:
-        """Number of words, at least 1, with this number of tokens."""
+        """Number of words, at least 1, that has this number of tokens."""
         return max(round((tokens - self.overhead) / self.per_word), 1)
 
 
 def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -> str:
     """Text of request ``number`` of a trace: equal leading hash ids give equal leading text.
 
-    Another ``salt`` gives another text, so that no prefix cache has it.
+    Another ``salt`` gives another text, so that no prefix cache contains it.
     """
     words = counting.words(request.prompt_tokens)
     return "".join(_pieces(request, number, words, counting, salt)).rstrip()
@@ -54,8 +56,8 @@ def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -
 def some_words(key: str, count: int) -> str:
     """Words drawn by the key, each followed by a space: a smaller count gives a prefix.
 
-    Every :data:`DECK` words in a row are a permutation of all words. So texts of equal length have
-    nearly equal token counts, even if the vocabulary splits some words.
+    The words come in blocks of :data:`DECK`, each a permutation of all words. So texts of equal
+    length have nearly equal token counts, even if the vocabulary splits some words.
     """
     decks = -(-count // DECK)
     drawn = np.frombuffer(shake_128(key.encode()).digest(decks * DECK), np.uint8)
@@ -81,7 +83,7 @@ _PROBES = (DECK, 6 * DECK)  # words of the prompts that the server counts before
 
 
 class TargetError(Exception):
-    """Server that cannot be put under load; the message has reason and remedy."""
+    """The server cannot be put under load; the message has reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, An
 
 
 async def _served(url: str) -> dict[str, int | None]:
-    """Context lengths by model, as far as the server lists them."""
+    """Context lengths of the server's models, by model, as far as the server lists them."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
             page = await response.json(content_type=None)
@@ -210,7 +212,8 @@ def plan(
     known_lengths: bool,
     random: Random,
 ) -> list[Planned]:
-    """Requests that fit into the target's context; a share of 0…1 of them is streamed.
+    """Plans the requests that fit into the target's context; ``stream_share`` (0…1) of them are
+    streamed.
 
     With ``known_lengths`` an answer has exactly the trace's length. Otherwise the trace gives the
     bound, and the target the length.
@@ -228,23 +231,26 @@ def plan(
 
 
 def with_urgent(planned: Iterable[Planned], share: float, random: Random) -> list[Planned]:
-    """Plan in which a random share of the requests has the objective ``urgent``."""
+    """Gives a random share of the planned requests the objective ``urgent``."""
     return [
         replace(request, objective=URGENT if random.random() < share else "") for request in planned
     ]
 
 
 def _bound(traced: TracedRequest, context: int | None) -> int | None:
-    """Bound of the trace, within the context: some servers refuse larger bounds."""
+    """Output bound of the trace, reduced to fit into the context: some servers refuse larger
+    bounds."""
     if traced.max_tokens is None or context is None:
         return traced.max_tokens
     return min(traced.max_tokens, context - _ROOM_TOKENS - traced.prompt_tokens)
 
 
 def _together(planned: Sequence[Planned], endpoints: Collection[Endpoint]) -> list[Planned]:
-    """Plan with every conversation on the endpoint of its first turn, to share a prefix cache.
+    """Sends each turn of a conversation to the endpoint of its first turn, so that turns share a
+    prefix.
 
-    Conversations with an unbounded turn are chats: completions end after 16 tokens by default.
+    Conversations with an unbounded turn become chats, because completions end after 16 tokens by
+    default.
     """
     chosen: dict[tuple[int, ...], Endpoint] = {}
     for request in planned:

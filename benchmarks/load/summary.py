@@ -1,4 +1,4 @@
-"""Results of a run: records of requests, figures, their table, and warnings."""
+"""Results of a run: a record of each request, figures, their table, and warnings."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Effort:
 
 
 def record(planned: Planned, answer: Answer) -> Figures:
-    """Request and answer as ``--json`` has them."""
+    """Request and answer as a record of ``--json``."""
     return {
         "at_s": planned.at_s,
         "late_s": answer.late_s,
@@ -155,7 +155,8 @@ def _gaps(seconds: Sequence[float]) -> Figures | None:
 
 
 def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
-    """Sums by the trace and by the server, of the answers that the server counted."""
+    """Sums of tokens as the trace plans them and as the server counts them, over answers with a
+    count."""
     known = [entry for entry in answered if entry[counted] is not None]
     keys = {"planned": planned, "counted": counted}
     return {name: sum(entry[key] for entry in known) for name, key in keys.items()}

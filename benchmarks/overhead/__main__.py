@@ -1,4 +1,4 @@
-"""Measures the latency that the router adds, and the cost of a request, behind a real Envoy.
+"""Measures the latency that the router adds and the CPU time of a request, behind a real Envoy.
 
     python -m benchmarks.overhead --json overhead.json
 
@@ -53,7 +53,8 @@ class SetupFigures:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of the router's CPU for a request, at a fixed number in flight."""
+        """Microseconds of the router's CPU for a request, at a fixed number of requests in
+        flight."""
         return 1e6 * self.cpu_s_at_once / max(self.at_once.answered, 1)
 
     @property
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _measure_all(
     setups: Sequence[Setup], seconds: float, in_flight: int
 ) -> list[SetupFigures]:
-    """Measures every setup, the first of which has no router, and prints its line."""
+    """Measures every setup and prints its line; the first setup has no router."""
     cores = Cores.of_this_machine()
     print(cores)
     print(
@@ -139,7 +140,8 @@ async def _measure(stack: OverheadStack, name: str, seconds: float, in_flight: i
 
 
 async def _hold(stack: OverheadStack, count: int) -> tuple[ClientReport, float]:
-    """Holds requests in flight; also returns the growth of the router's memory, in kB."""
+    """Keeps ``count`` requests in flight for a while; also returns by how many kB the router's
+    memory grew."""
     before = most = stack.memory_kb()
     load = asyncio.create_task(stack.load("--hold", "--rate", str(_RAMP), "--requests", str(count)))
     while not load.done():

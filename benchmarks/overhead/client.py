@@ -5,7 +5,7 @@
 
 ``--rate`` is an open loop: requests are sent at random moments, whether or not earlier requests
 were answered. ``--at-once`` is a closed loop: each connection sends its next request after an
-answer. Of an answer only the status and the end are parsed.
+answer. The client parses only the status and the end of an answer.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def request(hold: bool = False) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Connection that carries one request at a time."""
+    """HTTP connection that carries one request at a time."""
 
     def __init__(self, load: "LoadGenerator") -> None:
         self._load = load

@@ -52,7 +52,8 @@ class Cores:
 
     @classmethod
     def of_this_machine(cls) -> "Cores":
-        """Gives the router the last core; with a single one all processes share it."""
+        """Gives the router the last core. On a machine with a single core, all processes share
+        it."""
         usable = sorted(os.sched_getaffinity(0))
         return cls(frozenset(usable[-1:]), frozenset(usable[:-1] or usable))
 

@@ -1,4 +1,5 @@
-"""Figures of a comparison, for terminal, page and JSON: per contender, and beside the best."""
+"""Figures of a comparison, for terminal, page and JSON: of each contender, and relative to the best
+other one."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from benchmarks.report.results import Results, RunResult, read
 
 @dataclass(frozen=True)
 class Metric:
-    """Figure of a run's answered requests; lower is better."""
+    """Figure over the answered requests of a run; lower is better."""
 
     name: str
     attribute: str  # of a request
@@ -43,7 +44,7 @@ HEADLINES = [metric for metric in METRICS if metric.headline]
 
 @dataclass(frozen=True)
 class TurnSpread:
-    """Median, least and greatest value of a contender's turns."""
+    """Median, lowest and highest value of a contender's turns."""
 
     median: float
     least: float
@@ -58,9 +59,10 @@ class TurnSpread:
 
 @dataclass(frozen=True)
 class Beside:
-    """Figure of a contender beside the best other contender.
+    """Figure of a contender, compared with the best other contender.
 
-    Figures are compared within a turn only, and only where neither turn is in doubt.
+    Figures are compared only within the same turn, and only if neither contender's turn is in
+    doubt.
     """
 
     mine: TurnSpread
@@ -72,7 +74,7 @@ class Beside:
 
     @property
     def better(self) -> bool | None:
-        """True or False if all turns agree; None if turns differ or for a single turn."""
+        """True or False if all turns agree; None if turns differ, or if there is only one."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None
@@ -95,7 +97,6 @@ class ContenderRuns:
 
     @cached_property
     def doubtful(self) -> frozenset[int]:
-        """Turns in doubt."""
         return frozenset(run.repeat for run in self.runs if run.in_doubt)
 
     @cached_property
@@ -110,13 +111,13 @@ class ContenderRuns:
         }
 
     def sound(self, metric: Metric) -> dict[int, float]:
-        """Values by turn, without turns in doubt."""
+        """Values of a metric by turn, without turns in doubt."""
         values = self.figures[metric.name]
         return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
 
 def measured(run: RunResult, attribute: str) -> list[float]:
-    """Values of an attribute of the answered requests, without None."""
+    """Values of an attribute of the answered requests; None values are dropped."""
     values = (getattr(request, attribute) for request in run.answered)
     return [value for value in values if value is not None]
 
@@ -137,7 +138,8 @@ def spread(contender: ContenderRuns, metric: Metric) -> TurnSpread | None:
 def beside_best(
     contender: ContenderRuns, others: Iterable[ContenderRuns], metric: Metric
 ) -> Beside | None:
-    """Comparison with the lowest figure of the others in the same turn, if any."""
+    """Compares a contender with the lowest figure of the others in the same turn; None if there is
+    none."""
     own = contender.sound(metric)
     sound = [(other.name, other.sound(metric)) for other in others if other is not contender]
     candidates = {
@@ -161,7 +163,7 @@ def beside_best(
 def rivals(
     every: Sequence[ContenderRuns], ours: Sequence[str]
 ) -> tuple[ContenderRuns | None, list[ContenderRuns]]:
-    """Contender that sentences are about, None if it has no run, and its rivals."""
+    """Returns the contender that sentences are about (None if it has no run), and its rivals."""
     named = (contender for contender in every if contender.name in ours[:1])
     subject = next(named, None if ours else every[0])
     own = {subject and subject.name, *ours}

@@ -152,7 +152,8 @@ def _notes(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
 
 
 def _counts(contender: ContenderRuns) -> Iterator[str]:
-    """Cells: requests of a turn, the streamed ones of them, and failed requests of all turns."""
+    """Cells of a contender: requests in a turn, how many of them were streamed, and failed requests
+    in all turns."""
     streamed = [[request.streamed for request in run.counted] for run in contender.runs]
     known = any(flag is not None for run in streamed for flag in run)
     yield _cell(_count([len(run.counted) for run in contender.runs]))

@@ -39,10 +39,10 @@ def draw(results: Results) -> bytes | None:
 
 
 def bars(panels: Panels, highlighted: str) -> bytes:
-    """PNG with a panel for each title, and in it a bar from zero for each name.
+    """PNG with a panel for each title, and in each panel a bar from zero for each name.
 
-    The bar called ``highlighted`` is in colour. Each has its median and its mark beside it, and a
-    line from the least to the greatest turn.
+    The bar with the name ``highlighted`` is in colour. Each bar shows the median, with the figure
+    and the mark at its end, and a line from the lowest to the highest turn.
     """
     names = list(dict.fromkeys(name for rows in panels.values() for name in rows))
     figure = Figure((1.8 + 2.9 * len(panels), 0.9 + 0.32 * len(names)), layout="compressed")

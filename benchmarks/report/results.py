@@ -35,7 +35,7 @@ class RequestResult(BaseModel):
 
     @property
     def ended_s(self) -> float | None:
-        """End of the answer or of the failure."""
+        """Time at which the answer ended or the request failed."""
         lasted = self.completion_s if self.answered else self.failed_after_s
         return None if lasted is None else self.sent_s + lasted
 
@@ -81,7 +81,7 @@ class RunResult(BaseModel):
 
 
 class Results(BaseModel):
-    """Runs of one or several contenders, of ``load``, ``compare`` or ``simulate``."""
+    """Runs of one or several contenders, made by ``load``, ``compare`` or ``simulate``."""
 
     kind: str
     about: dict[str, Any]

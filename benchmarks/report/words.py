@@ -33,7 +33,7 @@ _TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """Harm of a fault in a turn; times in seconds."""
+    """Harm that a fault did in a turn; times in seconds."""
 
     hit: int  # requests in flight on the part when the fault fell
     lost: int  # hit requests that failed
@@ -78,9 +78,8 @@ def _completions(requests: Sequence[RequestResult]) -> list[float]:
 
 
 def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list[str]]:
-    """Rows of name and figures: counts are sums over turns, ``until`` and ``slowest`` the most of
-    any turn, other times medians.
-    """
+    """Rows with a name and figures. Counts are sums over turns, ``until`` and ``slowest`` are the
+    highest of all turns, and other times are medians."""
     for contender in every:
         name = f"{contender.name} !" if contender.doubtful else contender.name
         yield [name, *_cells([harm(run) for run in contender.runs if run.fault])]
@@ -89,7 +88,7 @@ def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list
 
 
 def describe_fault(fault: Fault) -> str:
-    """Sentences on the fault, and on the terms of the table."""
+    """Sentences that describe the fault and explain the terms of the table."""
     hit = "all requests in flight" if fault.part == "picker" else "requests in flight on it"
     return f"{fault.part} {fault.way} after {fault.at_s:g} s. Hit: {hit} at that time. {_TERMS}"
 
@@ -116,7 +115,7 @@ _KNOWN_LENGTHS = (
 
 
 def outcome(results: Results, every: Sequence[ContenderRuns]) -> list[str]:
-    """Sentences on where our contender wins and loses, on failures and on warnings."""
+    """Sentences on where this router wins and loses, on failures and on warnings."""
     sentences = [
         *([describe_fault(results.fault)] if results.fault else comparison(results, every))
     ]
@@ -136,7 +135,7 @@ def outcome(results: Results, every: Sequence[ContenderRuns]) -> list[str]:
 
 
 def comparison(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
-    """Sentences on our contender beside the best of the others, and on turns in doubt."""
+    """Sentences that compare this router with the best of the others, and name turns in doubt."""
     subject, others = rivals(every, results.ours)
     if subject is None:
         yield f"{results.ours[0]} has no run: nothing is compared."
@@ -193,7 +192,7 @@ def seconds(value: float) -> str:
 
 
 def between(least: float, most: float) -> str:
-    """Range with a single unit, ``6.15 – 7.02 s``; empty if both ends look alike."""
+    """Range with one unit, ``6.15 – 7.02 s``; empty if both ends have the same text."""
     scale, unit = (1000, "ms") if most < 0.9995 else (1, "s")
     return _range(_digits(scale * least), _digits(scale * most), f" {unit}")
 
@@ -203,7 +202,7 @@ def ratio(value: float) -> str:
 
 
 def ratios(least: float, most: float) -> str:
-    """Range of ratios, ``0.45 – 0.52×``; empty if both ends look alike."""
+    """Range of ratios, ``0.45 – 0.52×``; empty if both ends have the same text."""
     return _range(ratio(least)[:-1], ratio(most)[:-1], "×")
 
 
@@ -248,7 +247,7 @@ def progress_line(run: Mapping[str, Any]) -> str:
 
 
 def terminal_result(measured: Mapping[str, Any]) -> str:
-    """Table and conclusions of the object that ``--json`` writes."""
+    """Table and conclusions from the object that ``--json`` writes."""
     results = read(measured)
     every = contenders(results)
     if results.fault:

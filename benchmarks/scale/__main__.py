@@ -1,9 +1,9 @@
-"""Measures the cost of sharing state as the fleet grows: CPU, commands, bytes and memory.
+"""Measures what it costs to share state as the fleet grows: CPU, Redis commands, bytes and memory.
 
     python -m benchmarks.scale --replicas 10,100,1000 --routers 1,8
 
 The command runs Redis, a process that writes states in place of the pollers, and routers without
-Envoy on one machine. The median age of a state is half an interval while the CPU suffices.
+Envoy on one machine. As long as the CPU suffices, the median age of a state is half an interval.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Run = dict[str, Any]
 async def measure(
     replicas: int, routers: int, interval_s: float, rate: float, seconds: float, directory: Path
 ) -> Run:
-    """Runs all processes for some seconds; ``rate`` is that of all routers together."""
+    """Runs all processes for ``seconds``; ``rate``: requests a second of all routers together."""
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     common = [url, _POOL, str(replicas)]
@@ -83,7 +83,7 @@ async def _start(module: str, words: Sequence[str], directory: Path, number: int
 
 
 async def _connected(redis: Redis, routers: int, processes: Sequence[Process]) -> None:
-    """Waits until every router has subscribed to changes, and for some polls after that."""
+    """Waits until every router has subscribed to changes, and then for some polls more."""
     channel = f"{{{_POOL}}}:changes"
     while dict(await redis.pubsub_numsub(channel)).get(channel.encode(), 0) < routers:
         if ended := [router for router in processes if not router.running]:

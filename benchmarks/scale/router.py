@@ -1,4 +1,5 @@
-"""Process of a router without Envoy that makes its own load; prints its figures as JSON."""
+"""Process of a router without Envoy, which decides requests that it makes itself; prints its
+figures as JSON."""
 
 import asyncio
 import json
@@ -30,8 +31,8 @@ async def route(
 ) -> dict[str, float]:
     """Follows the state of the pool and decides ``rate`` requests a second.
 
-    Figures: ``cpu`` in cores, ``age`` of the state of a replica, ``late`` the lateness of timers,
-    ``digests`` of other routers a second, and ``digest_age`` their mean age on arrival.
+    Prints ``cpu`` in cores, ``age`` of a replica's state, ``late`` for the lateness of timers,
+    ``digests`` of other routers received a second, and ``digest_age``, their mean age on arrival.
     """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()

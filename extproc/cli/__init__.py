@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Command(Parser):
-    """Parser that imports its command and adds the command's options only if the command runs."""
+    """Parser of a command, which imports the command and adds its options only if the command
+    runs."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its C core adds lines to the log

@@ -25,7 +25,7 @@ class UsageError(CommandError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports a mistake in two lines: the usage and the mistake."""
+    """Parser that reports wrong usage in two lines: the usage and the mistake."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"usage": "%(prog)s [OPTION]..."} | options, allow_abbrev=False)

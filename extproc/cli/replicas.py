@@ -113,7 +113,7 @@ class PoolReplica:
 
     @property
     def condition(self) -> str:
-        """Health in a word, or the reason why the replica gets no requests."""
+        """Health in one word, or the reason why the replica gets no requests."""
         if (state := self.state) is None:
             return "drained, not polled"
         health = "" if state.healthy else state.problem or "not healthy"
@@ -139,7 +139,7 @@ class PoolReplica:
 
 
 async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica]:
-    """Read all replicas that pollers scrape or commands drained, sorted by name."""
+    """Read all replicas that pollers scrape or a command drained, sorted by name."""
     drained = {id_ for id_, is_drained in (await drains.read()).items() if is_drained}
     polled = {state.id: state for state in (await states.read()).states}
     known = [PoolReplica(id_, polled.get(id_), id_ in drained) for id_ in drained | polled.keys()]

@@ -35,25 +35,26 @@ _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
 def _candidates(file: EnvoyFile) -> list[Node]:
-    """Return the clusters that obey the router's choice; if none does, all but the router's."""
+    """Return the clusters that follow the router's choice. If there is none, return all clusters
+    except the router's."""
     routers = {cluster.path for cluster in file.router_clusters}
     others = [cluster for cluster in file.all(CLUSTER) if cluster.path not in routers]
     return file.replica_clusters or others
 
 
 def _has_route_timeouts(file: EnvoyFile) -> bool:
-    """Return true if every route to the replicas has an idle timeout of its own."""
+    """Return true if every route to the replicas sets an idle timeout."""
     routes = file.replica_routes
     return bool(routes) and all("idle_timeout" in route for route in routes)
 
 
 def _takes_one_address(file: EnvoyFile) -> list[Node]:
-    """Return the replicas' clusters without override_host: they take no list of addresses."""
+    """Return the clusters of replicas without override_host, which accept no list of addresses."""
     return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
 
 
 def _names_second(file: EnvoyFile) -> bool:
-    """Return true if the router names a second choice."""
+    """Return true if the router sends a second choice."""
     setting = file.config.serve.second_choice
     return not all(map(is_full_duplex, file.filters)) if setting is None else setting
 
@@ -111,7 +112,7 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
 
 
 def _not_retried(route: Node, _: EnvoyFile) -> str:
-    """Return the failures that the route does not retry: refused connections, status 500."""
+    """Return which failures the route does not retry, of refused connections and status 500."""
     policy = route["retry_policy"]
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"

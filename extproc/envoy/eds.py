@@ -77,9 +77,9 @@ async def _follow(reader: StateReader, members: "PoolMembers", changed: asyncio.
 async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:
     """Send Envoy to another instance while this instance has lost Redis.
 
-    Health checks fail, and streams are closed repeatedly, because Envoy never leaves a stream by
-    itself. If all instances have lost Redis, Envoy finds none healthy and asks any of them;
-    therefore each instance keeps serving its last list.
+    To that end health checks fail, and streams are closed again and again, because Envoy never
+    leaves a stream by itself. If all instances have lost Redis, Envoy finds no healthy one and uses
+    any; so each instance goes on serving its last list.
     """
     lost_s = 0
     while True:
@@ -136,9 +136,11 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return replicas without an update for ``after_s``, if others have updates.
+        """Remove and return replicas without an update for ``after_s`` seconds while other replicas
+        were updated.
 
-        If no replica has updates, pollers or Redis are down, and the replicas probably still serve.
+        If no replica at all is updated, pollers or Redis are down, and the replicas probably still
+        serve.
         """
         stale = self._staleness.stale(after_s)
         for id_ in stale:
@@ -157,7 +159,7 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Health as Envoy's fallback policy sees it; a router's choice may be any member.
+    """Health as Envoy's fallback policy uses it; a router may choose any member.
 
     A draining replica therefore gets new requests only from routers that find no other replica.
     """

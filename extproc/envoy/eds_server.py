@@ -1,4 +1,4 @@
-"""EDS over gRPC, state of the world: Envoy names pools and gets their replicas.
+"""EDS over gRPC (state of the world): Envoy names pools and receives their replicas.
 
 Protocol: https://www.envoyproxy.io/docs/envoy/latest/api-docs/xds_protocol
 """

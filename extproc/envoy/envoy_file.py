@@ -53,7 +53,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def replica_clusters(self) -> list[Node]:
-        """Clusters that obey the router's choice, by ``override_host`` or as ORIGINAL_DST."""
+        """Clusters that follow the router's choice, by ``override_host`` or as ORIGINAL_DST."""
         return [
             cluster
             for cluster in self.all(CLUSTER)
@@ -62,7 +62,8 @@ class EnvoyFile(Tree):
 
     @cached_property
     def sources(self) -> set[str]:
-        """Sources of the choice: ``header``, which clients could set, and ``metadata``."""
+        """Sources from which clusters read the choice: ``header``, which clients could set, and
+        ``metadata``."""
         of_policies = (name for policy in self.all(OVERRIDE_HOST) for name in sources(policy))
         return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
@@ -75,7 +76,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def filters(self) -> list[Node]:
-        """The ext_proc filters as configured, and as routes to the replicas override them."""
+        """The ext_proc filters, as configured and as overridden by routes to the replicas."""
         overridden = [filter for route in self.replica_routes for filter in self.filters_of(route)]
         return [*{node.path: node for node in (*self.all(EXT_PROC), *overridden)}.values()]
 
@@ -98,7 +99,8 @@ class EnvoyFile(Tree):
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """Return true if requests of the route pass a filter of this type, or the file has none."""
+        """Return true if requests of the route pass a filter of this type, or if the file has no
+        such filter."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
 
@@ -107,8 +109,8 @@ class EnvoyFile(Tree):
         return not any(setting["disabled"] for setting in settings)
 
     def _settings_for(self, route: Node, entry: Node) -> list[Node]:
-        """Return a filter's settings inside a route (for weighted clusters), and those of the
-        innermost scope that contains the route."""
+        """Return the settings of a filter that apply to a route: those inside the route (for
+        weighted clusters), and those of the innermost scope around the route."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, setting in self._settings(entry):

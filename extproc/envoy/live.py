@@ -40,7 +40,8 @@ Problem = tuple[Level, str]
 
 
 def check_replicas_files(config: Config) -> list[Finding]:
-    """Return an error for each file that cannot be used now; pollers wait until it can."""
+    """Return an error for each file of replicas that cannot be used now; pollers wait until it can
+    be used."""
     found = []
     for path in filter(None, (pool.replicas_file for pool in config.each_pool)):
         try:
@@ -98,7 +99,8 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
 
 
 async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """Return the replicas of a source (``ip:port`` → name) and the problems of finding them."""
+    """Return the replicas of a source (``ip:port`` → name), and the problems met while finding
+    them."""
     discovery = Discovery([source], None, RESOLVE_S)
     try:
         targets = {target.id: target.name for target in await discovery.targets()}
@@ -215,7 +217,7 @@ def _missing_metrics(figures: EngineFigures) -> Iterator[Problem]:
 
 
 def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
-    """Compare a replica that answers here with its state in Redis."""
+    """Compare a replica, which answered this command, with its state in Redis."""
     if snapshot is None:
         return
     state = next((state for state in snapshot.states if state.id == id_), None)

@@ -94,7 +94,7 @@ def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
 
 
 def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
-    """Make a condition: a client's header reaches an ext_proc filter inside the message."""
+    """Return a condition: the client's ``header`` reaches an ext_proc filter inside the message."""
     return lambda node, file: (
         not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
     )

@@ -1,9 +1,10 @@
-"""An Envoy file as a tree of plain values, and the places where it breaks Envoy's schema.
+"""An Envoy file as a tree of plain values, and the places at which the file breaks Envoy's schema.
 
 The type of a message follows from its ``@type``, from its key (``clusters``, ``listeners``, …) or,
 in Istio's EnvoyFilter, from the ``applyTo`` of its patch. The schema is that of
-``envoy-data-plane``. The package's ``from_dict`` does not suffice: its errors name no place in the
-file, and it knows neither types of modules not imported yet nor fields such as ``consecutive_5xx``.
+``envoy-data-plane``. The package's ``from_dict`` does not suffice. Its errors name no place in the
+file, and it does not know types of modules that are not imported yet, nor fields such as
+``consecutive_5xx``.
 """
 
 import importlib
@@ -226,8 +227,8 @@ def _fields(cls: Any) -> dict[str, str]:
 
 
 def _field_type(cls: Any, name: str) -> tuple[Any, type[Any]]:
-    """Return the class of a field's messages (None: plain values), and ``list``, ``dict`` or
-    ``object`` as their container."""
+    """Return the class of a field's messages (None: plain values), and the field's container:
+    ``list``, ``dict`` or ``object``."""
     description = cls._betterproto
     meta = description.meta_by_field_name[name]
     if meta.map_meta and meta.map_meta[1].proto_type == "message":
@@ -239,7 +240,7 @@ def _field_type(cls: Any, name: str) -> tuple[Any, type[Any]]:
 
 
 def _is_plain(cls: Any) -> bool:
-    """Return true for durations, wrappers and others that JSON writes as a plain value."""
+    """Return true for durations, wrappers and other messages that JSON writes as a plain value."""
     return cls.to_dict is not Message.to_dict
 
 

@@ -1,4 +1,4 @@
-"""Files named by settings: one-line errors, and reads again after a change."""
+"""Files that settings name: read with one-line errors, and read again after a change."""
 
 import logging
 import ssl
@@ -34,11 +34,12 @@ def read_certificates(setting: str, path: Path) -> bytes:
 
 
 class WatchedFiles(Generic[T]):
-    """Files that may change while the program runs; an unusable change keeps the last content.
+    """Files that may change while the program runs. If the new content cannot be used, the last
+    content stays in use.
 
     Args:
-        what: name of the files in log lines.
-        read: returns the content; raises OSError or ValueError if the files cannot be used.
+        what: how log lines name the files.
+        read: reads the content; raises OSError or ValueError if the files cannot be used.
         files: files to watch.
     """
 

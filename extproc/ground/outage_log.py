@@ -1,10 +1,10 @@
-"""Log lines for an outage: a line when it begins, and a line when it is over."""
+"""Log of an outage: one line when the outage begins, and one when it is over."""
 
 from logging import WARNING, Logger
 
 
 class OutageLog:
-    """Logs the first of consecutive failures, and the success after the last."""
+    """Logs the first of several consecutive failures, and the success after the last."""
 
     def __init__(
         self,
@@ -24,14 +24,15 @@ class OutageLog:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None) -> None:
-        """Records a failure; logs the first one, and with ``each`` every new text."""
+        """Records a failure. Logs the first of an outage and, with ``each``, every failure whose
+        text differs from the one before."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem}
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
     def recovered(self) -> None:
-        """Ends the outage, if any, and logs its end."""
+        """Ends the outage and logs that; does nothing without an outage."""
         if self.problem and self._over:
             self._log.warning(self._over, extra=self._extra)
         self.problem = ""

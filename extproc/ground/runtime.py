@@ -51,7 +51,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
 
 async def in_turns(steps: Iterable[None]) -> None:
-    """Runs the steps and lets the event loop do other work after each."""
+    """Runs the steps one by one; after each, the event loop may do other work."""
     for _ in steps:
         await asyncio.sleep(0)
 
@@ -59,7 +59,8 @@ async def in_turns(steps: Iterable[None]) -> None:
 class Backoff:
     """Wait after each failure, in seconds: doubles from ``first_s`` up to ``most_s``.
 
-    A random half is cut off, so that many clients of a failed server do not return in step.
+    Each wait is shortened by a random part, up to half, so that the clients of a failed server do
+    not return at the same time.
     """
 
     def __init__(self, first_s: float, most_s: float, random: Random) -> None:

@@ -49,7 +49,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
 
 
 def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> list[str]:
-    """Wraps and indents the text; ``first`` stands in the indent of the first line."""
+    """Wraps the text with an indent, which is filled by ``first`` in the first line."""
     before, after = first.ljust(indent), " " * indent
     return textwrap.wrap(
         text, width, initial_indent=before, subsequent_indent=after, break_on_hyphens=False

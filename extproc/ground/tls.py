@@ -1,6 +1,7 @@
-"""TLS of the ports that this process opens: tests files before use, and reloads changed files.
+"""TLS of the ports that this process opens: certificate files are tested before use, and read again
+after a change.
 
-Functions raise ValueError with file and reason if a file cannot be used.
+Functions here raise ValueError with file and reason if a file cannot be used.
 """
 
 import logging
@@ -101,8 +102,8 @@ def _server_context(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """Returns a client context that trusts only the first certificate in the file, and checks
-    neither its issuer nor its host name."""
+    """Returns a client's context that trusts only the first certificate in the file, whatever its
+    issuer and host name."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

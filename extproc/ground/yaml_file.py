@@ -1,4 +1,4 @@
-"""YAML files, with one-line errors that name the place of the mistake."""
+"""Reader of YAML files; its errors take one line and name the place of the mistake."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Adds the place to any error of PyYAML's constructors."""
+        """Adds the place in the file to errors of PyYAML's constructors."""
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):

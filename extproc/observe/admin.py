@@ -35,11 +35,12 @@ async def serve_admin(
     ready: Check = str,
     setting: str = "serve.admin",
 ) -> AsyncIterator[str]:
-    """Serve metrics, health and ``routes``; yields the bound address, as port 0 takes any port.
+    """Serve metrics, health and ``routes``; yield the bound address, whose port the system chooses
+    for port 0.
 
     Args:
         address: ``host:port``.
-        registry: shown by ``/metrics``.
+        registry: metrics that ``/metrics`` shows.
         routes: further routes behind the token.
         public: further routes that need no token, like health.
         access: TLS files and the token file.

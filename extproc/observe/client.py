@@ -17,13 +17,13 @@ _MOST_BYTES = 2**24  # of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
 
 class RouterUnavailableError(Exception):
-    """Failure to get an answer from a router; the message names the remedy."""
+    """The router gives no answer; the message names the remedy."""
 
 
 async def fetch_decisions(
     router: str, request_id: str | None, most: int, access: AdminSettings = _OPEN
 ) -> list[Any]:
-    """Get the newest ``most`` decisions, or all about a request, oldest first.
+    """Get the newest ``most`` decisions, or all decisions about one request, oldest first.
 
     Args:
         router: admin address: ``host:port`` or a URL.

@@ -56,7 +56,7 @@ class NotFollowed(StrEnum):
 
 
 class RequestOutcome(Struct):
-    """Outcome of a routed request; None: the router did not see the value."""
+    """Outcome of a routed request; a value is None if the router did not see it."""
 
     queued_s: float = 0.0  # in the router's queue, before dispatch
     queue_reason: str = ""
@@ -103,7 +103,7 @@ class DecisionRecord(Struct):
     outcome: RequestOutcome
 
     def name_of(self, replica: str) -> str:
-        """Return the replica's name, or its address if it was no candidate."""
+        """Return the name of a replica, or its address if the replica was no candidate."""
         named = (candidate.name for candidate in self.candidates if candidate.replica == replica)
         return next(named, replica)
 

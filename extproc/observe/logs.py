@@ -11,7 +11,8 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 def setup(settings: LogSettings) -> None:
-    """Send this package's logs from the configured level on, and other warnings, to stderr."""
+    """Send to stderr the logs of this package from the configured level on, and warnings of other
+    packages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -33,7 +33,8 @@ class PredictedSeconds:
         self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
-        """Count seconds; ``predicted`` is None if another replica served the request."""
+        """Count a duration in seconds; ``predicted`` is None if another replica served the
+        request."""
         self._seconds.observe(actual, model, objective)
         if predicted is not None and actual > 0.0:
             self._ratio.observe(predicted / actual, model, objective)
@@ -233,7 +234,8 @@ class RouterMetrics:
 
 
 def _labels(pairs: Iterable[tuple[str, float]], count: int) -> dict[str, str]:
-    """Map the ``count`` names with the highest sums to themselves, and the others to ``OTHER``."""
+    """Map the ``count`` names with the highest sums to themselves, and all other names to
+    ``OTHER``."""
     totals: defaultdict[str, float] = defaultdict(float)
     for name, value in pairs:
         totals[name] += value
@@ -254,9 +256,11 @@ class Demand:
         self._work += decision.work_s
 
     def replicas(self, waiting: Iterable[Waiting], routers: int = 1) -> float:
-        """Return the replicas that arriving work keeps busy, plus those to clear the queue.
+        """Return the number of replicas that arriving work keeps busy, plus the number that would
+        clear the queue.
 
-        ``routers``: number of routers, which share the replica that an unserved model needs.
+        ``routers``: number of routers. A model without a replica needs one, of which each router
+        reports its share.
         """
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}

@@ -19,8 +19,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class StartLine(_Line, frozen=True, tag="start"):
-    """First line of a file. This file and the following files have all later requests, except those
-    that a :class:`LostLine` counts."""
+    """First line of a file. From its time on, this file and the following files have every request,
+    except those that a :class:`LostLine` counts."""
 
     format: int
     pool: str
@@ -30,8 +30,8 @@ class StartLine(_Line, frozen=True, tag="start"):
 class ReplicaLine(_Line, frozen=True, tag="replica"):
     """State of a replica from this time on.
 
-    ``state`` has the fields that differ from their defaults, with the step times that predictions
-    used as ``learned``; None: the replica left.
+    ``state`` has the fields that differ from their defaults; its ``learned`` has the step times
+    that predictions used. None: the replica left the pool.
     """
 
     id: str
@@ -93,7 +93,8 @@ Line = StartLine | ReplicaLine | RequestLine | RefusedLine | LostLine
 
 
 def upper(key: int) -> int:
-    """Return the upper half of a key. 4e9 keys share it, so that nobody can infer a prompt."""
+    """Return the upper half of a key. Four billion keys share an upper half, so that nobody can
+    infer a prompt."""
     return key >> _HALF_BITS
 
 
@@ -103,7 +104,8 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Decode halves into new keys; two keys are equal if all halves up to theirs are equal.
+    """Decode the upper halves into new keys. Two of the new keys are equal if the halves at their
+    place and before are equal.
 
     Raises:
         ValueError: ``text`` is no base64.

@@ -1,7 +1,8 @@
 """Writes the record of a router's traffic, once a second in a thread.
 
-RotatingFileHandler does not fit: at shutdown, logging waits for a disk that hangs; and the handler
-neither begins a file with the known replicas nor counts requests that it could not write.
+Python's RotatingFileHandler does not fit: at shutdown it would wait for a disk that hangs, it
+cannot begin each file with the known replicas, and it does not count requests that could not be
+written.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ _DEFAULTS = {  # recorded fields of a replica's state; a value equal to the defa
 
 
 class Recorder:
-    """Record of a pool; adding a line takes microseconds and never waits for the disk."""
+    """Record of a pool's traffic. Adding a line takes microseconds and never waits for the disk."""
 
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
@@ -114,8 +115,8 @@ class Recorder:
         Args:
             seconds: time since dispatch.
             counted: output tokens of each sequence, counted by the replica's steps.
-            failed: the replica did not answer, or answered with an error.
-            cut: the router read the response, and it did not end.
+            failed: the replica gave no answer, or an error.
+            cut: the router read the response, which broke off.
         """
         reported = outcome.output_tokens
         each = counted if reported is None else reported / max(profile.sequences, 1)
@@ -171,7 +172,8 @@ class Recorder:
         return text
 
     async def _flush(self) -> None:
-        """Write in a daemon thread, so that a disk that hangs does not delay the router's stop."""
+        """Write the pending lines in a daemon thread, so that a disk that hangs does not delay the
+        router's stop."""
         if self._lost:
             logger.error(
                 "record of traffic lost requests: the disk is too slow",
@@ -183,7 +185,7 @@ class Recorder:
         self._pending -= sum(map(len, lines))
 
     def _look(self) -> Iterator[None]:
-        """Record the replicas that changed; yields after each."""
+        """Record the replicas that changed; yield after each replica."""
         now, view = self._clock(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)
@@ -199,7 +201,8 @@ class Recorder:
             self._add(ReplicaLine(at=self._wall(), id=replica))
 
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Append to the newest file, or begin a file that can be read without the files before."""
+        """Append lines to the newest file, or to a new file that can be read without the files
+        before."""
         with self._lock:
             self._missing += lost
             if self._missing:

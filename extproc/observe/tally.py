@@ -1,7 +1,7 @@
 """Counters and histograms for events that happen several times per request.
 
-Not thread-safe. ``add`` takes 0.17 µs and ``observe`` 0.33 µs of CPU; with cached children of
-prometheus_client, which lock and add ``_created`` series, they would take 0.47 and 0.92 µs.
+Not thread-safe. ``add`` takes 0.17 µs and ``observe`` 0.33 µs of CPU. The classes of
+prometheus_client would take 0.47 and 0.92 µs, because they lock and write ``_created`` series.
 """
 
 from bisect import bisect_left
@@ -36,7 +36,7 @@ class Counts(Collector):
         return self._counts.items()
 
     def keep(self, label: str, values: Container[str]) -> None:
-        """Drop the combinations in which ``label`` has another value."""
+        """Drop the combinations in which the value of ``label`` is not among ``values``."""
         at = self._labels.index(label)
         for dropped in [labels for labels in self._counts if labels[at] not in values]:
             del self._counts[dropped]

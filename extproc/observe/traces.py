@@ -33,7 +33,8 @@ _OPERATIONS = {  # `gen_ai.operation.name` by the semantic conventions of OpenTe
 
 
 class _Sparse(logging.Filter):
-    """Passes one error per minute: the SDK logs each failed batch, every few seconds."""
+    """Log filter that passes one error per minute, because the SDK logs an error for each failed
+    batch, every few seconds."""
 
     _next_at = -inf
 
@@ -85,7 +86,8 @@ class Traces:
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
         """Start the trace of a request; returns None for a request that is not sampled.
 
-        ``metadata``: of the gRPC stream, in which Envoy names its span; no client can set it.
+        ``metadata``: metadata of the gRPC stream, in which Envoy names its span; no client can set
+        it.
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         if carrier.get("traceparent", "").endswith(_NOT_SAMPLED):
@@ -95,7 +97,7 @@ class Traces:
         return Trace(self._tracer, parent, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send the last spans; takes 4 s at most."""
+        """Send the last spans; return after 4 s at most."""
         flush = Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(_FLUSH_S)
@@ -106,10 +108,11 @@ class Traces:
 
 
 class Trace:
-    """Two consecutive spans of a request.
+    """The two consecutive spans of a request.
 
     ``route`` lasts until the request is dispatched or refused, the second span until the response
-    ends. Requests other than inference never end ``route``, and the SDK then sends nothing.
+    ends. For requests that are no inference requests ``route`` never ends, and the SDK sends no
+    span.
     """
 
     def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:

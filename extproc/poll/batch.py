@@ -1,8 +1,8 @@
-"""Limits of an engine's batch that ``/metrics`` does not report, inferred from consecutive polls.
+"""Figures of an engine's batch that ``/metrics`` does not report, inferred from consecutive polls.
 
 - *Limit of sequences* (``max_num_seqs``). The highest number of sequences that ran at once since
-  the process started. It counts as the limit once two consecutive polls show requests waiting at
-  that number although KV space is free and all running sequences decode. A poll with more running
+  the process started. This number counts as the limit once two consecutive polls show that requests
+  wait at it although KV space is free and all running sequences decode. A poll with more running
   sequences refutes the limit.
 - *Tokens per step.* Tokens that a sequence gets from a step, averaged over about the last thousand
   generated tokens.
@@ -23,7 +23,7 @@ _MEMORY = 1000.0  # generated tokens during which the weight of a ratio falls by
 def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dict[str, Any]:
     """Returns the fields of a ``ReplicaState`` that describe the batch.
 
-    ``before``: state after the last poll of the same process; blank for a new process.
+    ``before``: state after the last poll of the same process; a default state for a new process.
     """
     most = max(before.most_running, now.running)
     limit = before.max_num_seqs if most == before.most_running else 0
@@ -39,9 +39,10 @@ def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dic
 def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
     """Returns True if requests wait only because the batch is full.
 
-    Both polls must show waiting requests: those of a single poll may just have arrived. While a
-    prompt is prefilled, requests wait for the token budget instead. Then at least one running
-    sequence gets no token from a step, so half a token per step is the threshold.
+    Both polls must show waiting requests, because those of a single poll may just have arrived.
+    While a prompt is prefilled, requests wait for the token budget instead, and at least one
+    running sequence gets no token from a step. Half a token per step is the threshold that tells
+    the cases apart.
     """
     waiting = all(poll.waiting > 0 and poll.kv_usage < _NEARLY_FULL for poll in (before, now))
     steps = now.steps - before.steps
@@ -55,7 +56,8 @@ def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
 def _tokens_per_step(before: ReplicaState, now: EngineFigures | ReplicaState) -> float:
     """Returns the tokens that a sequence gets from a step.
 
-    Short answers overstate it: vLLM also counts drafts accepted beyond the end of an answer.
+    With short answers the figure is too high: vLLM also counts accepted drafts beyond the end of an
+    answer.
     """
     generated = now.generated_tokens - before.generated_tokens
     if generated <= 0.0:

@@ -13,30 +13,32 @@ from extproc.share.drains import Drains
 class Destination:
     """Receives states and KV blocks of replicas.
 
-    This base class drops them, and assigns all replicas to its only poller.
+    This base class drops what it receives, and assigns all replicas to its only poller.
     """
 
     def __init__(self) -> None:
         self.drains = Drains()
 
     def put(self, state: ReplicaState) -> None:
-        """Takes the newest state of a replica."""
+        """Publishes the newest state of a replica."""
 
     def remove(self, replica: str) -> None:
         """Deletes the state of a replica that left the pool."""
 
     def forget(self, replica: str) -> None:
-        """Leaves the replica's state to another poller: writes and deletes it no longer."""
+        """Stops writing the replica's state without deleting it: another poller took over the
+        replica."""
 
     async def claim(self, replicas: Collection[str]) -> Assignment:
-        """Returns which of these replicas this poller scrapes until the next call."""
+        """Returns those of the replicas that this poller has to scrape until the next call."""
         return Assignment(frozenset(replicas))
 
     async def release(self) -> None:
-        """Gives up all replicas."""
+        """Gives up all replicas, so that other pollers take them over."""
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """Returns the last state that any poller wrote for each of these replicas, if any did."""
+        """Returns the last states that any poller wrote for these replicas; replicas without one
+        are missing."""
         return {}
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
@@ -64,7 +66,8 @@ class IntoFleet(Destination):
         self._fleet.remove(replica)
 
     async def claim(self, replicas: Collection[str]) -> Assignment:
-        """Returns all replicas; marks the members as known once each was scraped or failed."""
+        """Returns all replicas; marks the fleet's members as known once each replica was scraped or
+        failed."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.members_known.set()
         return await super().claim(replicas)

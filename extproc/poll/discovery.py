@@ -44,7 +44,7 @@ class Target:
     ready: bool = field(default=True, compare=False)  # False: not ready by its EndpointSlice
 
     def marked(self, state: ReplicaState) -> ReplicaState:
-        """Returns the state, marked as draining or not ready if this target is."""
+        """Returns the state; it is marked as draining, or as not ready, if this target is."""
         state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
             problem = "not ready, by its EndpointSlice"
@@ -59,8 +59,8 @@ class Target:
 class Discovery:
     """Looks up the replicas of all sources; a source whose lookup fails keeps its last replicas.
 
-    An address that DNS no longer names stays a target while its replica answers scrapes; it drains
-    after ``_UNNAMED_S``.
+    An address that DNS no longer names stays a target while its replica answers scrapes. The
+    replica is drained after ``_UNNAMED_S``.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Discovery:
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas; the first target with an address wins."""
+        """Looks up and returns the replicas; of several targets with one address, the first
+        counts."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -110,11 +111,11 @@ class Discovery:
         )
 
     def unlisted(self) -> list[str]:
-        """Returns the Services of Kubernetes that no API server has listed yet."""
+        """Returns the Services of Kubernetes whose pods the API server has not listed yet."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
     def problems(self) -> list[str]:
-        """Returns why names and Services could not be looked up."""
+        """Returns the reasons why names and Services could not be looked up."""
         problems = [host.problem for host in self._hosts.values()]
         problems += [service.problem for service in self._services.values()]
         return [*filter(None, problems)]
@@ -136,7 +137,8 @@ class Discovery:
             yield target(address, name or address, draining=last - at > _UNNAMED_S)
 
     def _named(self, source: ReplicaSource) -> dict[str, float]:
-        """Returns each address of a source with the time of the last answer that named it."""
+        """Returns each address of a source, with the time of the last answer that contained the
+        address."""
         host, port = source.host_and_port
         addresses = self._hosts[host].addresses
         named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]
@@ -175,7 +177,7 @@ def names_replicas(config: Config) -> bool:
 
 
 def require_client(config: Config) -> None:
-    """Checks that the package for Services of Kubernetes is installed, if any source is one.
+    """Checks that the Kubernetes client is installed, if any source is a Service.
 
     Raises:
         ValueError: lightkube is needed and missing.
@@ -193,7 +195,8 @@ def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file has another form, or as :func:`require_client`; one line.
+        ValueError: the file has another form, or needs a package that is missing; the message is
+            one line.
     """
     listed = read_yaml(path)
     if not isinstance(listed, list):

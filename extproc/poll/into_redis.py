@@ -74,7 +74,8 @@ async def run_poller(config: Config) -> None:
 
 
 class Health:
-    """Reasons why a poller fails ``/livez`` and ``/readyz``, over all pools; empty: it passes."""
+    """Reasons why a poller fails ``/livez`` and ``/readyz``, for all its pools; no reason: the
+    check passes."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
@@ -92,7 +93,8 @@ class Health:
         self._pools[pool] = assigner, outage, unlisted
 
     def live(self) -> str:
-        """Returns why the process has to be restarted: pools whose heartbeats have stopped."""
+        """Returns the reason why the process has to be restarted: pools whose heartbeats have
+        stopped."""
         now = self._clock()
         return "; ".join(
             f"pool {pool}: no heartbeat for {now - assigner.beat_at:.0f} s"
@@ -101,7 +103,7 @@ class Health:
         )
 
     def ready(self) -> str:
-        """Returns why the poller's states do not reach the routers."""
+        """Returns the reasons why the poller's states do not reach the routers."""
         pools = self._pools.items()
         starting = self._starting | {
             pool for pool, (assigner, *_) in pools if assigner.beat_at is None
@@ -131,9 +133,9 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    After an outage everything is written again, since Redis may be empty. If the poller stood still
-    for longer than its heartbeat lives, the states that it read before are not written: another
-    poller has newer ones.
+    After an outage everything is written again, because Redis may be empty. If the process stood
+    still for longer than its heartbeat lives, states from before the pause are not written, because
+    another poller has newer ones.
 
     Args:
         name: name of the poller, unique among pollers.

@@ -1,7 +1,7 @@
 """Pods of a Service of Kubernetes, read from its EndpointSlices; needs the extra ``kubernetes``.
 
 EndpointSlices have all that a poller needs: address, port, readiness, and whether a pod terminates.
-They follow the Service's selector, and need no right to read pods.
+They follow the Service's selector, and reading them needs no right to read pods.
 """
 
 import asyncio
@@ -54,13 +54,14 @@ class Pod:
 class ServiceWatch:
     """Pods of a Service: lists its EndpointSlices, watches them for ``_WATCH_S``, and repeats.
 
-    A failure keeps the last pods. Each round reads token and CA, since kubelet renews them.
+    After a failure the last pods stay. Each round reads token and CA again, because kubelet renews
+    them.
 
     Args:
         wanted: the Service.
         changed: called when the pods have changed.
         timeout_s: longest wait of :meth:`look_up`.
-        random: spreads attempts after failures.
+        random: source of random waits after failures, so that pollers do not retry together.
     """
 
     def __init__(
@@ -159,11 +160,12 @@ class ServiceWatch:
 
 
 class _Transport(httpx2.AsyncHTTPTransport):
-    """Transport that allows a single watch, and raises the API server's reason for a refusal.
+    """HTTP transport that allows a single watch, and raises an error with the API server's reason
+    for a refusal.
 
-    After a watch has ended, lightkube would begin another from the last version. An API server
-    restored from older data waits for that version and sends nothing (kubernetes/kubernetes issue
-    107457).
+    After the end of a watch, lightkube would begin another from the last resource version. An API
+    server that was restored from older data would wait for that version and send nothing
+    (kubernetes/kubernetes issue 107457).
     """
 
     def __init__(self, watch_began: Callable[[], None], authority: ssl.SSLContext) -> None:
@@ -226,8 +228,8 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     """Returns the pods of a Service by ``ip:port``; a pod with IPv4 and IPv6 counts once, as IPv4.
 
     Args:
-        slices: all slices of the Service. A pod may be in two slices for a moment; it is ready, or
-            terminating, if either slice says so.
+        slices: all slices of the Service. A pod may be in two slices for a moment; it counts as
+            ready, or as terminating, if one of them says so.
         port: number, or name of the port in the slices.
     """
     families: dict[str, str] = {}  # by pod
@@ -255,9 +257,10 @@ def _number(item: EndpointSlice, port: int | str) -> int | None:
 
 
 def _pod(endpoint: Endpoint) -> Pod:
-    """Reads an endpoint. Missing conditions default as in Kubernetes: ready, and serving if ready.
+    """Reads an endpoint. Missing conditions have the defaults of Kubernetes: ready, and serving if
+    ready.
 
-    A terminating pod that still serves counts as ready, although its condition says otherwise.
+    A terminating pod that still serves counts as ready, although its condition ``ready`` is false.
     """
     conditions, target = endpoint.conditions, endpoint.targetRef
     ready = conditions is None or conditions.ready is not False

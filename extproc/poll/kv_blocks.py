@@ -1,4 +1,4 @@
-"""KV blocks that one replica holds according to its events."""
+"""KV blocks of one replica, tracked from its events."""
 
 import math
 from random import Random
@@ -48,11 +48,12 @@ _NUMBERS = np.dtype("<u8")
 
 
 class KvBlocks:
-    """Blocks of one engine, by the engine's hash and by a key that a router can compute.
+    """Blocks of one engine, each with the engine's hash and a key that routers can compute.
 
-    A router cannot compute the engine's hashes from a prompt, so each block gets a key, made of its
-    tokens and its parent's key. Blocks are left out if a router does not know their tokens or
-    adapter: blocks with images and those after them, and blocks of adapters named only by number.
+    A router cannot compute the engine's hashes from a prompt, so each block gets a key, computed
+    from its tokens and its parent's key. Blocks whose tokens or adapter a router cannot know are
+    skipped: blocks with images and those after them, and blocks of adapters that have only a
+    number.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
@@ -76,7 +77,8 @@ class KvBlocks:
         return len(self._keys)
 
     def reset(self, complete: bool) -> None:
-        """Forgets all blocks; ``complete``: the replica holds none, else its blocks are unknown."""
+        """Forgets all blocks. ``complete``: the replica holds no block; otherwise its blocks are
+        unknown."""
         self._keys.clear()
         self._copies.clear()
         self._changes.clear()
@@ -94,7 +96,8 @@ class KvBlocks:
         return msgspec.msgpack.encode(saved)
 
     def restore(self, data: bytes) -> Mark | None:
-        """Takes over the result of :meth:`dump` and returns its mark; None: ``data`` is no dump."""
+        """Restores the blocks from the result of :meth:`dump` and returns its mark; None: ``data``
+        is no dump."""
         try:
             saved = msgspec.msgpack.decode(data, type=_Saved)
             parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (saved.hashes, saved.keys))
@@ -107,10 +110,10 @@ class KvBlocks:
         return Mark(saved.number, saved.digest)
 
     def resend_all(self, backs_off: bool = False) -> None:
-        """Makes a whole update due, within a second: a router may have missed updates.
+        """Schedules a whole update within a second, because a router may have missed updates.
 
-        ``backs_off``: routers received the last update, but Redis did not store it; the waits
-        between whole updates double, and changes are sent meanwhile.
+        ``backs_off``: routers received the last update, but Redis did not store it. The waits
+        between whole updates then double; changes are still sent in between.
         """
         self._resends = True
         if not backs_off:
@@ -136,9 +139,9 @@ class KvBlocks:
                         self._remove(hash_)
 
     def next_update(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
-        """Returns the update for routers, with all blocks for Redis if these are due.
+        """Returns the next update for routers and, if due, all blocks for Redis.
 
-        None if nothing changed and no whole update is due, or the blocks are unknown.
+        Returns None if nothing changed and no whole update is due, or if the blocks are unknown.
         """
         since = self._clock() - self._whole_at
         if not self.complete:
@@ -186,7 +189,7 @@ class KvBlocks:
             raise ValueError(f"more than {_MOST_BLOCKS} blocks")
 
     def _parent_key(self, event: BlockStored) -> int | None:
-        """Returns the key from which those of the event's blocks follow; None: unknown."""
+        """Returns the key from which the keys of the event's blocks are computed; None: unknown."""
         if event.parent_block_hash is not None:
             return self._keys.get(_number_of(event.parent_block_hash))
         if event.lora_id and not event.lora_name:  # older vLLM: no name of the adapter
@@ -207,7 +210,7 @@ def _number_of(hash_: int | bytes) -> int:
 
 
 def _other_keys(event: BlockStored, block: int) -> list[object]:
-    """Returns the inputs of a block's hash beside its tokens and the adapter's name."""
+    """Returns the inputs of a block's hash other than its tokens and the adapter's name."""
     keys = event.extra_keys[block] if event.extra_keys else None
     return [key for key in keys or () if key != event.lora_name]
 

@@ -1,6 +1,6 @@
 """vLLM's events about its KV blocks (``vllm/distributed/kv_events.py``).
 
-Depending on vLLM's version an event is a map, or an array: its name, then its fields in order.
+Depending on vLLM's version, an event is a map, or an array of its name and its fields.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ _LARGEST_BLOCK = 2**20  # tokens; far above real block sizes
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Consecutive blocks of a sequence that can be hit from now on."""
+    """The engine stored consecutive blocks of a sequence, which later prompts can hit."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -29,7 +29,7 @@ class BlockStored(msgspec.Struct, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
-    """Evicted blocks."""
+    """The engine evicted blocks."""
 
     block_hashes: list[int | bytes]
     medium: str | None = None
@@ -37,7 +37,7 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Removal of all blocks."""
+    """The engine dropped all blocks."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -40,10 +40,10 @@ _NUMBER_BYTES = 8
 class KvStream:
     """Applies the events of one replica to ``blocks``, and reports changes to ``into``.
 
-    The replica pushes batches at the first of ``ports``, and replays batches at the second. Each
-    check replays from the last applied batch on, which reveals missing batches and a restart of
-    the replica. If the replica cannot replay a missing batch, its blocks stay unknown until the
-    replica restarts or clears its cache.
+    The replica pushes batches at the first of ``ports``, and replays recent batches at the second.
+    Each check requests a replay from the last applied batch on, which reveals missing batches and a
+    restart of the replica. If the replica cannot replay a missing batch, its blocks stay unknown
+    until the replica restarts or clears its cache.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class KvStream:
         return self._blocks.number if self._is_checked and self._blocks.complete else None
 
     def resend_all(self) -> None:
-        """Makes a whole update and a save of all blocks due."""
+        """Schedules a whole update for routers and a save of all blocks, because Redis may have
+        lost both."""
         self._blocks.resend_all()
         self._saved_at = -math.inf
 
@@ -131,7 +132,8 @@ class KvStream:
             await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
 
     async def _catch_up(self) -> bool:
-        """Replays from the last batch on; returns False if the caller has to call again.
+        """Applies a replay from the last applied batch on; returns False if the caller has to call
+        again.
 
         Raises:
             zmq.Again: no answer within ``_ANSWER_S``.
@@ -156,7 +158,8 @@ class KvStream:
         return True
 
     def _begin(self, first: "_Batch") -> None:
-        """Starts from the oldest batch of the replay, or from its end mark if it has no batch."""
+        """Starts from the oldest batch of the replay, or from the replay's end if it has no
+        batch."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
         elif self._last is None:
@@ -164,7 +167,8 @@ class KvStream:
         self._apply(first)
 
     def _receive(self, batch: "_Batch") -> bool:
-        """Applies the batch if it is the next; returns False if a batch before it is missing."""
+        """Applies a batch if it follows the last applied one; returns False if a batch before it is
+        missing."""
         if self._last is None:
             return False
         following = self._last.number + 1
@@ -185,7 +189,8 @@ class KvStream:
         self._blocks.reset(complete=False)
 
     async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
-        """Yields the batches that the replica still has, from number ``first`` on, then the end."""
+        """Yields the batches that the replica still has, from number ``first`` on, and then the end
+        of the replay."""
         with self._socket(zmq.DEALER, self._replay_url, _UNBOUNDED) as socket:
             socket.rcvtimeo = round(_ANSWER_S * 1000)
             await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
@@ -210,19 +215,19 @@ class KvStream:
 
 
 class _Batch(NamedTuple):
-    """A numbered batch of events; a negative number ends a replay."""
+    """Numbered batch of events. A negative number marks the end of a replay."""
 
     number: int
     content: bytes
 
     @property
     def mark(self) -> Mark:
-        """Identity of the batch, different from that of any batch of another process."""
+        """Identity of the batch; batches of different processes never have the same one."""
         return Mark(self.number, blake2b(self.content, digest_size=16).digest())
 
     @classmethod
     def of(cls, frames: list[bytes]) -> "_Batch":
-        """Reads the last two frames; a topic may precede them."""
+        """Reads a message from its last two frames; a topic may precede these."""
         number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
         if len(number) != _NUMBER_BYTES:
             number, content = _GARBAGE

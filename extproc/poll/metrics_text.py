@@ -1,7 +1,7 @@
 """Parser of vLLM's ``/metrics`` page, of the series that a router needs.
 
 A general parser takes milliseconds for the 60 kB of a page. Names of series differ between versions
-of vLLM; lists of names begin with the newest.
+of vLLM; lists of names begin with the newest name.
 """
 
 import re
@@ -76,15 +76,17 @@ class EngineFigures:
     started_at: float = 0.0  # s since the epoch; 0: several processes serve the page
 
     def fields(self) -> dict[str, Any]:
-        """Returns fields of a ``ReplicaState``; ``dataclasses.asdict`` would take 100 µs."""
+        """Returns the figures as fields of a ``ReplicaState``; ``dataclasses.asdict`` would take
+        100 µs."""
         return {name: getattr(self, name) for name in self.__slots__ if name not in _FOR_ESTIMATOR}
 
     def counts(self, at: float) -> EngineCounts:
-        """Returns the counts, read at the time ``at``, from which step times are learned.
+        """Returns the counts from which step times are learned; ``at``: time at which the page was
+        read.
 
-        KV tokens follow from the fraction of KV blocks in use, with the last block of a sequence
-        half full. Counting it as full overstates the KV tokens by a third for blocks of 128 tokens,
-        as on CPUs.
+        KV tokens are estimated from the fraction of KV blocks in use, and the last block of each
+        sequence counts as half full. Counting it as full would overstate the KV tokens by a third
+        for blocks of 128 tokens, as on CPUs.
         """
         unfilled = self.running * self.block_size / 2
         return EngineCounts(
@@ -212,11 +214,11 @@ def _value(name: bytes, line: bytes | bytearray) -> float:
 
 
 def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
-    """Returns tokens in a block, and in the KV caches of all engines; 0: unknown.
+    """Returns the tokens in a block, and in the KV caches of all engines; 0: unknown.
 
-    ``kv_cache_size_tokens`` comes first: ``num_gpu_blocks`` of each engine counts the blocks of all
-    engines, and with several kinds of attention a block does not hold ``block_size`` tokens. Models
-    without a KV cache have one unused block per engine.
+    ``kv_cache_size_tokens`` is preferred, because ``num_gpu_blocks`` of each engine counts the
+    blocks of all engines, and because with several kinds of attention a block does not hold
+    ``block_size`` tokens. Models without a KV cache have one unused block per engine.
     """
     block_size = max(_labels(_BLOCK_SIZE, configs), default=_BLOCK_SIZE_ON_GPUS)
     tokens = sum(_labels(_KV_TOKENS, configs))
@@ -227,7 +229,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Returns upper edge and requests of each bucket of generated tokens."""
+    """Returns the upper bound and the number of requests of each bucket of generated tokens."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):
@@ -242,7 +244,8 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
 
 
 def _adapters(page: bytes) -> tuple[int, tuple[str, ...]]:
-    """Returns how many adapters a batch may have (0: unknown), and the adapters in use."""
+    """Returns the number of adapters that a batch may have (0: unknown), and the adapters in
+    use."""
     if page.rfind(_SET) < 0:  # a search from the beginning takes five times as long
         return 0, ()
     line = max(_series(page, _ADAPTERS), key=lambda line: _value(_ADAPTERS, line))

@@ -25,10 +25,10 @@ _TAKES_PRIORITY = 0, 11  # first version of vLLM
 
 
 class Models:
-    """Models of one replica, read in a task of their own: a slow answer delays no scrape.
+    """Models of one replica, read in a separate task, so that a slow answer delays no scrape.
 
     Args:
-        session: from :func:`~extproc.poll.scrape.open_session`.
+        session: result of :func:`~extproc.poll.scrape.open_session`.
         target: the replica.
         by_priority: the setting ``priority_scheduling``: vLLM accepts priorities.
         changed: called with fields of a ``ReplicaState`` when they have changed.
@@ -96,8 +96,8 @@ class _Version(BaseModel):
 
     @property
     def takes_priority(self) -> bool:
-        """True from 0.11 on. Older versions answer 400 to ``priority`` in a body, unless they run
-        with ``--scheduling-policy priority``."""
+        """True from vLLM 0.11 on. Older versions answer 400 to ``priority`` in a body, unless they
+        run with ``--scheduling-policy priority``."""
         number = _NUMBER.match(self.version)
         return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
 

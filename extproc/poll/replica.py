@@ -1,4 +1,4 @@
-"""Repeated scrapes of one replica, and what they say of its health, models and speed."""
+"""Repeated scrapes of one replica, from which its health, models and speed follow."""
 
 import asyncio
 import logging
@@ -157,9 +157,11 @@ class PolledReplica:
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
-        """Returns True if the scrape has to request ``/health``, which fails if the engine died.
+        """Returns True if the next scrape has to request ``/health``, which fails if the engine
+        died.
 
-        Due every ``HEALTH_EVERY_S`` for a healthy replica, at each scrape for an unhealthy one.
+        The request is due every ``HEALTH_EVERY_S`` for a healthy replica, and at each scrape for an
+        unhealthy one.
         """
         due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
         if due:
@@ -216,10 +218,11 @@ class PolledReplica:
         self._publish(structs.replace(self.state or self._blank(), **update))
 
     async def _count_silence(self, due_s: float) -> None:
-        """Waits ``due_s``, then probes the replica until cancelled, and publishes its silence.
+        """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long it
+        has been silent.
 
-        The silence is the number of steps of this task without an answer. If the poller itself
-        stands still, its task makes no steps, so the replica does not look silent.
+        The duration is counted in steps of this task. While the poller's process itself stands
+        still, the task makes no step, so the replica does not look silent.
         """
         await asyncio.sleep(due_s)
         while True:
@@ -244,7 +247,8 @@ class PolledReplica:
         self._silence = None
 
     def _failed_unexpectedly(self, error: Exception) -> None:
-        """Drops everything learned from the replica: any of it may have caused the error."""
+        """Drops everything learned from the replica, because any of it may have caused the
+        error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state is None or self.state.problem != problem:
             extra = {"replica": self.target.title}
@@ -269,7 +273,7 @@ class PolledReplica:
             self._publish(structs.replace(self.state, **values))
 
     def _restarted(self, figures: EngineFigures) -> bool:
-        """Returns True if the replica's process is not the one of the last scrape."""
+        """Returns True if the replica's process is not the process of the last scrape."""
         last = self._figures or self.state
         if last is None:
             return False
@@ -294,7 +298,8 @@ class PolledReplica:
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """Returns the step times that the previous poller learned, if usable."""
+    """Returns the step times that the previous poller of the replica learned; None if they cannot
+    be used."""
     if known is None or not known.measured or known.profile != profile:
         return None
     model = known.learned

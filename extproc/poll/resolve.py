@@ -1,4 +1,4 @@
-"""Resolution of host names, each on a thread of its own, so that a hanging lookup delays no other.
+"""Resolution of host names. Each runs on a separate thread, so that one that hangs delays no other.
 
 A lookup by the system's resolver has no timeout and cannot be cancelled. The event loop's own
 ``getaddrinfo`` shares a few threads (uvloop: four), which a silent name server would occupy.
@@ -96,6 +96,6 @@ def _is_address(host: str) -> bool:
 
 
 def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Sorts the addresses and drops duplicates; keeps only IPv4 where both families occur."""
+    """Sorts the addresses and drops duplicates. If IPv4 and IPv6 occur, only IPv4 is kept."""
     ips = sorted(map(ipaddress.ip_address, addresses), key=lambda ip: (ip.version, int(ip)))
     return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))

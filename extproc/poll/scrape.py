@@ -64,11 +64,11 @@ class PollMetrics:
 
 
 class ScrapeError(Exception):
-    """The replica failed a scrape: no answer, or an answer that no healthy vLLM gives."""
+    """A scrape failed: no answer, or an answer that no healthy vLLM gives."""
 
 
 class UnreachableError(ScrapeError):
-    """No connection to the replica: its process or its machine is gone."""
+    """No connection to the replica: its process or its machine is down."""
 
 
 class RefusedError(UnreachableError):
@@ -120,7 +120,7 @@ async def scrape(
 
 
 async def responds(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Returns True if the replica at ``ip:port`` reacts in time: it begins an answer, be it an
+    """Returns True if the replica at ``ip:port`` reacts in time: it begins an answer, even an
     error, or refuses the connection."""
     requests = [asyncio.ensure_future(_responds(session, replica, path)) for path in _SCRAPED]
     try:

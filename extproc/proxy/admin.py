@@ -15,7 +15,7 @@ _BEST = 20  # candidates of each decision in a list: a thousand would make it 20
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:
-    """Routes of the admin address beside metrics and health."""
+    """Routes of the admin address in addition to metrics and health."""
     log = pools[0].log  # all pools share it
 
     async def decisions(request: web.Request) -> web.StreamResponse:
@@ -39,9 +39,9 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
 
 
 def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
-    """Check of the router's readiness: it knows a replica of any pool and is not stopping.
+    """Check of the router's readiness: the router knows a replica of any pool, and is not stopping.
 
-    A router without Redis stays ready.
+    A router that loses Redis stays ready.
     """
 
     def why_not() -> str:
@@ -75,7 +75,8 @@ def _array(items: Iterable[object]) -> Iterator[bytes]:
 
 
 async def _answer(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
-    """Sends JSON piece by piece: a large fleet takes long, and requests go between two pieces."""
+    """Sends JSON piece by piece. A large fleet takes long to encode, and the event loop serves
+    requests between two pieces."""
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     await response.prepare(request)
     for piece in pieces:

@@ -26,20 +26,21 @@ async def admit(
     partial: bool = False,
     unread_model: str = "",
 ) -> bytes:
-    """Sends the request to the best replica, now or after a wait; returns the reply to the phase.
+    """Dispatches the request to the best replica, now or after a wait in the queue; returns the
+    reply to the phase.
 
-    Where no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
+    If no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
 
     Args:
-        exchange: the request; its body becomes the body for the chosen replica.
+        exchange: the request; its body is replaced by the body for the chosen replica.
         phase: the phase to reply to.
         headers: the request's headers.
-        partial: the exchange holds only the beginning of the body.
-        unread_model: model of a large body that Envoy keeps; its length makes the profile.
+        partial: the router has only the beginning of the body.
+        unread_model: model of a large body that stays at Envoy; its length determines the profile.
 
     Raises:
-        Refusal: the request is not to be served.
-        Left: the client left while the request was queued.
+        Refusal: the request is refused.
+        Left: the stream ended while the request was queued.
     """
     services, started = exchange.services, exchange.services.clock()
     profile = exchange.profile = _profile(exchange, headers, partial, unread_model)
@@ -146,14 +147,14 @@ async def _queue(
 
 
 def _is_unserved(services: Services, profile: RequestProfile) -> bool:
-    """Every replica lists its models, and no list has the requested model."""
+    """True if every replica lists its models, and none lists the requested model."""
     fleet, named = services.fleet, profile.requested_model != ""
     listed = services.config.route.listed_models_only and fleet.members_known.is_set()
     return listed and named and fleet.eligibility.candidates(profile.model).unknown
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
-    """A replica served the model lately: the request may wait until a replica serves it again."""
+    """True if a replica served the model lately, so that the request may wait for a replica."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
     if not waits or not profile.requested_model:
@@ -164,8 +165,8 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
 def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: bool) -> None:
     """Refuses a request that no replica can serve, unless Envoy's fallback may serve it.
 
-    The fallback may choose any replica: it serves a request only where all replicas know the model
-    under the requested name.
+    Envoy's fallback may choose any replica, so it can serve a request only if all replicas know the
+    model under the requested name.
 
     Raises:
         NoModel: no replica lists the model.

@@ -49,8 +49,8 @@ async def run_router(config: Config) -> None:
 
     Raises:
         OSError: an address cannot be listened on.
-        ValueError: a tokenizer does not exist; the router is to poll replicas and the configuration
-            names none; or traces are configured and OpenTelemetry is not installed.
+        ValueError: a tokenizer does not exist, the router shall poll replicas but the configuration
+            names none, or traces are configured but OpenTelemetry is not installed.
     """
     if config.state == "memory" and not names_replicas(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
@@ -118,8 +118,8 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
 
 
 async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """Brings the states of replicas into the fleets, from Redis or from pollers in this process;
-    writes the records."""
+    """Runs the tasks that put the states of replicas into the fleets, from Redis or from pollers in
+    this process, and the tasks that write the records."""
     if pools[0].config.state == "redis":
         parts = [
             follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
@@ -137,7 +137,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
 
 
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
-    """Brings every change that pollers write to Redis into the fleet, until it is cancelled."""
+    """Applies every change that pollers write to Redis to the fleet, until cancelled."""
     async with connect(config.redis, config.pool) as redis:
         reader = StateReader(redis, config.pool, Random(), skips)
         async with aclosing(reader.changes()) as changes:
@@ -146,7 +146,8 @@ async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:
-    """Brings a change of the shared state into the fleet; requests may go between two replicas."""
+    """Applies a change of the shared state to the fleet. The event loop may serve requests between
+    two replicas."""
     match change:
         case Snapshot(states, ages):
             # A Redis that was just started holds few replicas yet: a missing replica is dropped
@@ -165,7 +166,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
 
 
 async def _housekeeping(pools: Sequence[Services]) -> None:
-    """Drops silent replicas and updates the gauges, every second."""
+    """Removes replicas whose state is stale, and updates the gauges, every second."""
     metrics, clock, fleets = pools[0].metrics, pools[0].clock, [pool.fleet for pool in pools]
     not_followed = CounterLog(logger, _NOT_FOLLOWED, metrics.not_followed, clock, {"retry"})
     while True:
@@ -198,9 +199,9 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:
-    """Dispatches queued requests for which a poll or another router reported room.
+    """Dispatches queued requests when a poll or another router reports room for them.
 
-    Runs until it is cancelled. An unforeseen error is logged; the other pools go on.
+    Runs until cancelled. An unforeseen error is logged, and concerns only its pool.
     """
     begins, over = "queue not swept: retrying", "queue is swept again"
     outages = [OutageLog(logger, begins, over, pool=pool.config.pool) for pool in pools]

@@ -9,7 +9,7 @@ BODY_LIMIT_BYTES = BODY_MEMORY_BYTES // 4
 
 
 class NoMemory(Refusal):
-    """A body came too slowly, and other bodies needed its memory."""
+    """Refused: the body arrived too slowly, and other bodies needed its memory."""
 
     status = 503
     kind = "service_unavailable_error"
@@ -22,7 +22,7 @@ class NoMemory(Refusal):
 
 
 class TooLarge(Refusal):
-    """A body does not name its model in the first ``BODY_LIMIT_BYTES`` bytes."""
+    """Refused: the first ``BODY_LIMIT_BYTES`` bytes of the body do not name the model."""
 
     status = 413
     kind = "invalid_request_error"
@@ -36,9 +36,9 @@ class TooLarge(Refusal):
 class BodyMemory:
     """Bytes of request bodies that all streams of a process hold.
 
-    A body that finds no memory left evicts bodies that wait for their next chunk, the longest
-    waiting first, so that stalled clients take memory from nobody. While memory is still short,
-    the router queues no request and waits for no further chunk.
+    If no memory is left for a body, bodies that wait for their next chunk are evicted, the longest
+    waiting first, so that stalled clients take no memory from others. While memory is short even
+    so, the router queues no request and waits for no further chunk.
     """
 
     def __init__(self, size: int = BODY_MEMORY_BYTES) -> None:
@@ -46,7 +46,7 @@ class BodyMemory:
         self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
     def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
-        """Counts ``by`` further bytes of a body, and evicts others if memory is short."""
+        """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short."""
         self.free -= by
         self._incomplete.pop(body, None)
         while by > 0 and self.free < 0 and self._incomplete:
@@ -56,7 +56,8 @@ class BodyMemory:
 
 
 class BufferedBody:
-    """The router's only copy of a request's body, counted in ``BodyMemory`` until its release."""
+    """The router's only copy of a request's body. Its bytes count in ``BodyMemory`` until
+    :meth:`release`."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self.changed = False  # the replica gets another body than the client sent
@@ -87,7 +88,7 @@ class BufferedBody:
         self._resize(len(data))
 
     def take(self) -> bytes:
-        """Hands the bytes over to the caller; they count until :meth:`release`."""
+        """Hands the bytes over to the caller; they still count until :meth:`release`."""
         data, self._chunks = self.data, []
         return data
 

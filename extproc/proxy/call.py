@@ -10,12 +10,12 @@ from extproc.request.errors import Refusal
 
 
 class Left(Exception):  # noqa: N818 - no fault of anybody
-    """The stream has ended."""
+    """The stream of a request has ended."""
 
 
 class Call:
-    """Reads messages one by one: gRPC's iterator would keep the last message, which may be a body
-    of many MB, until the request ends.
+    """Reads the messages of a stream one by one. gRPC's iterator would keep the last message, which
+    may be a body of many MB, until the request ends.
 
     Invariant: nothing that waits for gRPC is cancelled, because gRPC never frees what a cancelled
     handler waited for (https://github.com/grpc/grpc/issues/43360).

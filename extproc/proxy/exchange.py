@@ -23,7 +23,8 @@ HUNG = "the replica that had this request hangs: send it again"
 
 
 class Exchange:
-    """A request: its protocol, its body while the router holds it, its place in flight."""
+    """State of an HTTP request: its protocol, its body while the router holds it, and its entry in
+    the ledger."""
 
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
         self.services = services
@@ -75,7 +76,8 @@ class Exchange:
             self.body.release()
 
     async def read(self, *phases: str) -> ProcessingRequest:
-        """Returns the next message of these phases; messages of other phases get empty replies."""
+        """Returns the next message of one of these phases; messages of other phases get empty
+        replies."""
         while True:
             message, self._first = self._first or await self._next(), None
             if message.WhichOneof("request") in phases:
@@ -89,9 +91,9 @@ class Exchange:
         await self.write(reply)
 
     async def _next(self) -> ProcessingRequest:
-        """Returns the next message, but drops chunks after the last one of a full duplex body:
-        Envoy 1.35 to 1.37 repeats the last chunk (https://github.com/envoyproxy/envoy/issues/46237).
-        """
+        """Returns the next message. Drops chunks that follow the last chunk of a full duplex body:
+        Envoy 1.35 to 1.37 repeats the last chunk
+        (https://github.com/envoyproxy/envoy/issues/46237)."""
         while True:
             message = await self._call.read(self.body.evicted)
             if not self.full_duplex or message.WhichOneof("request") != "request_body":
@@ -101,7 +103,8 @@ class Exchange:
                 return message
 
     def hold_body(self, message: ProcessingRequest) -> bool:
-        """Holds a body that comes in one message; returns whether the message has all of it."""
+        """Holds a body that comes in one message; returns True if the message has the whole
+        body."""
         self.body.add(message.request_body.body)
         # Envoy sets no end_of_stream on a whole body that trailers follow.
         return message.request_body.end_of_stream or self.body_mode == messages.BUFFERED
@@ -123,15 +126,16 @@ class Exchange:
 
     @property
     def _returns_chunks(self) -> bool:
-        """Envoy forwards every chunk of the response and waits to get each one back."""
+        """True if Envoy waits for the reply to each chunk of the response (full duplex)."""
         return self._response_body_mode == messages.FULL_DUPLEX_STREAMED
 
     # -- its end ----------------------------------------------------------------------------
 
     def end_if_on(self, hung: Container[str]) -> bytes | None:
-        """Ends a request that is on a hung replica; returns the message for Envoy, else None.
+        """Ends the request if its replica is hung; returns the message for Envoy, or None.
 
-        At any time, Envoy accepts the message: it answers the client or aborts the response.
+        Envoy accepts the message at any time: Envoy then answers the client, or aborts the
+        response.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung:
             return None
@@ -140,7 +144,8 @@ class Exchange:
         return refuse(NoReplica(HUNG), self.endpoint)
 
     def close(self, lost: bool = False) -> None:
-        """Ends the request in flight, if any; ``lost``: the router ended it, on a hung replica."""
+        """Ends the request if it is in flight. ``lost``: the router ended it because its replica is
+        hung."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.end(lost)
@@ -160,23 +165,24 @@ class Exchange:
 
     @property
     def has_fallback(self) -> bool:
-        """Envoy chooses a replica itself where the router chooses none."""
+        """True if Envoy chooses a replica itself when the router chooses none."""
         return not self.full_duplex and self.subset is None
 
     @property
     def only_model(self) -> str | None:
-        """The model of every request, if the replicas serve one model and under no other name."""
+        """Model of every request, if all replicas serve the same model and clients know no other
+        name."""
         services = self.services
         return None if services.config.route.models else services.fleet.members.only_model
 
     async def pass_through(
         self, phase: str, values: Mapping[str, str], to_any: Callable[[], bytes]
     ) -> None:
-        """Answers a request that is no inference; ``to_any`` makes the reply if any replica may
-        serve it.
+        """Answers a request that is no inference request. ``to_any`` makes the reply if any replica
+        may serve the request.
 
         A request about a stored response goes to the replica that owns the response. The router
-        answers ``GET /v1/models`` itself where ``route.models`` has names that no replica knows.
+        answers ``GET /v1/models`` itself if ``route.models`` has names that no replica knows.
         """
         services, path = self.services, values.get(":path", "")
         services.metrics.requests.add("passed")
@@ -195,8 +201,8 @@ class Exchange:
     def dispatch(
         self, request_id: str, decision: Decision | None, waited: float = 0.0, reason: str = ""
     ) -> None:
-        """Adds the request to the ledger after ``waited`` seconds; without a decision, Envoy
-        chooses the replica. ``reason``: why the request waited."""
+        """Adds the request to the ledger after ``waited`` seconds in the queue, for the reason
+        ``reason``. Without a decision, Envoy chooses the replica."""
         services, trace = self.services, self._trace
         if decision is not None:
             visible = self.response_visible
@@ -212,7 +218,7 @@ class Exchange:
             trace.ended("unrouted")
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
-        """Waits, and asks Envoy to wait for the reply.
+        """Waits in the queue, and asks Envoy to wait for the reply.
 
         Raises:
             Left: the stream ends first.
@@ -228,11 +234,12 @@ class Exchange:
     def reply(
         self, phase: str, decision: Decision | None, partial: bool, leave_body: bool
     ) -> bytes:
-        """Reply that sends the request to the chosen replica; None: Envoy chooses.
+        """Reply that sends the request to the chosen replica. ``decision`` None: Envoy chooses.
 
-        The body becomes the body for that replica: the model by the name that the replica serves,
-        and the priority of the request's objective in place of the client's. A ``partial`` body is
-        only the beginning; with ``leave_body``, Envoy sends the body to the replica only.
+        The body is adapted to the replica: it names the model as the replica does, and has the
+        priority of the request's objective instead of the client's. ``partial``: the router has
+        only the beginning of the body. ``leave_body``: Envoy sends the rest of the body to the
+        replica, and not to the router.
         """
         if decision is None:
             return messages.proceed(phase)

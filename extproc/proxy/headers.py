@@ -57,10 +57,10 @@ def header_names(config: Config) -> frozenset[str]:
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:
-    """Answer to ``GET /v1/models`` where ``route.models`` configures names that no replica knows.
+    """Answer to ``GET /v1/models`` if ``route.models`` configures names that no replica knows.
 
-    The form is OpenAI's, with vLLM's ``max_model_len``: the context length in tokens, the smallest
-    of all replicas that serve the model. ``created``: seconds since the epoch, at the answer.
+    The form is OpenAI's, with vLLM's ``max_model_len``: the smallest context length, in tokens, of
+    the replicas that serve the model. ``created``: time of the answer in seconds since the epoch.
     """
     kinds = {(state.models, state.max_model_len) for state in states}
     listed = names.requestable(name for models, _ in kinds for name in models)

@@ -16,9 +16,10 @@ _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
 class InFlight:
-    """Holds the request's place in the ledger, notes which replica serves it, and learns from it.
+    """Keeps the request's entry in the ledger, records which replica serves the request, and learns
+    from its response.
 
-    Where Envoy does not forward the response, the router learns only when the request ends.
+    If Envoy does not forward the response, the router learns only that the request has ended.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class InFlight:
         """Adds the request to the ledger.
 
         ``destination``: the choice as Envoy gets it; ``response_visible``: Envoy forwards the
-        response; ``waited``: seconds in the queue.
+        response to the router; ``waited``: seconds in the queue.
         """
         self._services = services
         self._destination = destination
@@ -62,7 +63,8 @@ class InFlight:
         services.metrics.decisions.add(decision.policy, decision.replica)
 
     def response_headers(self, request: ProcessingRequest) -> bool:
-        """Takes the response's headers; returns whether the router is to read the body."""
+        """Reads the response's headers; returns True if the router needs the response's body,
+        too."""
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
         status = headers.get(":status", "")
@@ -92,9 +94,9 @@ class InFlight:
             self._services.fleet.responses.record(found, self.served_by)
 
     def end(self, lost: bool = False) -> None:
-        """Ends the request: the response is complete, or the client or Envoy gave up.
+        """Ends the request: the response is complete, or the client or Envoy has given up.
 
-        ``lost``: the router ended the request, because its replica hangs.
+        ``lost``: the router ended the request because its replica is hung.
         """
         services, outcome, profile = self._services, self.outcome, self._forecast.profile
         unanswered = outcome.status is None
@@ -188,9 +190,9 @@ class InFlight:
         self._services.metrics.failures.add(replica)
 
     def _reads_body(self, content_type: str) -> bool:
-        """Decides whether to read the response's body: yes if it is one message, or holds the id of
-        a stored response; a stream, within the budget of chunks, or as one of the first of a
-        replica that no poll has measured."""
+        """Decides whether to read the response's body. The router reads a body that comes in one
+        message, or has the id of a stored response. It reads a stream if the budget of chunks
+        allows, or if the stream is among the first of a replica that no poll has measured."""
         if self.outcome.status != 200:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
@@ -223,7 +225,7 @@ class InFlight:
             services.router.learn(forecast, self.served_by, each, seconds, outcome.ttft_s)
 
     def _measure(self, seconds: float, usage: ReportedUsage | None) -> None:
-        """Compares the prediction with the ``seconds`` that the response took, for metrics."""
+        """Updates the metrics: the prediction against the ``seconds`` that the response took."""
         services, forecast, metrics = self._services, self._forecast, self._services.metrics
         profile, replica = forecast.profile, forecast.replica
         predicted, hits = forecast.predicted_completion, forecast.expected_hits

@@ -84,7 +84,8 @@ def body_only(mode: int) -> bytes:
 
 @cache
 def wait(seconds: float) -> bytes:
-    """Asks Envoy to wait so long for the reply; Envoy does, up to its ``max_message_timeout``."""
+    """Message that asks Envoy to wait ``seconds`` for the reply; Envoy waits at most its
+    ``max_message_timeout``."""
     reply = ProcessingResponse()
     reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
     return reply.SerializeToString()
@@ -92,7 +93,8 @@ def wait(seconds: float) -> bytes:
 
 @cache
 def watch_response() -> bytes:
-    """Reply to response headers: send the body, too, as it passes."""
+    """Reply to response headers: send the body to the router, too, while it streams to the
+    client."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
@@ -108,8 +110,8 @@ def send_to(
 ) -> bytes:
     """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
 
-    With ``leave_body``, in a reply to headers, Envoy sends the body to the replica only;
-    ``priority`` replaces the client's priority header.
+    ``leave_body``, in a reply to headers: Envoy sends the body to the replica, and not to the
+    router. ``priority`` replaces the client's priority header.
     """
     reply = ProcessingResponse()
     if leave_body:
@@ -132,15 +134,15 @@ def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
 
 
 def with_metadata(reply: bytes, metadata: Mapping[str, str | float]) -> bytes:
-    """The reply with further metadata, in a namespace that Envoy's clusters do not read."""
+    """Adds metadata to a reply, in a namespace that Envoy's clusters do not read."""
     changed = ProcessingResponse.FromString(reply)
     changed.dynamic_metadata.fields[DECISION_NAMESPACE].struct_value.update(metadata)
     return changed.SerializeToString()
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """The reply to a request's body, with another body; ``length``: bytes of the whole body that
-    the replica gets, None if unknown."""
+    """Replaces the body in the reply to a request's body. ``length``: bytes of the whole body that
+    the replica gets; None: unknown."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
     common.body_mutation.body = body
@@ -150,8 +152,8 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
 
 
 def with_whole_request(reply: bytes, body: bytes) -> bytes:
-    """The reply to a request's headers, which also returns all of its body: Envoy sends no more of
-    the request to the router, and forwards the trailers."""
+    """Adds the whole body to the reply to a request's headers. Envoy then sends no more of the
+    request to the router, and forwards the trailers."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_headers.response
     common.status = _CONTINUE_AND_REPLACE
@@ -160,7 +162,8 @@ def with_whole_request(reply: bytes, body: bytes) -> bytes:
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
-    """Reply to a body chunk in full duplex, where Envoy forwards only the bytes that return."""
+    """Reply to a body chunk in full duplex, where Envoy forwards only the bytes that the router
+    returns."""
     reply = ProcessingResponse()
     chunk = getattr(reply, phase).response.body_mutation.streamed_response
     chunk.body = body
@@ -208,7 +211,8 @@ def expression_of(header: str) -> str:
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The only endpoints that the gateway allows, ``ip:port``; None: all endpoints."""
+    """Endpoints, ``ip:port``, among which the gateway lets the router choose; None: all
+    endpoints."""
     namespaces = message.metadata_context.filter_metadata
     if _SUBSET_NAMESPACE not in namespaces or SUBSET not in namespaces[_SUBSET_NAMESPACE].fields:
         return None

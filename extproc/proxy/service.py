@@ -51,7 +51,7 @@ every 0.5 s (``envoy/*.yaml``) and excludes the router after two failed checks."
 
 
 class GrpcServer:
-    """The gRPC server, with its health service: one stream is one HTTP request.
+    """The gRPC server and its health service. Each stream is one HTTP request.
 
     Handlers receive and return raw bytes, so that no message is parsed twice.
     """
@@ -64,8 +64,8 @@ class GrpcServer:
     ) -> None:
         """Creates a server that does not listen yet; ``pools``: further pools by name.
 
-        After ``keepalive_s`` seconds of silence the server pings an Envoy. If the Envoy does not
-        answer within as many seconds again, its requests end.
+        The server pings an Envoy that was silent for ``keepalive_s`` seconds, and ends its requests
+        if no answer comes within the same time.
         """
         self._services = services
         self._settings = serve = services.config.serve
@@ -106,9 +106,10 @@ class GrpcServer:
         return port
 
     async def watch_replicas(self) -> None:
-        """Reports the router ready once a replica is known; then ends requests on hung replicas.
+        """Reports the health service as ready once the router knows a replica; then ends requests
+        on hung replicas.
 
-        Before that, other routers serve better. Runs until it is cancelled.
+        Until then Envoy uses other routers. Runs until cancelled.
         """
         ready = False
         while True:
@@ -119,10 +120,11 @@ class GrpcServer:
                 await self._report_readiness()
 
     async def stop(self, drain_s: float) -> None:
-        """Stops within ``drain_s`` seconds; open streams have this long to end.
+        """Stops the server; open streams have ``drain_s`` seconds to end.
 
-        The health is bad at once. New streams are accepted until Envoy must have noticed, because
-        Envoy would serve a refused stream without the router; an idle router refuses them at once.
+        Health checks fail at once. New streams are accepted until Envoy must have noticed that,
+        because Envoy serves the request of a refused stream without the router. An idle router
+        refuses new streams at once.
         """
         self._stopping = True
         await self._report_readiness()
@@ -146,9 +148,9 @@ class GrpcServer:
     async def _process(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Serves one stream; after an error, Envoy goes on without the router.
 
-        gRPC cancels this handler when Envoy resets the stream, as Envoy does with every stream that
-        it has closed. The task that serves the stream is shielded from that and reads the end of
-        the stream: gRPC never frees what a cancelled task was waiting for
+        gRPC cancels this handler when Envoy resets the stream, and Envoy also resets every stream
+        that it has closed. The task that serves the stream is shielded from the cancellation and
+        reads the end of the stream, because gRPC never frees what a cancelled task was waiting for
         (https://github.com/grpc/grpc/issues/43360).
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,7 +190,8 @@ class GrpcServer:
             del self._exchanges[exchange]
 
     def _services_of(self, pool: str | None, context: grpc.aio.ServicerContext) -> Services:
-        """``pool``: named by Envoy's route in the stream's metadata, which no client can set."""
+        """Services of a pool, which Envoy's route names in the stream's metadata; no client can set
+        the metadata."""
         if pool is None:
             return self._services
         if pool in self._pools:
@@ -204,7 +207,8 @@ class GrpcServer:
         return self._unknown_pool
 
     async def end_hung(self) -> None:
-        """Ends the requests on hung replicas, which would last as long as their clients wait."""
+        """Ends the requests on hung replicas. Without this they would last until their clients give
+        up."""
         if not (after := self._settings.hung_s):
             return
         fleets = (pool.fleet for pool in self._pools.values())

@@ -25,7 +25,7 @@ _RESPONSES_PER_S = 100.0  # a replica with 1% of the requests is checked once a 
 
 
 class Budget:
-    """A token bucket: a rate per second, of which the unspent part is saved up to a limit."""
+    """Token bucket: fills at a rate per second, up to a limit."""
 
     def __init__(self, per_s: float, saved_s: float) -> None:
         self._per_s = per_s
@@ -33,8 +33,8 @@ class Budget:
         self._as_of = 0.0
 
     def takes(self, now: float, amount: float, reserved: float = 0.0) -> bool:
-        """Spends the amount, even below 0, if at least 1 is left, and more than the ``reserved``
-        fraction of the limit. ``now``: seconds."""
+        """Spends ``amount`` and returns True if at least 1 is left, and more than the fraction
+        ``reserved`` of the limit. The rest may become negative. ``now``: seconds."""
         self._left = min(self._left + (now - self._as_of) * self._per_s, self._limit)
         self._as_of = now
         if self._left < 1.0 or self._left <= reserved * self._limit:
@@ -48,7 +48,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services(ObservedPool):
-    """The parts of a router for a pool; pools share all but those of :func:`parts_of_pool`."""
+    """Parts of a router that serve one pool. All pools share the parts that :func:`parts_of_pool`
+    does not create."""
 
     tokens: TokenCounter
     metrics: RouterMetrics
@@ -69,7 +70,7 @@ class Services(ObservedPool):
     router decides before it has chosen a replica."""
 
     def of_pool(self, config: Config) -> "Services":
-        """The parts for another pool of the same router."""
+        """Returns the parts for another pool of the same router."""
         names = self.fleet.members.names
         return replace(self, **parts_of_pool(config, names, self.random, self.clock, self.wall))
 
@@ -77,7 +78,7 @@ class Services(ObservedPool):
 def routing(
     config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
 ) -> tuple[Queue, Router]:
-    """Queue and router of a pool, over a fleet without replicas."""
+    """Creates the queue and the router of a pool, with a fleet that has no replicas yet."""
     fleet, route = Fleet(OutputLengths(), clock, wall, names), config.route
     queue = Queue(fleet, config.hold, clock)
     return queue, Router(fleet, route.policy, random, route.session_cost_s, queue.backlog)

@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
-    """Sends this router's state and receives that of others; sends a farewell when cancelled."""
+    """Sends this router's state to the other routers and receives theirs. Sends a farewell when
+    cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
     async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
         keys = Keys(pool)
@@ -69,7 +70,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
 
 
 async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
-    """Takes each change; requests may go between two changes."""
+    """Calls ``take`` with each change; the event loop may serve requests between two changes."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             take(change)
@@ -77,7 +78,7 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
 
 
 async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Sends entries, again and again while Redis is away."""
+    """Sends entries; while Redis is away, repeats the attempt."""
     backoff = reconnecting(Random())
     while True:
         try:
@@ -137,7 +138,8 @@ async def _send_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
 
 
 async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:
-    """Waits for the first replicas: prompts for replicas that are not known are lost."""
+    """Receives prompts that other routers dispatched. Waits for the first replicas, because prompts
+    for unknown replicas would be lost."""
 
     def take(prompts: Prompts) -> None:
         try:
@@ -150,7 +152,7 @@ async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: S
 
 
 async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
-    """Takes the KV blocks that replicas report; asks again for all blocks after a gap."""
+    """Receives the KV blocks that replicas report. After a gap, asks for all blocks again."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if fleet.blocks.follows(change.replica, change.update):
@@ -169,7 +171,8 @@ async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
 
 
 async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
-    """Reads which models were served lately, then stores each model that departs."""
+    """Reads which models were served lately, then stores each model that no replica serves any
+    more."""
     members, stored, recalled = fleet.members, dict[str, float](), False
     while True:
         epoch = wall() - monotonic()

@@ -4,10 +4,10 @@ The first message selects the protocol: body first, headers first, or full duple
 ``tests/proxy/test_stream.py`` checks with random messages:
 
 - Every message gets one reply, in order; in full duplex, one reply may answer several messages. A
-  message that the protocol does not wait for gets an empty reply, at any time.
-- However the stream ends, the request then holds no place in the ledger and the queue, and no body
-  memory.
-- The router holds a body until the replies that route its request are written, not longer.
+  message that the protocol does not expect gets an empty reply, at any time.
+- However the stream ends, afterwards the request has no entry in the ledger or the queue, and holds
+  no body memory.
+- The router holds a body only until the replies that route its request are written.
 """
 
 from collections.abc import Callable
@@ -44,10 +44,11 @@ async def stream(exchange: Exchange) -> None:
 
 
 async def _body_first(exchange: Exchange) -> None:
-    """Serves a request of which Envoy sends only the body (``request_header_mode: SKIP``).
+    """Serves a request if Envoy sends its body, and not its headers (``request_header_mode:
+    SKIP``).
 
-    Envoy adds the headers that matter as attributes. A request without a body, such as a GET,
-    begins its stream with the response, if at all.
+    Envoy adds the headers that the router needs as attributes. The stream of a request without a
+    body, such as a GET, begins with the response, or has no message at all.
     """
     config = exchange.services.config
     message = await exchange.read("request_body")
@@ -91,8 +92,8 @@ async def _headers_first(exchange: Exchange) -> None:
 async def _full_duplex(exchange: Exchange) -> None:
     """Serves the endpoint picker's protocol (Gateway API Inference Extension).
 
-    A gateway asks for an endpoint and has no fallback of its own. The headers wait for the body,
-    which comes in chunks; the replies then return all of the body, one after the other.
+    A gateway has no fallback of its own. The router answers the headers after it has read the body,
+    which comes in chunks. The replies then return the whole body to Envoy, chunk by chunk.
     """
     headers = await _read_headers(exchange, lambda: _send_to_any(exchange))
     if headers is None:
@@ -116,9 +117,9 @@ async def _full_duplex(exchange: Exchange) -> None:
 
 
 async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[bool, bool]:
-    """Reads the body up to its end or ``LARGE_BODY``, and further while the model is unknown.
+    """Reads the body up to its end or ``LARGE_BODY``; reads on if the model is still unknown.
 
-    Returns whether the body has ended, and whether trailers followed.
+    Returns two booleans: the body has ended, and trailers followed.
 
     Raises:
         NoMemory: memory is short, and the model is unknown.
@@ -146,7 +147,8 @@ async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[boo
 
 
 async def _read_headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
-    """Reads the headers; answers a request without a body or inference, and returns None."""
+    """Reads the headers. Answers a request that has no body or is no inference request, and returns
+    None for it."""
     message = (await exchange.read("request_headers")).request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
     headers = exchange.inference_headers(values)
@@ -175,8 +177,8 @@ async def _route_body(exchange: Exchange, headers: RequestHeaders, whole: bool) 
 def _request_body(exchange: Exchange, headers: RequestHeaders) -> bytes:
     """Reply to the headers that asks for the body, and for the response if the router needs it.
 
-    The router needs responses within its budget, while a failed replica may have recovered, and
-    where the replica stores them under an id.
+    The router needs a response if its budget of responses allows, if a failed replica may have
+    recovered, or if the replica stores the response under an id.
     """
     services = exchange.services
     visible = services.responses.takes(services.clock(), 1.0)

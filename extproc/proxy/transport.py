@@ -57,10 +57,10 @@ def batch_scheduled_threads() -> Iterator[None]:
     """Schedules threads started inside the block, and their children, under ``SCHED_BATCH``.
 
     gRPC reads sockets and completes operations in threads of its own, with several wake-ups per
-    message. By default, Linux lets a thread that wakes up interrupt the thread on its core. Under
-    ``SCHED_BATCH`` it waits until that thread pauses, and then handles several messages at once:
-    a seventh less CPU per request on a busy core (``benchmarks.overhead``). On an idle core nothing
-    changes, nor on other systems than Linux.
+    message. By default, Linux lets a thread that wakes up interrupt the thread that runs on its
+    core. Under ``SCHED_BATCH`` the woken thread waits until the other thread pauses, and then
+    handles several messages at once: a seventh less CPU per request on a busy core
+    (``benchmarks.overhead``). On an idle core nothing changes, nor on other systems than Linux.
     """
     scheduled = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
     try:
@@ -71,7 +71,8 @@ def batch_scheduled_threads() -> Iterator[None]:
 
 
 def _schedule(policy: str, instead_of: str) -> bool:
-    """Changes the calling thread's policy; returns False if it had another policy or keeps it."""
+    """Changes the calling thread's scheduling policy to ``policy``. Returns False if the thread did
+    not have ``instead_of``, or if the change failed."""
     if sys.platform != "linux":
         return False
     try:

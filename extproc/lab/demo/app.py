@@ -55,7 +55,8 @@ async def demo(args: argparse.Namespace) -> int:
 
 
 async def _in_directory(args: argparse.Namespace) -> None:
-    """Deletes configurations and logs, but keeps those of a failed run and names their folder."""
+    """Deletes configurations and logs at the end; after a failed run keeps them and names their
+    folder."""
     directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
     try:
         await _with_stack(args, directory)
@@ -162,7 +163,7 @@ def _exit_report(process: Process, stack: Stack) -> str:
 
 
 def instructions(stack: Stack) -> str:
-    """Shell commands for another terminal, each with its purpose."""
+    """Shell commands to try in another terminal, each with its purpose."""
     return f"""
 To try in another terminal: a chat, a streamed chat, a chat routed by another policy:
 

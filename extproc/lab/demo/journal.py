@@ -16,7 +16,7 @@ _LONGEST_SETTLE_S = 5.0
 
 @dataclass(slots=True)
 class Entry:
-    """Request with its decision and its end, as far as they are known."""
+    """A request, with its decision and its outcome as far as they are known."""
 
     request_id: str
     decision: DecisionRecord | None = None
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Journal:
-    """Requests of a stack, as far as :meth:`refresh` has read the router and the access log."""
+    """Requests of a stack that :meth:`refresh` has found at the router or in the access log."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen

@@ -39,7 +39,8 @@ class Run:
 
     @property
     def added_ms(self) -> _Percentiles:
-        """Percentiles of the milliseconds that requests waited for the router, as Envoy logs."""
+        """Percentiles of the milliseconds for which requests waited for the router, from Envoy's
+        log."""
         waits = [entry.access.added_ms for entry in self._known() if entry.access]
         return percentiles([wait for wait in waits if wait is not None])
 

@@ -23,7 +23,8 @@ def addressed(
     replicas: Iterable[str],
     template: Path = TEMPLATE,
 ) -> Bootstrap:
-    """Return the template with these addresses, each ``host:port``."""
+    """Return Envoy's configuration, made from the template with these addresses, each
+    ``host:port``."""
     bootstrap: Bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]

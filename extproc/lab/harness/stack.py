@@ -77,7 +77,7 @@ class Stack:
             directory: folder of configurations and logs.
             replicas: simulated replicas.
             settings: keys of the configuration file, by section.
-            usual_ports: ports by name, used if they are free.
+            usual_ports: ports by name that are used if they are free.
             routers: number of routers.
             pollers: number of pollers.
         """
@@ -193,7 +193,7 @@ class Stack:
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
-        """Command line of a process, and the check that it is ready."""
+        """Command line of a process, and the check that tells when the process is ready."""
         if name == "envoy":
             command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
             flags = ("--file-flush-interval-msec", str(_FLUSH_MS))

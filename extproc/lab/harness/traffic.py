@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def account(self) -> str:
-        """Kind of failure and error text."""
+        """Kind of failure, and text of the error."""
         return f"{self.problem}: {self.error}" if self.error else self.problem
 
     def tokens(self, of: str) -> int | None:
@@ -196,7 +196,7 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Contents of a streamed answer."""
+    """Figures and texts parsed from a streamed answer."""
 
     first_at: float | None = None  # time of the first token; None: no token
     gaps_s: Sequence[float] = ()  # seconds from each chunk with tokens to the next
@@ -205,7 +205,8 @@ class Streamed:
 
 
 def read_stream(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
-    """Parse the beginning and the end of a stream: all chunks between have tokens."""
+    """Parse the beginning and the end of a stream; all chunks in between are known to contain
+    tokens."""
     lines = b"".join(chunks).splitlines(keepends=True)
     try:
         usage, problem = _usage(lines), _problem(lines)

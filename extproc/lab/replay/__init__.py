@@ -1,1 +1,2 @@
-"""Traffic played again under a virtual clock: the router against the simulator's engines."""
+"""Replays of traffic under a virtual clock, by the production router and the simulator's
+engines."""

@@ -1,4 +1,4 @@
-"""Comparison of replays: with the record, and without and with a change."""
+"""Comparison of a replay with the record, and of replays without and with a change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def too_far(fit: dict[str, Fit]) -> str:
 
 
 def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
-    """Return True if the parts of the record are too short to be independent."""
+    """Return True if the parts into which the record is cut are too short to be independent."""
     among = counted(scene)
     longest_s = np.nanpercentile([run.completion_s[among] for run in runs], 95)
     return bool(np.ptp(_times(scene)[among]) < _PARTS * _SHORTEST_PART * longest_s)

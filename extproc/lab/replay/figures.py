@@ -26,7 +26,8 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def progress(label: str) -> Callable[..., None]:
-    """Return ``show(done, note="")``, which draws a bar on a terminal; a share of 1 clears it."""
+    """Return a function ``show(done, note="")`` that draws a progress bar on a terminal. ``done``:
+    share 0…1; 1 removes the bar."""
     shown = ""
 
     def show(done: float, note: str = "") -> None:

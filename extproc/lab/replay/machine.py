@@ -1,4 +1,4 @@
-"""Replicas of a simulation, which can be slow, hung or down, and their polls."""
+"""Replicas of a simulation, which can become slow, hang or go down, and their pollers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +23,10 @@ _LONGEST_PAUSE_S = 2.0  # between failing scrapes; the default of production
 
 
 class Machine:
-    """Engine that can be slow, hung or down; the caller advances the engine before each event.
+    """Engine that can become slow, hang or go down. The caller advances the engine before each
+    event.
 
-    A hang stops the engine's clock, which is behind the simulation's clock from then on.
+    A hang stops the engine's clock, which from then on is behind the simulation's clock.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Machine:
 
     @property
     def hung(self) -> bool:
-        """True while the process accepts connections, but does not answer."""
+        """True while the process accepts connections but does not answer."""
         return self._hung_at is not None
 
     @property
@@ -99,7 +100,7 @@ class Machine:
         self.engine.add(sequence, then - self._behind)
 
     def advance(self, until: float) -> list[tuple[float, StepOutcome]]:
-        """Run every step that ends by ``until``; return outcomes with their times."""
+        """Run every step that ends by ``until``; return the outcomes with their times."""
         if not self.works:
             return []
         outcomes = self.engine.advance(until - self._behind)
@@ -126,8 +127,9 @@ class MachinePoller:
     ) -> None:
         """Create a poller that scrapes every ``interval`` seconds.
 
-        ``base`` has the fields that no scrape changes. Learning starts from the step times
-        ``believed``; None: the step times are those of ``base``, or the true step times.
+        ``base`` has the fields that no scrape changes. The poller learns step times, starting from
+        ``believed``. If that is None, it does not learn: the step times are those of ``base``, or
+        the true ones.
         """
         self.base = base
         self._machine = machine
@@ -140,7 +142,7 @@ class MachinePoller:
         self._state = base
 
     def poll(self, now: float) -> ReplicaState | None:
-        """Return the state to publish if a scrape ends now."""
+        """Return the state to publish if a scrape ends at ``now``; otherwise None."""
         if now < self._due:
             return None
         self._waits = self._machine.hung and not self._waits

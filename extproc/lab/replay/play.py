@@ -1,4 +1,4 @@
-"""Play of a scene: the router decides, or each request takes its recorded route."""
+"""Play of a scene: the router decides, or each request goes to its recorded replica."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the difference between a router's f
 
 @dataclass(slots=True)
 class Recorded:
-    """Record of a pool from the last change of the routers' configuration on."""
+    """Record of a pool, from the last change of the routers' configuration on."""
 
     start: StartLine  # configuration, and the time from which on the record is complete
     requests: list[RequestLine]  # served requests in the order of arrival
@@ -102,7 +102,8 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
-    """Merges the lines of all routers, from when all of them wrote with the last configuration."""
+    """Merges the lines of all routers, from the moment on at which all of them had the last
+    configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
     last = replace(starts[-1], at=0.0)

@@ -22,7 +22,7 @@ from extproc.share.digests import DIGEST
 
 
 class VirtualClock:
-    """Clock of a simulation, which sets its time."""
+    """Clock whose time the simulation sets."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -95,7 +95,7 @@ class Served:
 
     @property
     def prefill_seen(self) -> bool:
-        """True if the router saw that the prompt was computed."""
+        """True if the router saw that the prompt was prefilled."""
         first_seen = self.profile.stream and self.first_token is not None
         return self.response_visible and (first_seen or self.finished is not None)
 
@@ -117,7 +117,7 @@ class Served:
 
     @property
     def group(self) -> str:
-        """Name of the objective or the tenant, by which figures are grouped."""
+        """Objective or tenant of the request, by which figures are grouped."""
         return self.arrival.objective.name or self.profile.tenant
 
 
@@ -199,7 +199,8 @@ RouterEvent = Callable[[RouterNode, Served], None]
 
 
 class Routers:
-    """Routers with equal polls and delayed digests; each request goes to a random router."""
+    """Routers that receive the same polls, and each other's digests with a delay. Each request goes
+    to a random router."""
 
     def __init__(
         self,
@@ -208,7 +209,8 @@ class Routers:
         clock: VirtualClock,
         random: Random,
     ) -> None:
-        """``share_lag``: seconds until digests reach the other routers; None: they never do."""
+        """``share_lag``: seconds until a digest reaches the other routers; None: routers share
+        nothing."""
         self.nodes = nodes
         self._share_lag = None if len(nodes) == 1 else share_lag
         self._next = cycle(nodes)
@@ -238,7 +240,8 @@ class Routers:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """Send and deliver the digests due by ``until``, at the intervals of production."""
+        """Send and deliver the digests that are due by ``until``, at the intervals of
+        production."""
         if self._share_lag is None:
             return
         while True:

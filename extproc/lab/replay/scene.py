@@ -1,4 +1,4 @@
-"""Scene of a replay: requests, replicas and configuration of a record, perhaps changed."""
+"""Scene of a replay: requests, replicas and configuration of a record, possibly changed."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPhase:
-    """Step times and state of a replica from a time on."""
+    """Step times and state of a replica from one time to the next phase."""
 
     at: float
     step: StepModel
@@ -81,7 +81,7 @@ class ReplayReplica:
         return replace(self, phases=tuple(phases))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "ReplayReplica":
-        """Return the replica on other hardware, with these step times or those of the profile."""
+        """Return the replica on other hardware, with ``step`` or else the profile's step times."""
         longest = self.state.max_model_len
         moved = self.with_state(
             profile=hardware.name,
@@ -104,8 +104,8 @@ class Scene:
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica by name, sorted; unnamed replicas and duplicates are named by
-        their address."""
+        """``ip:port`` of each replica by its name, sorted. A replica without a name, or with a name
+        that occurs twice, is named by its address."""
         found = dict[str, str]()
         for address, replica in self.replicas.items():
             name = replica.state.name

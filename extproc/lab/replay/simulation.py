@@ -29,7 +29,7 @@ Event = tuple[float, Callable[[], None]]  # time and action
 
 
 class Simulation(ABC):
-    """Replicas and routers under a virtual clock; subclasses define the requests."""
+    """Replicas and routers under a virtual clock. Subclasses define the requests."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Simulation(ABC):
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
     def _answer(self, served: Served, ok: bool) -> None:
-        """Passes response headers once; they name the replica that answers."""
+        """Hands the response headers, which name the replica, to the router once."""
         if served.answered:
             return
         served.answered = True
@@ -174,7 +174,7 @@ class Simulation(ABC):
         self._routers.notify(served, RouterNode.answered if ok else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
-        """Fails the last requests if all wait for replicas that hang until the end."""
+        """Fails the remaining requests if all of them wait for replicas that hang until the end."""
         if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
@@ -186,7 +186,7 @@ class Simulation(ABC):
                 self._retry(served)
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to a time; step by step while requests are queued."""
+        """Runs every engine up to ``until``; goes step by step while requests are queued."""
         while self._queued and (step_ends := self._next_step()) < until:
             yield from self._run_engines(step_ends)
             if step_ends >= self._sweep_at:

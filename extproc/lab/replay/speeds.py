@@ -1,10 +1,11 @@
 """Step times of recorded replicas, fitted to the whole record.
 
-A router's estimate follows the last seconds. Its single coefficients are often wrong by tens of
-percent, which shows only under another load. The record has the counters of the replicas every ten
-seconds, and for each stream the time from its first token to its end, with a step for each token.
-Streams with and without concurrent requests separate the cost of a step from the cost of prompts,
-even if all counter intervals have the same mix of work.
+A router's estimate follows the last seconds of work. The sum of its terms is right, but single
+coefficients are often wrong by tens of percent, which matters only under another load. The record
+has more: the counters of the replicas every ten seconds, and for each stream the time from its
+first token to its end, with a step for each token. Streams with and without concurrent requests
+separate the cost of a step from the cost of prompts, even if the mix of work is the same in all
+intervals of the counters.
 """
 
 from collections import defaultdict
@@ -72,7 +73,7 @@ def step_times(
 def _intervals(
     states: Sequence[ReplicaState], requests: Sequence[RequestLine]
 ) -> tuple[list[_Interval], list[_Interval]]:
-    """Intervals of a replica's work: from its streams, and from its counters."""
+    """Intervals of a replica's work, one list from its streams and one from its counters."""
     rows = [
         (
             line.at + line.queued_s,
@@ -125,7 +126,7 @@ def _intervals(
 
 
 class _Total:
-    """Integral over time of amounts, each added at an even rate from a start to an end."""
+    """Integral over time of several amounts, each spread evenly from a start to an end."""
 
     def __init__(self, starts: Floats, ends: Floats, amounts: Floats) -> None:
         ends = np.maximum(ends, starts + _SHORTEST_S)
@@ -142,7 +143,7 @@ class _Total:
 
 
 def _together(starts: Floats, ends: Floats) -> tuple[Floats, Floats, Floats]:
-    """Union of intervals as disjoint pieces: starts, ends and lengths."""
+    """Union of intervals as disjoint pieces. Returns starts, ends and lengths."""
     order = starts.argsort()
     reached = np.maximum.accumulate(ends[order])
     begun = np.maximum(starts[order], np.append(starts.min(), reached[:-1]))
@@ -184,7 +185,8 @@ def _fitted(profile: str, streams: Sequence[_Interval], counted: Sequence[_Inter
 
 
 def _near(times: Sequence[float], counted: Sequence[_Interval]) -> tuple[Indices, Indices]:
-    """Begin and end of the slice of ``counted`` near each time, or with the nearest interval."""
+    """Begin and end of the slice of ``counted`` near each time; without intervals near, the nearest
+    interval."""
     middles, at = np.array([interval.middle for interval in counted]), np.array(times)
     nearest = ((middles[1:] + middles[:-1]) / 2.0).searchsorted(at)
     begin = np.minimum(middles.searchsorted(at - _SMOOTHED_S), nearest)
@@ -193,7 +195,7 @@ def _near(times: Sequence[float], counted: Sequence[_Interval]) -> tuple[Indices
 
 
 def _slowness(near: tuple[Indices, Indices], counted: Sequence[_Interval], costs: Floats) -> Floats:
-    """Slowness near each time, relative to the whole record."""
+    """Slowness of the replica near each time, relative to its mean over the record."""
     begin, end = near
     if not counted:
         return np.ones(len(begin))

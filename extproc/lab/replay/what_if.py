@@ -30,7 +30,7 @@ Show = Callable[[float], None]  # called with the share that is done
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes to a record, made together."""
+    """Changes to a record, all made in one replay."""
 
     policy: str = ""
     more: Sequence[str] = ()  # names of replicas to copy
@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Replay of a record beside the record."""
+    """Replay of a record, to be compared with the record."""
 
     scene: Scene
     requests: int  # served requests that figures count
@@ -171,7 +171,8 @@ def changed(scene: Scene, change: Change) -> Scene:
 
 
 def replay(scene: Scene, show: Show) -> Replayed:
-    """Play the record with each request where it went; raises ValueError if that fails."""
+    """Play the record with each request on its recorded replica; raises ValueError if that
+    fails."""
     played = play(scene, SEEDS[0], forced=True, show=show)
     among = counted(scene)
     refused = sum(not scene.requests[index].replica for index in among.tolist())
@@ -207,7 +208,8 @@ def _address(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Hardware of a profile, with learned step times if a replica of the record has it."""
+    """Hardware of a profile; with learned step times, if a replica of the record has this
+    profile."""
     profile = hardware_profile(name)
     for replica in scene.replicas.values():
         if replica.state.profile == name:

@@ -1,4 +1,4 @@
 """A replica that schedules as vLLM does: an engine and an OpenAI-compatible server around it.
 
-A request that vLLM would refuse is raised as ``RequestError``.
+A request that vLLM would refuse raises ``RequestError``.
 """

@@ -1,4 +1,4 @@
-"""Answers of the endpoints that generate text, whole and streamed, and the stored responses."""
+"""Answers of the endpoints that generate text, in one piece or streamed, and stored responses."""
 
 import asyncio
 import json
@@ -61,7 +61,8 @@ class Reply(ABC):
 
     @abstractmethod
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """Return the event of a token of sequence ``index``; ``reason`` of its last token."""
+        """Return the event for a token of sequence ``index``; ``reason``: why the sequence ends
+        with this token."""
 
     @abstractmethod
     def closing(self, generation: Generation, include_usage: bool) -> bytes:
@@ -69,7 +70,7 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, generation: Generation) -> dict[str, Any]:
-        """Return the answer to a request without a stream."""
+        """Return the answer to a request that wants no stream."""
 
 
 class ChoicesReply(Reply):
@@ -184,7 +185,8 @@ class MessagesReply(Reply):
         return {**head, "content": content, **end}
 
     def _usage(self, usage: TokenUsage) -> dict[str, int]:
-        """Input tokens exclude cached tokens; without details vLLM counts all tokens as input."""
+        """Return Anthropic's usage. Input tokens exclude cached tokens; if details are off, vLLM
+        counts all prompt tokens as input."""
         cached = usage.cached if self.details else 0
         counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
         return counts | ({"cache_read_input_tokens": cached} if self.details else {})
@@ -241,7 +243,7 @@ class ResponsesReply(Reply):
         }
 
     def response(self, status: str) -> dict[str, Any]:
-        """Return a response without output."""
+        """Return a response that has no output yet."""
         head = {"id": self.id, "object": "response", "created_at": self.created}
         absent = ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p")
         tools = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -296,7 +298,7 @@ class ResponseStore:
         return self._find(name).response
 
     def resume(self, body: GenerateBody) -> None:
-        """Prepend the conversation that a request continues."""
+        """Prepend to ``body`` the conversation that the request continues."""
         if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
             body.begin_with(self._find(body.previous_response_id).conversation)
 

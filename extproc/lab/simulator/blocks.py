@@ -12,7 +12,7 @@ class BlockPool:
     A block is *blank* (free and without content), *in use*, or *idle*: free, but found by the hash
     of its content until it is evicted. Blank blocks are taken first, then idle blocks, the least
     recently released first. Blocks without a hash are only counted, so that taking a thousand of
-    them costs as much as taking a single block.
+    them costs no more than taking one.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -33,7 +33,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def cached(self, hashes: Sequence[int], limit: int) -> int:
-        """Count the blocks in the cache, from the first to the first miss, ``limit`` at most."""
+        """Count the leading blocks that are in the cache, at most ``limit``."""
         hits = 0
         for key in islice(hashes, limit):
             if key not in self._users and key not in self._idle:
@@ -42,7 +42,6 @@ class BlockPool:
         return hits
 
     def idle(self, hashes: Iterable[int]) -> int:
-        """Count the idle blocks among these."""
         return sum(key in self._idle for key in hashes)
 
     def share(self, hashes: Iterable[int]) -> None:
@@ -61,8 +60,8 @@ class BlockPool:
             self.evicted(self._idle.popitem(last=False)[0])
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
-        """Register taken blocks by their hashes, and return the new hashes. A block whose hash is
-        registered already stays private."""
+        """Register taken blocks by their hashes, and return the hashes that are new. A block whose
+        hash is already registered keeps no hash."""
         unknown = (key for key in hashes if key not in self._users and key not in self._idle)
         new = [*dict.fromkeys(unknown)]
         self._users.update(dict.fromkeys(new, 1))
@@ -75,7 +74,7 @@ class BlockPool:
     def release(self, private: int, hashes: Collection[int]) -> None:
         """Free ``private`` blocks without a hash, and end a use of each hashed block.
 
-        The last block is released first, so that a prefix outlives its continuation.
+        The last block is released first, so that it is evicted before the blocks of its prefix.
         """
         self._blank += private
         for key in reversed(list(hashes)):
@@ -87,7 +86,8 @@ class BlockPool:
 
 
 def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:
-    """Return the hashes of the full blocks of ``content``; each covers the seed and all before."""
+    """Return the hashes of the full blocks of ``content``; each hash covers the seed and all blocks
+    before."""
     hashes: list[int] = []
     parent = seed
     for end in range(block_bytes, len(content) + 1, block_bytes):

@@ -47,7 +47,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class Body(BaseModel):
-    """Request body; unknown fields are ignored."""
+    """Body of a request; unknown fields are ignored."""
 
     model: str | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
@@ -70,7 +70,7 @@ class GenerateBody(Body, ABC):
 
     @property
     def bound(self) -> int | None:
-        """Most tokens of a sequence; None: the rest of the context."""
+        """Most tokens that a sequence may generate; None: up to the end of the context."""
         return next(filter(None, (getattr(self, name) for name in self.bounds)), self.default_bound)
 
     @property
@@ -79,7 +79,7 @@ class GenerateBody(Body, ABC):
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with the usage."""
+        """True if the request wants the usage at the end of a stream."""
         return True
 
 
@@ -166,7 +166,7 @@ class ResponsesBody(GenerateBody):
     _earlier: bytes = PrivateAttr(b"")
 
     def begin_with(self, conversation: bytes) -> None:
-        """Continue a conversation, encoded."""
+        """Put an encoded conversation before the input."""
         self._earlier = conversation
 
     def prompts(self) -> list[bytes]:
@@ -213,7 +213,7 @@ class AudioBody(GenerateBody):
 
 
 def encode_chat(messages: list[Message], tools: Tools = None) -> bytes:
-    """Encode a conversation that the assistant continues."""
+    """Encode a conversation, up to where the assistant continues."""
     return _encode_turns([(message.role, message.encoded()) for message in messages], tools)
 
 

@@ -30,18 +30,18 @@ class Engine:
     A step first serves the running sequences in the order of their admission: each decoding
     sequence gets a token, and the unfinished prefill gets a chunk. The step then admits waiting
     sequences in order, until the token budget or the number of sequences is used up, or until a
-    sequence does not fit into the free KV blocks. When blocks run out, the sequences admitted last
-    are preempted: they lose their blocks and wait at the head of the queue, and the step admits
-    no sequence. Scheduling by priority sorts the queue and preempts the sequences that rank last;
-    waiting sequences never preempt running ones. A waiting sequence whose adapter finds no slot is
-    passed by those behind it.
+    sequence does not fit into the free KV blocks. If blocks run out, the sequences admitted last
+    are preempted: they lose their blocks and wait at the head of the queue. Such a step admits no
+    sequence. Scheduling by priority sorts the queue, and preempts the sequences that rank last;
+    waiting sequences never preempt running ones. If the adapter of a waiting sequence finds no
+    slot, the sequences behind it may be admitted before it.
 
-    The cost of a decoding step does not depend on the number of sequences: KV tokens are summed,
-    needed blocks are counted by position modulo block size, and ends are known in steps.
-    Speculative decoding adds a draw for each sequence. A draft is shortened if no block is left;
-    vLLM would preempt.
+    Simulating a decoding step takes the same time for any number of sequences: KV tokens are kept
+    as a sum, needed blocks are counted by position modulo block size, and the step at which each
+    sequence ends is known. With speculative decoding, a random number is drawn for each sequence.
+    If no block is left, a draft is shortened; vLLM would preempt.
 
-    Single steps (:meth:`schedule`, wait, :meth:`complete`) and :meth:`advance` have equal results.
+    Single steps (:meth:`schedule`, then :meth:`complete`) and :meth:`advance` have equal results.
     """
 
     def __init__(
@@ -58,12 +58,13 @@ class Engine:
         cold_steps: int = 0,
         old_counters: bool = False,
     ) -> None:
-        """Create an idle engine; None stands for the value of the profile.
+        """Create an idle engine; None: the value of the profile.
 
         Args:
-            cold_steps: first steps, each :data:`COLD` times as long: kernels are compiled.
-            old_counters: count as vLLM up to 0.15: cached prompt tokens only as hits of the prefix
-                cache, at every attempt to admit a sequence.
+            cold_steps: number of first steps that take :data:`COLD` times as long, because kernels
+                are compiled.
+            old_counters: count as vLLM up to 0.15, which counts cached prompt tokens only as hits
+                of the prefix cache, and at every attempt to admit a sequence.
 
         Raises:
             ValueError: the token budget is below the number of sequences with their drafts, or
@@ -113,7 +114,7 @@ class Engine:
 
     @property
     def slow(self) -> float:
-        """Factor of the profile's step times; may be set at any time."""
+        """Factor by which steps take longer than in the profile; may be set at any time."""
         return self._slow
 
     @slow.setter
@@ -147,7 +148,8 @@ class Engine:
 
     @property
     def queued(self) -> Iterator[Sequence]:
-        """Sequences whose prompt is not computed: those in prefill, then those that wait."""
+        """Sequences whose prompt is not computed yet: first those in prefill, then those that
+        wait."""
         return chain(self._prefilling.values(), self._waiting)
 
     def generated(self, sequence: Sequence) -> int:
@@ -156,7 +158,8 @@ class Engine:
         return sequence.generated
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence for the next step; advance the engine to ``now`` before.
+        """Queue a sequence for the next step. The caller has to advance the engine to ``now``
+        before.
 
         Raises:
             ValueError: the sequence has no prompt, or never fits into the KV cache.
@@ -180,7 +183,7 @@ class Engine:
             self._waiting.append(sequence)
 
     def abort(self, sequence: Sequence, now: float) -> None:
-        """End an unfinished sequence; the step in progress gives it no token."""
+        """End an unfinished sequence; it gets no token from the step in progress."""
         if sequence.id in self._decoding or sequence.id in self._prefilling:
             self._stop(sequence)
         elif sequence in self._waiting:
@@ -193,7 +196,8 @@ class Engine:
             self._show(self.waiting)
 
     def sleep(self, level: int) -> None:
-        """Begin no step until :attr:`sleep_level` is None; levels 1 and 2 clear the cache."""
+        """Begin no further step until :attr:`sleep_level` is None. Levels 1 and 2 clear the prefix
+        cache."""
         self.sleep_level = level
         if level:
             self.pool.clear()
@@ -201,7 +205,8 @@ class Engine:
                 self.events.cleared()
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``, after the last was completed; None: no sequence can run."""
+        """Begin a step at ``now``, after :meth:`complete` of the last; return None if no sequence
+        can run."""
         self._now = now
         return self._begin(now)
 
@@ -245,7 +250,8 @@ class Engine:
         return outcomes
 
     def _begin(self, until: float) -> Step | None:
-        """Schedule a step from now on, or as many steps like it as end by ``until``."""
+        """Schedule a step that begins now or, if it only decodes, all such steps that end by
+        ``until``."""
         if self.sleep_level is not None:
             return None
         preempted = False
@@ -286,8 +292,8 @@ class Engine:
         return min(sequence.context - sequence.computed, self._budget_left())
 
     def _preempt(self) -> None:
-        """Return the sequence admitted last to the head of the queue; by priority, the sequence
-        that ranks last to its place."""
+        """Return the sequence admitted last to the head of the queue. Scheduling by priority
+        returns the sequence that ranks last to its place in the queue."""
         if self.by_priority:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
@@ -333,7 +339,8 @@ class Engine:
         return self.token_budget - len(self._decoding) * (1 + self._drafted)
 
     def _take_prefix(self, sequence: Sequence) -> bool:
-        """Share the blocks of the longest cached prefix; False if the sequence does not fit.
+        """Let the sequence use the blocks of its longest cached prefix; return False if the
+        sequence does not fit.
 
         A hit covers whole blocks and leaves at least a token to compute.
         """
@@ -373,8 +380,8 @@ class Engine:
             self.events.stored(sequence, first, new)
 
     def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
-        """Seconds of a step that prefills ``chunks`` and decodes the other sequences; drafted
-        tokens cost as much as prefilled tokens."""
+        """Seconds of a step that prefills ``chunks`` and decodes the other sequences. A drafted
+        token costs as much as a prefilled token."""
         prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
         context = sum(sequence.computed for sequence, _ in chunks)
         # A token of a chunk attends to all tokens before it: on average to half the chunk.
@@ -385,7 +392,7 @@ class Engine:
 
     def _decode(self, until: float, single: bool) -> Step:
         """Schedule a step that only decodes, and the next steps until a sequence ends or blocks run
-        out: no waiting sequence can be admitted before."""
+        out. Until then no waiting sequence can be admitted."""
         planned = self._decode_steps
         warmed_up = self.steps <= self._cold_steps
         if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
@@ -410,8 +417,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks of up to ``steps`` steps after the next, while blocks are free; returns
-        the number of these steps."""
+        """Take the blocks for up to ``steps`` steps after the next, as far as blocks are free;
+        return for how many steps."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
@@ -428,8 +435,8 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Advance decoding sequences by their accepted drafts; returns these tokens, by sequence
-        id."""
+        """Advance decoding sequences by their accepted drafts; return the number of accepted tokens
+        by sequence id."""
         counters, gained, pool = self.counters, {}, self.pool
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens

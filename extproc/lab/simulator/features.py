@@ -6,10 +6,11 @@ from random import Random
 
 
 class LoadedAdapters:
-    """Slots for LoRA adapters: of a batch, and of those that stay loaded after their last use.
+    """Slots for LoRA adapters: those of the batch, and those of adapters that stay loaded after
+    their last use.
 
-    A step takes ``load_s`` longer for each adapter that is not loaded; the least recently used
-    adapter is unloaded for it.
+    A step takes ``load_s`` longer for each adapter that has to be loaded; the least recently used
+    adapter is unloaded.
     """
 
     def __init__(self, slots: int = 1, load_s: float = 0.0) -> None:
@@ -23,7 +24,7 @@ class LoadedAdapters:
         return adapter in batch or len(batch) < self.slots
 
     def use(self, adapters: Iterable[str]) -> float:
-        """Use adapters in a step; return the seconds to load the missing ones."""
+        """Use adapters in a step; return the seconds that loading the missing adapters takes."""
         loads = self.loads
         for adapter in adapters:
             self.loads += adapter not in self._loaded
@@ -45,8 +46,8 @@ ACCEPTANCE = 0.7  # approximately what vLLM reports of EAGLE drafts on conversat
 class Speculation:
     """Speculative decoding: each step drafts ``tokens`` tokens for every decoding sequence.
 
-    A drafted token is accepted with a fixed probability if all before it are: a step gives a
-    sequence one token and the accepted tokens, at most ``tokens + 1``.
+    A drafted token is accepted with a fixed probability if all drafted tokens before it are. So a
+    step gives a sequence one token plus the accepted ones, at most ``tokens + 1``.
     """
 
     def __init__(self, tokens: int, acceptance: float, random: Random) -> None:

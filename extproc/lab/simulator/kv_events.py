@@ -20,7 +20,7 @@ _MEDIUM = "GPU"
 
 
 class BlockEvents:
-    """Queue of events that are not published yet."""
+    """Queue of the events that are not published yet."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -1,7 +1,7 @@
 """``/metrics`` with the names, labels and buckets of vLLM 0.32.
 
-prometheus_client would take 37 ms for this page instead of 3 ms: a replica that is scraped five
-times a second would deliver its tokens late.
+prometheus_client would take 37 ms for this page, and this module takes 3 ms. With 37 ms, a replica
+that is scraped five times a second would deliver its tokens late.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ class Metrics:
     def sequence_finished(self, sequence: Sequence, bound: int, speed: float) -> None:
         """Count a sequence that was not aborted; its times are ``speed`` times real seconds.
 
-        A late step counts as begun on time and may admit later arrivals, so negative waits are 0.
+        A late step counts as begun on time, and may admit requests that arrived later. Such a
+        negative wait counts as 0.
         """
         arrived, admitted, first, finished = _times(
             sequence.arrived, sequence.admitted, sequence.first_token, sequence.finished
@@ -192,7 +193,7 @@ class Metrics:
 
 
 def _times(*times: float | None) -> list[float]:
-    """Times of events that have all occurred, for the type checker."""
+    """Return the times of events, none of which may be None; narrows their type."""
     return [time for time in times if time is not None]
 
 

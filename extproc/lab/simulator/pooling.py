@@ -1,4 +1,5 @@
-"""Requests that only compute prompts: embeddings, pooling, classes, scores and ranks.
+"""Requests whose prompts are computed without output: embeddings, pooling, classes, scores and
+ranks.
 
 The values depend only on the prompt: all replicas give a prompt the same answer. Only embeddings
 have vLLM's form in full; all other replies have a score for each prompt.
@@ -25,7 +26,7 @@ Items = Item | list[Item]
 
 
 class PoolingBody(Body, ABC):
-    """Request with an item in the reply for each prompt."""
+    """Request whose reply has an item for each prompt."""
 
     @abstractmethod
     def prompts(self) -> list[bytes]: ...

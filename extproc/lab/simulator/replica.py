@@ -1,4 +1,4 @@
-"""Simulated replica: a model on an engine, and its limits."""
+"""Simulated replica: a model on an engine, with the limits of vLLM."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -126,7 +126,7 @@ class Replica:
         return self._submit(Generation(answers, 1, streamed=False))
 
     def _submit(self, generation: Generation) -> Generation:
-        """Queues a request, or refuses the request as vLLM's ``AsyncLLM.check_admission`` does."""
+        """Queues a request, or refuses it in the cases of vLLM's ``AsyncLLM.check_admission``."""
         most, most_tokens = self.settings.max_num_queued_reqs, self.settings.max_num_queued_tokens
         if most is not None and self.live.unfinished + len(generation.answers) > most:
             self._refuse("max_num_queued_reqs", "is currently busy and cannot accept new requests")

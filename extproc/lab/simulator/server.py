@@ -49,7 +49,8 @@ Seconds = Annotated[float, Field(ge=0, le=60)]
 
 
 class Faults(BaseModel):
-    """``/simulate``: sets faults for chaos tests and demos; absent fields do not change."""
+    """Body of ``/simulate``, which sets faults for chaos tests and demos; absent fields change
+    nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -238,7 +239,7 @@ class ReplicaServer:
 
 
 async def _name_replica(request: web.Request, response: web.StreamResponse) -> None:
-    """Adds a response header, by which clients behind a proxy can tell replicas apart."""
+    """Adds a response header by which clients behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
 
@@ -280,7 +281,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """Output length from the header, or else from the trace state."""
+    """Output length that a client requests by a header, or else by the trace state."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
@@ -290,7 +291,8 @@ def _output_tokens(request: web.Request) -> int | None:
 
 
 def _trace_state(request: web.Request, name: str) -> str | None:
-    """Value of a key in ``tracestate``: ``key=value`` pairs, separated by commas (W3C)."""
+    """Value of a key in the header ``tracestate``: ``key=value`` pairs, separated by commas
+    (W3C)."""
     entries = ",".join(request.headers.getall("tracestate", [])).split(",")
     pairs = (entry.strip().partition("=") for entry in entries)
     return next((value for key, _, value in pairs if key == name), None)

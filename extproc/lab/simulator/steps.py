@@ -31,7 +31,7 @@ class Histogram:
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, as vLLM counts it."""
+    """Reason why a sequence ended, as vLLM counts reasons."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,7 +40,7 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt with the tokens to generate, and its progress; times in the caller's seconds."""
+    """Prompt, tokens to generate, and progress of a sequence; times are on the caller's clock."""
 
     id: int
     prompt_tokens: int
@@ -81,7 +81,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Steps of the same decoding sequences, each longer than the last as their contexts grow.
+    """Consecutive steps of the same decoding sequences. Each is longer than the last, because
+    contexts grow.
 
     All end times are computed from the start, so that they do not depend on how often the caller
     advances the engine.
@@ -169,5 +170,5 @@ class Counters:
 
     @property
     def steps(self) -> int:
-        """Steps as vLLM counts them: without steps that neither decode nor end a prefill."""
+        """Steps as vLLM counts them. Steps that neither decode nor end a prefill do not count."""
         return self.iteration_tokens.count

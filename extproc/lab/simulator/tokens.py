@@ -1,8 +1,8 @@
 """Simulated tokenizer and vocabulary: a token is four bytes of UTF-8, the last one padded.
 
 Encoded tokens stay bytes, so that their blocks can be hashed without a list of ids. Generated
-tokens are words of three letters and a space: their text encodes to the same tokens, and the next
-turn of a conversation hits the blocks of the last answer in the prefix cache.
+tokens are words of three letters and a space. So their text encodes to the same tokens again, and
+the next turn of a conversation hits the blocks of the last answer in the prefix cache.
 """
 
 import json

@@ -31,7 +31,8 @@ _EARLY_S = 0.01  # a timer may fire this much too early
 
 
 class Live:
-    """Snapshots of a router's pools: made only while viewers are connected, and shared by them."""
+    """Snapshots of a router's pools, made only while viewers are connected, and shared by all
+    viewers."""
 
     def __init__(self, pools: Sequence[ObservedPool]) -> None:
         self._pools = pools

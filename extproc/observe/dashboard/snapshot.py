@@ -27,7 +27,7 @@ _GROUPS = 50  # groups of queued requests listed: there may be as many tenants a
 
 
 class PageColumn(Struct, omit_defaults=True):
-    """Column of a table; the unit says how browser and terminal lay the values out."""
+    """Column of a table; the unit tells browser and terminal how to show the values."""
 
     title: str
     unit: str  # a key of UNITS in page/table.js
@@ -37,7 +37,8 @@ class PageColumn(Struct, omit_defaults=True):
 
 
 class PageTable(Struct):
-    """Table whose rows stay the same on the page while their key is listed."""
+    """Table for the page. A row with the same key in the next snapshot replaces the row in
+    place."""
 
     caption: str
     keys: list[Any]
@@ -46,7 +47,7 @@ class PageTable(Struct):
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
-    """Describe the pools of a router for JSON, in which infinite figures become null.
+    """Describe the pools of a router for JSON; infinite figures become null.
 
     A thousand replicas take 15 ms; other tasks run between two pools.
     """
@@ -91,7 +92,8 @@ def text_table(
     rows: Sequence[Sequence[str]],
     units: Mapping[str, str],
 ) -> PageTable:
-    """Convert a table of ``explain``; ``units`` names units other than text and figure."""
+    """Convert a table of ``explain``; ``units``: units of columns, by title, other than text and
+    figure."""
     converted = list[PageColumn]()
     for at, column in enumerate(columns):
         title = column.header
@@ -157,7 +159,8 @@ def _natural(name: str) -> list[int | str]:
 
 
 def _dispatched(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
-    """Count recent decisions by pool and replica; also returns the seconds that they cover."""
+    """Count recent decisions by pool and replica; also return the seconds that these decisions
+    cover."""
     now = pool.wall()
     records = pool.log.since(now - _RECENT_S)
     counts = Counter((record.pool, record.decision.replica) for record in records)
@@ -197,9 +200,9 @@ def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
 
 
 def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
-    """Compare predicted and actual seconds of the last requests.
+    """Pair the predicted and actual seconds of the last requests.
 
-    ``ended`` begins with the newest result, whose number is ``added``.
+    ``ended``: results, the newest first; ``added``: number of the newest result.
     """
     pairs = ((result.actual_s, result.predicted_s) for result in ended)
     ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]

@@ -1,6 +1,7 @@
 """Warnings of the dashboard.
 
-A warning keeps its words while its cause lasts, because a screen reader reads new words aloud.
+The text of a warning stays the same while its cause lasts, because a screen reader reads a new text
+aloud.
 """
 
 from collections import defaultdict
@@ -95,8 +96,8 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
 
 
 def _drifts(view: FleetView) -> Iterator[str]:
-    """Yield warnings about replicas whose decode times drift from the prediction more than the
-    others' do."""
+    """Yield warnings about replicas whose decode times differ from the prediction much more than
+    those of other replicas."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
