@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo fast test chaos bench compare-page peers check lock proto envoy-files clean
+.PHONY: venv demo fast test chaos bench compare-page peers check release lock proto envoy-files clean
 
 venv: $(VENV)/.installed
 
@@ -54,6 +54,22 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What a release consists of, in dist/: wheel, sdist, chart, image, a list of the image's packages
+# (SBOM, CycloneDX) and checksums. Needs Docker; IMAGE= leaves the image out.
+VERSION = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('extproc'))")
+IMAGE ?= extproc:$(VERSION)
+RELEASE := build/release/bin
+release: venv
+	rm -rf dist && mkdir -p dist
+	$(PYTHON) -m venv build/release && $(RELEASE)/pip install --quiet build==1.6.1 cyclonedx-bom==7.5.0
+	$(RELEASE)/python -m build --outdir dist .
+	$(BIN)/python -c "import helm_python; helm_python.package('docs/helm', destination='dist')"
+	$(RELEASE)/cyclonedx-py requirements requirements-image.txt --pyproject pyproject.toml \
+	  --mc-type application --output-reproducible --output-file dist/extproc-$(VERSION).cdx.json
+	if [ "$(IMAGE)" ]; then docker build --quiet --tag $(IMAGE) . \
+	  && docker save $(IMAGE) | gzip > dist/extproc-$(VERSION)-image.tar.gz; fi
+	cd dist && sha256sum * > SHA256SUMS
 
 # Maintainers: renew what is pinned (needs uv) and the compiled messages. The image gets of the
 # same versions only what it runs.
