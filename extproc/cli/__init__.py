@@ -20,6 +20,7 @@ _COMMANDS = {
     "check": "Finds mistakes in a configuration, an Envoy file, or a running system.",
     "top": "Shows the fleet of a running router, live.",
     "explain": "Shows decisions of a running router, with the reasons.",
+    "report": "Collects versions, configuration, fleet and decisions for a bug report.",
     "what-if": "Replays recorded traffic with another policy or other replicas.",
     "replicas": "Lists, drains and undrains replicas.",
     "simulate": "Runs a simulated vLLM replica.",

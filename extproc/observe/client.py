@@ -1,6 +1,6 @@
 """HTTP client of a router's admin address: fetches decisions and live snapshots."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from json import loads
 from typing import Any
@@ -56,6 +56,19 @@ async def fetch_decisions(
         return found[:most]
 
 
+async def fetch_pages(
+    router: str, paths: Sequence[str], access: AdminSettings = _OPEN
+) -> list[bytes]:
+    """Get pages of a router's admin address.
+
+    Raises:
+        RouterUnavailableError: the router does not answer.
+        ValueError: a file of ``access`` cannot be used.
+    """
+    async with _connected(router, access) as client:
+        return [await client.page(path) for path in paths]
+
+
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
     """Yield a router's live snapshots, which :mod:`extproc.observe.dashboard.snapshot` describes.
 
@@ -88,6 +101,10 @@ class _Client:
             raise self._no_router("JSON that is no list of decisions")
         return records
 
+    async def page(self, path: str) -> bytes:
+        async with self.get(path, "", {}) as response:
+            return await response.read()
+
     @asynccontextmanager
     async def get(
         self, path: str, kind: str, query: dict[str, str], total_s: float | None = _TIMEOUT_S
@@ -102,7 +119,7 @@ class _Client:
                     )
                 if response.status != 200:
                     raise self._no_router(f"status {response.status}")
-                if response.content_type != kind:
+                if kind and response.content_type != kind:
                     raise self._no_router(f"{response.content_type} instead of {kind}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, ValueError):

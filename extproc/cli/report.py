@@ -1,0 +1,94 @@
+"""``extproc report``: collects what a bug report needs in one archive."""
+
+import argparse
+import asyncio
+import io
+import logging
+import platform
+import re
+import tarfile
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from extproc import __version__
+from extproc.cli.arguments import CommandError
+from extproc.cli.configuration import add_file, configured
+from extproc.config import Config
+from extproc.envoy.live import check_live, check_replicas_files
+from extproc.observe.client import RouterUnavailableError, fetch_pages
+
+_PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
+_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    file = "archive to write (default: %(default)s)"
+    add("--output", type=Path, default=Path("extproc-report.tar.gz"), metavar="FILE", help=file)
+    add("--router", metavar="URL", help="admin address of the router (default: serve.admin)")
+    admin = "check the running Envoy that has this admin address, too"
+    add("--envoy-admin", metavar="URL", help=admin)
+    add_file(parser)
+    parser.epilog = (
+        "The archive has no prompts, responses or passwords. It has addresses, names of models, "
+        "and request ids and tenants of the last decisions: read it before you publish it."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    config = configured(args)
+    router = args.router or config.serve.admin
+    files = {"versions.txt": _versions(), "configuration.yaml": _configuration(config)}
+    files |= asyncio.run(_running(config, router, args.envoy_admin))
+    try:
+        with tarfile.open(args.output, "w:gz") as archive:
+            for name, text in files.items():
+                entry = tarfile.TarInfo(f"extproc-report/{name}")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text))
+    except OSError as error:
+        raise CommandError(f"cannot write {args.output}: {error.strerror}") from None
+    print(f"{args.output} has {', '.join(files)}: read it before you publish it.")
+    return 0
+
+
+async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
+    """Pages of the router and findings on what runs; an error takes the place of a page."""
+    # The checks use parts that log their failures, which here are findings.
+    logging.getLogger("extproc").addHandler(logging.NullHandler())
+    findings = check_replicas_files(config) + await check_live(config, envoy_admin)
+    files = {"findings.txt": "".join(f"{finding}\n" for finding in findings).encode()}
+    try:
+        pages = await fetch_pages(router, list(_PAGES.values()), config.admin)
+    except (RouterUnavailableError, ValueError) as error:
+        return files | {"router.txt": f"{error}\n".encode()}
+    return files | dict(zip(_PAGES, pages, strict=True))
+
+
+def _versions() -> bytes:
+    installed = {one.metadata["Name"]: one.version for one in distributions()}
+    lines = [
+        f"extproc {__version__}",
+        f"Python {platform.python_version()}, {platform.platform()}",
+        *(f"{name} {installed[name]}" for name in sorted(installed, key=str.lower)),
+    ]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _configuration(config: Config) -> bytes:
+    """Every setting, without passwords."""
+    return yaml.safe_dump(_public(config.model_dump(mode="json")), sort_keys=False).encode()
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: "***" if each and "password" in name else _public(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_public(each) for each in value]
+    return _OF_URL.sub("***", value) if isinstance(value, str) else value

@@ -1,0 +1,72 @@
+"""``extproc report`` collects what a bug report needs, and no secret."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.lab.harness.processes import free_port
+from extproc.proxy.app import build
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, state
+from tests.observe.conftest import Run, decide
+
+SECRETS = "hunter2", "swordfish"
+REDIS = f"redis://router:{SECRETS[0]}@127.0.0.1:1/0"
+
+
+@pytest.fixture
+def services() -> Services:
+    made = build(Config(), CollectorRegistry())
+    for number in (1, 2):
+        made.fleet.put(state(number, "llama-8b-a10", ManualClock()))
+    return made
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EXTPROC_REDIS__URL", REDIS)
+    monkeypatch.setenv("EXTPROC_REDIS__SENTINEL_PASSWORD", SECRETS[1])
+    return tmp_path / "report.tar.gz"
+
+
+def unpacked(bundle: Path) -> dict[str, str]:
+    with tarfile.open(bundle) as archive:
+        files = [(entry.name, archive.extractfile(entry)) for entry in archive.getmembers()]
+        return {Path(name).name: file.read().decode() for name, file in files if file}
+
+
+async def test_report_has_what_runs_and_no_password(
+    services: Services, router: str, run: Run, bundle: Path
+) -> None:
+    decided = decide(services)
+    await run("report", "--router", router, "--output", str(bundle))
+    files = unpacked(bundle)
+    assert "extproc " in files["versions.txt"]
+    assert (
+        yaml.safe_load(files["configuration.yaml"])["redis"]["url"] == "redis://***@127.0.0.1:1/0"
+    )
+    assert len(json.loads(files["fleet.json"])["replicas"]) == len(services.fleet.members)
+    [record] = json.loads(files["decisions.json"])
+    assert record["number"] == decided.number
+    assert "# TYPE" in files["metrics.txt"] or files["metrics.txt"] == ""
+    assert "Redis" in files["findings.txt"]
+    assert not any(secret in text for text in files.values() for secret in SECRETS)
+
+
+async def test_report_without_a_router_says_so(run: Run, bundle: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    await run("report", "--router", address, "--output", str(bundle))
+    files = unpacked(bundle)
+    assert f"no router answers at http://{address}" in files["router.txt"]
+    assert "fleet.json" not in files
+
+
+async def test_report_that_cannot_be_written_names_the_file(run: Run, bundle: Path) -> None:
+    missing = bundle.parent / "missing" / "report.tar.gz"
+    [line] = await run("report", "--output", str(missing), status=1)
+    assert line == f"extproc report: cannot write {missing}: No such file or directory"
