@@ -189,9 +189,9 @@ class RedisSettings(Section):
         options = self.options
         self._paired("sentinels", "service")
         if self.sentinels and self.cluster:
-            raise ValueError("Redis has sentinels or is a cluster, not both")
+            raise ValueError("set sentinels or cluster, not both")
         if self.cluster and options.get("db"):
-            raise ValueError("a Redis Cluster has no database but 0")
+            raise ValueError("a Redis Cluster has only database 0")
         if (self.sentinels or self.cluster) and "path" in options:
             raise ValueError("sentinels and cluster need a URL that begins with redis or rediss")
         if not (self.sentinels or self.cluster or options.keys() & {"host", "path"}):
@@ -323,7 +323,7 @@ class RouteSettings(Section):
             for other in models.keys() & set(targets) - {name}:
                 if isinstance(targets, tuple) or isinstance(models[other], dict):
                     raise ValueError(
-                        f"{name!r} leads to {other!r}, which leads to other names: "
+                        f"{name!r} stands for {other!r}, which itself stands for other names: "
                         "give the name that replicas serve"
                     )
         return models
@@ -461,7 +461,7 @@ class PollSettings(Section):
         longest_s = info.data["interval_s"] * (1 + POLL_JITTER) + _TIMEOUTS * timeout_s
         if longest_s >= STALE_AFTER_S:
             raise ValueError(
-                f"{_TIMEOUTS} times this and the wait before (poll.interval_s) are {longest_s:g} s "
+                f"{_TIMEOUTS} × poll.timeout_s + poll.interval_s (with jitter) is {longest_s:g} s, "
                 f"and must be less than {STALE_AFTER_S:g} s: a replica that answers late would "
                 "count as stale"
             )

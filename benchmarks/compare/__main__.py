@@ -147,7 +147,7 @@ def _with_part(
         return [*every], []
     having = [contender for contender in every if fault.part in contender.parts]
     if not having:
-        raise ValueError(f"{fault.name}: no contender here has a {fault.part} of its own")
+        raise ValueError(f"{fault.name}: no contender in this comparison has a {fault.part}")
     return having, [contender.name for contender in every if contender not in having]
 
 
@@ -223,7 +223,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
     if args.at is not None and not (args.fault and args.at < args.duration):
-        parser.error("--at is the time of the --fault, and less than --duration")
+        parser.error("--at needs --fault, and must be less than --duration")
     try:
         named = [contender_named(name, args.programs).name for name in args.contenders or ()]
     except ValueError as error:

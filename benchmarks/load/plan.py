@@ -36,7 +36,7 @@ class Counting:
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
-            raise ValueError(f"{words} words are {tokens} tokens, {more_words} are {more_tokens}")
+            raise ValueError(f"{tokens} for {words} words, {more_tokens} for {more_words}")
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:
@@ -144,13 +144,13 @@ async def _counting(client: Client, endpoint: Endpoint, model: str, salt: str) -
         if tokens is None:
             reason = answer.account or "the answer has no count of tokens"
             raise TargetError(
-                f"{path} did not answer as a model: {reason}; leave it out with --endpoint"
+                f"{path} does not generate text: {reason}; name other paths with --endpoint"
             )
         counted.append((words, tokens))
     try:
         return Counting.of(*counted)
     except ValueError as error:
-        raise TargetError(f"{path} counts tokens in a senseless way: {error}") from None
+        raise TargetError(f"{path} reports impossible token counts: {error}") from None
 
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"  # of the Gateway API Inference Extension

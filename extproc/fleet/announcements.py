@@ -76,10 +76,10 @@ def read_prompts(data: bytes) -> list[tuple[str, Prefix]]:
             keys = np.frombuffer(data, "<u8", units, at)
             at += keys.nbytes
             if not (0.0 < unit < np.inf and 0.0 <= tokens < np.inf):
-                raise ValueError(f"prompt with {tokens} tokens, {unit} in a unit")
+                raise ValueError(f"impossible prompt: {tokens} tokens, {unit} tokens in a unit")
             found.append((replica, Prefix(keys, unit, tokens, whole)))
     except struct.error as error:
-        raise ValueError(f"prompts that are cut short: {error}") from None
+        raise ValueError(f"the prompts are cut short: {error}") from None
     return found
 
 

@@ -59,7 +59,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     def __post_init__(self) -> None:
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))
         if not isfinite(self.sent_at):
-            raise ValueError("digest whose time is not finite")
+            raise ValueError("the time of the digest is not finite")
 
 
 NOTHING = np.zeros((FIGURES, 0))  # figures of a digest that names no replica
@@ -78,5 +78,5 @@ def unpack(_: type, data: bytes) -> Floats:
     """
     figures = np.frombuffer(data, _FLOAT).astype(np.float64)
     if not ((figures >= 0.0) & (figures < np.inf)).all():
-        raise ValueError("digest with figures that are negative or not finite")
+        raise ValueError("the digest has a figure that is negative or not finite")
     return figures

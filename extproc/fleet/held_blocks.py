@@ -188,7 +188,10 @@ class HeldBlocks:
                 if known:
                     log.info("replica's KV blocks are known", extra=extra)
                 else:
-                    log.info("replica's KV blocks are unknown: hits are estimated", extra=extra)
+                    log.info(
+                        "replica's KV blocks are unknown: the router estimates its prefix cache",
+                        extra=extra,
+                    )
         return sum(blocks.known for blocks in self._replicas.values())
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ async def run_poller(config: Config) -> None:
     if config.state == "memory":
         raise ValueError(
             "state is 'memory': the router polls its replicas itself; "
-            "to run pollers, or several routers, set it to 'redis'"
+            "to run pollers, or several routers, set state to 'redis'"
         )
     if not names_replicas(config):
         log.warning(

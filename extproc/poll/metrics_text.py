@@ -197,7 +197,7 @@ def _total(page: bytes, name: bytes) -> float:
 def _sum(name: bytes, lines: list[bytes]) -> float:
     total = sum(_value(name, line) for line in lines)
     if total > _LARGEST:
-        raise MetricsError(f"/metrics has no sensible sum of vllm:{name.decode()}: {total:g}")
+        raise MetricsError(f"/metrics has an impossible sum of vllm:{name.decode()}: {total:g}")
     return total
 
 
@@ -209,7 +209,7 @@ def _value(name: bytes, line: bytes | bytearray) -> float:
         value = -1.0
     if not 0.0 <= value <= _LARGEST:  # catches NaN too
         text = line[-40:].decode(errors="replace")
-        raise MetricsError(f"/metrics has no sensible value of vllm:{name.decode()}: {text!r}")
+        raise MetricsError(f"/metrics has an impossible value of vllm:{name.decode()}: {text!r}")
     return value
 
 

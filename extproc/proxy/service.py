@@ -200,8 +200,8 @@ class GrpcServer:
             self._unknown_names.add(pool)
             configured = ", ".join(self._pools)
             logger.error(
-                "an Envoy route names a pool that is not configured: Envoy's fallback serves, "
-                "until 'pools' has it or the route names another",
+                "an Envoy route names a pool that is not configured: Envoy's fallback serves its "
+                "requests; add the pool to 'pools', or correct the route",
                 extra={"pool": pool, "configured": configured, "peer": context.peer()},
             )
         return self._unknown_pool

@@ -44,7 +44,7 @@ class DrainStore:
         self.refused = OutageLog(
             log,
             "redis refuses a key: 'extproc replicas' has no effect",
-            "redis refuses the key no longer",
+            "redis accepts the key again",
             logging.ERROR,
             key=self.key,
             allow=f"~{self.key} +@read +@write",

@@ -106,7 +106,7 @@ def test_contender_without_the_part_is_left_out(
     compare.main([*given, "--contenders", "envoy,router,envoy:random"])
     assert begun == [("router:completion", Fault(name="poller-killed", at_s=4.0))]
     assert compare.main([*given, "--contenders", "envoy"]) == 2
-    assert "no contender here has a poller of its own" in capsys.readouterr().err
+    assert "no contender in this comparison has a poller" in capsys.readouterr().err
 
 
 class ObservedContender:

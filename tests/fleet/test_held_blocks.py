@@ -154,7 +154,10 @@ def test_late_replica_is_estimated_and_logged(
     assert pool.hits() == expected
     known = sum(tokens > 0 for tokens in expected)
     assert pool.fleet.blocks.count_known() == pool.fleet.blocks.count_known() == known
-    assert len(logged.lines("replica's KV blocks are unknown: hits are estimated")) == 2 - known
+    assert (
+        len(logged.lines("replica's KV blocks are unknown: the router estimates its prefix cache"))
+        == 2 - known
+    )
     pool.report(1, stored=keys(2), whole=True)
     pool.poll()
     assert pool.hits()[0] == 32

@@ -64,7 +64,7 @@ async def test_scrape_reads_health_and_metrics(replica: Replica, session: Client
         ("/metrics", text("<html></html>"), "is this vLLM"),
         ("/metrics", text(b"\xff\x00" * 1000), "is this vLLM"),
         ("/metrics", compressed, "is this vLLM"),
-        ("/metrics", text(page().replace("2.0", "NaN")), "no sensible value"),
+        ("/metrics", text(page().replace("2.0", "NaN")), "impossible value"),
         ("/metrics", redirect, "/metrics answered 302"),
         ("/metrics", disconnect, "/metrics failed"),
     ],
