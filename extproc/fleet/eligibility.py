@@ -75,7 +75,8 @@ STALLED = Reason(
 )
 FAILING = Reason(
     "failing",
-    f"{_TOLERATED} requests in a row that failed there alone | an answer below 500 | "
+    f"{_TOLERATED} requests in a row that failed there alone or could not be sent | "
+    "an answer below 500 | "
     f"{_FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
     f"{_LONGEST_EJECTION_S:g} s | one request after that time | half, at least one replica",
 )

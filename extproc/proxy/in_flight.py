@@ -155,11 +155,14 @@ class InFlight:
         failed = status >= 500 and not self.outcome.overloaded
         if reason is not None and self.served_by == chosen:
             return  # a server that no poller knows answered
-        # A request that fails on two replicas counts against neither: it may itself be the cause.
+        # A request that fails on two replicas counts against neither: it may itself be the cause,
+        # unless it never reached the second.
+        counts = upstream.is_unsent or not (retried and failed)
         if retried:
-            self._failed(chosen, unavailable=True, counts=not failed)
+            self._failed(chosen, unavailable=True, counts=counts)
         if failed:
-            self._failed(self.served_by, unavailable=status == _UNAVAILABLE, counts=not retried)
+            unavailable = status == _UNAVAILABLE and not upstream.is_unsent
+            self._failed(self.served_by, unavailable, counts)
         elif not self.outcome.overloaded:
             services.fleet.eligibility.succeeded(self.served_by)
 
@@ -169,7 +172,7 @@ class InFlight:
         An address that no replica has is a tunnel's or a sidecar's, unless Envoy tells that it does
         not hold the choice.
         """
-        address, attempts, held = upstream
+        address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")
         if address in ("", chosen):
             return None

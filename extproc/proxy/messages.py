@@ -35,6 +35,8 @@ DECISION_NAMESPACE = "extproc"  # metadata with the decision, for access logs
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
+_CONNECTION_FAILED = 1 << 5
+"""``UF`` among Envoy's response flags: the last attempt got no connection, so no byte was sent."""
 _OWN_ATTRIBUTES = {
     ":path": "request.path",
     ":method": "request.method",
@@ -227,17 +229,20 @@ class Upstream(NamedTuple):
     address: str  # endpoint that sent the response, ``ip:port``; empty: unknown
     attempts: int  # requests that Envoy sent, 1 without a retry; 0: unknown
     destination: str  # choice that Envoy holds; empty: unknown, or Envoy does not hold it
+    is_unsent: bool  # Envoy answered: its last attempt to reach a replica got no connection
 
 
 def upstream_of(message: ProcessingRequest) -> Upstream:
     """Way of the request whose response's headers this message has."""
-    address, attempts = b"", 0
+    address, attempts, flags = b"", 0, 0
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields
         address = fields["upstream.address"].string_value
         attempts = int(fields[ATTEMPTS].number_value)
+        flags = int(fields["response.flags"].number_value)
     namespaces, served, destination = message.metadata_context.filter_metadata, "", ""
     if METADATA_NAMESPACE in namespaces:
         metadata = namespaces[METADATA_NAMESPACE].fields
         served, destination = metadata[SERVED].string_value, metadata[DESTINATION].string_value
-    return Upstream(address.decode() or served, attempts, destination)
+    is_unsent = bool(flags & _CONNECTION_FAILED)
+    return Upstream(address.decode() or served, attempts, destination, is_unsent)

@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
-_HEALTHY = {"fail": 0, "hang": False, "slow": 1.0, "freezing_gauges": False}
+_HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gauges": False}
 
 
 @dataclass

@@ -119,6 +119,27 @@ async def test_request_that_fails_everywhere_ejects_no_replica(client: Client) -
     assert set(chosen) == set(NAMES)
 
 
+async def test_request_that_breaks_every_connection_ejects_no_replica(client: Client) -> None:
+    async with client.simulating("limited", reset=True), client.simulating("plain", reset=True):
+        answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
+    assert {answer.status for answer in answers} == {503}
+    assert await none_excluded(client)
+
+
+async def test_replica_that_refuses_connections_is_ejected(client: Client, stack: Stack) -> None:
+    """A refused connection counts, even if the request has failed on another replica before."""
+    with stack.paused("poller"):  # or a poll may find first that the replica is down
+        await stack.kill("limited")
+        async with client.simulating("plain", reset=True):
+            answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
+            assert {answer.status for answer in answers} == {503}
+        reasons = [one["why"] for answer in answers for one in answer.decision["excluded"]]
+        assert any(why.startswith("ejected") for why in reasons)
+    await stack.start("limited")
+    await until(lambda: served(client, "limited"))
+    await until(lambda: none_excluded(client))
+
+
 async def test_sleeping_engine_gets_no_request_until_it_wakes(client: Client, stack: Stack) -> None:
     url = f"http://{stack.address('limited')}"
     await client.post(f"{url}/sleep", {})

@@ -140,11 +140,14 @@ class Stream:
         upstream: str = "",
         content_type: str = "application/json",
         end_of_stream: bool = False,
+        flags: int = 0,
     ) -> ProcessingResponse:
+        """``flags``: Envoy's response flags."""
         values = {":status": str(status), "content-type": content_type}
+        attributes = {"upstream.address": upstream} if upstream else {}
         return await self.send(
             response_headers=headers_message(values, end_of_stream),
-            attributes=_attributes({"upstream.address": upstream} if upstream else {}),
+            attributes=_attributes(attributes, {"response.flags": flags} if flags else {}),
         )
 
     async def request_chunks(self) -> bytes:
@@ -365,6 +368,9 @@ def _listed(key: str, names: list[str]) -> Struct:
     return Struct(fields={key: Value(list_value=ListValue(values=values))})
 
 
-def _attributes(values: dict[str, str]) -> dict[str, Struct]:
-    fields = {name: Value(string_value=value) for name, value in values.items()}
+def _attributes(
+    texts: dict[str, str], numbers: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Struct]:
+    fields = {name: Value(string_value=text) for name, text in texts.items()}
+    fields |= {name: Value(number_value=number) for name, number in numbers.items()}
     return {"envoy.filters.http.ext_proc": Struct(fields=fields)}

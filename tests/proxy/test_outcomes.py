@@ -31,6 +31,8 @@ LAST = (
 )
 TUNNEL = "127.0.0.1:15001"
 NAMED = {"x-request-id": "one"}
+CONNECTION_FAILED, CONNECTION_TERMINATED, RETRIES_EXHAUSTED = 1 << 5, 1 << 6, 1 << 15
+"""Envoy's response flags UF, UC and URX."""
 
 
 @pytest.fixture
@@ -269,6 +271,30 @@ async def test_replica_that_envoy_skips_is_excluded(envoy: EnvoySide, services: 
     for _ in range(30):
         await envoy.converse(upstream=replica(2))
     assert services.fleet.view("llama").ids == [replica(2)]
+
+
+@pytest.mark.parametrize(
+    ("status", "flags", "counts"),
+    [
+        (500, RETRIES_EXHAUSTED, False),
+        (503, RETRIES_EXHAUSTED | CONNECTION_TERMINATED, False),
+        (503, RETRIES_EXHAUSTED | CONNECTION_FAILED, True),
+    ],
+)
+async def test_request_that_fails_on_two_replicas_counts_only_if_the_second_refused_it(
+    envoy: EnvoySide,
+    services: Services,
+    clock: ManualClock,
+    status: int,
+    flags: int,
+    counts: bool,
+) -> None:
+    for _ in range(3):
+        clock.advance(1.1)
+        async with envoy.stream() as stream:
+            _first, second = destination(await stream.ask())
+            await stream.answer(status=status, upstream=second, flags=flags)
+    assert bool(services.fleet.view("llama").excluded) == counts
 
 
 async def test_request_in_flight_keeps_no_candidates() -> None:

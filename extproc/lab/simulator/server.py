@@ -60,6 +60,8 @@ class Faults(BaseModel):
     hang: bool = False
     # Status of all inference requests; /health and /metrics are not affected; 0: no fault.
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
+    # Close the connection of every inference request, as an engine that dies of the request.
+    reset: bool = False
     # Keep the gauges after all requests were aborted, until the next request: vLLM up to 0.10.1.
     freezing_gauges: bool = False
     # Shortest and longest delay of /metrics, drawn for each answer.
@@ -121,6 +123,8 @@ class ReplicaServer:
         await self.replica.live.working.wait()
         if request.path not in _INFERENCE:
             return await handler(request)
+        if self._faults.reset and request.transport is not None:
+            request.transport.abort()
         if self._faults.fail:
             return _error(request, self._faults.fail, "This fault was set with /simulate.")
         name = _trace_state(request, REQUEST_STATE) or ""

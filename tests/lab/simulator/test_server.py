@@ -128,7 +128,13 @@ async def test_hang_fault_stops_all_answers_until_cleared(
 async def test_slow_fault_sets_the_factor_of_the_engine(
     client: ClientSession, replica: Replica
 ) -> None:
-    faults = {"hang": False, "fail": 0, "freezing_gauges": False, "metrics_seconds": [0, 0]}
+    faults = {
+        "hang": False,
+        "fail": 0,
+        "reset": False,
+        "freezing_gauges": False,
+        "metrics_seconds": [0, 0],
+    }
     assert await reply(client, "/simulate", {"slow": 3}) == {"slow": 3} | faults
     assert replica.engine.slow == 3
 
