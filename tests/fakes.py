@@ -31,7 +31,7 @@ class ManualClock:
 
 def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None) -> Fleet:
     """Returns a fleet of idle replicas ``10.0.0.1:8000``, … with these hardware profiles."""
-    fleet = Fleet(OutputLengths(), clock, names=names)
+    fleet = Fleet(OutputLengths(), clock, wall=clock, names=names)
     for number, profile in enumerate(profiles, start=1):
         fleet.put(state(number, profile, clock))
     return fleet

@@ -28,7 +28,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 - *Cost.* An arrival, or the end of a request, costs O(log n) and a number of decisions that does
   not depend on n. A sweep decides a bounded number of requests: if thousands could start at once,
   dispatching them takes seconds.
-- *Isolation.* A client that leaves frees its place and changes nothing else.
+- *Isolation.* A client that leaves frees its place. The queue then offers the replica that the
+  request waited for to others, as when a request ends there, and nothing else changes.
 - *Every wait ends* with a dispatch, with a refusal that names the reason and the time to retry, or
   when the client leaves.
 """
