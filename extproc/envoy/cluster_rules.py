@@ -242,7 +242,7 @@ CLUSTER_RULES = (
         "No route timeout cuts a long response.",
         _cuts_responses,
         "the route's timeout is {}: Envoy cuts longer responses. Write timeout: 0s"),
-    Rule("responses_may_be_silent", Level.WARNING, lambda file: file.all(MANAGER),
+    Rule("responses_may_be_silent", Level.WARNING, lambda file: file.managers,
         "No idle timeout cuts a request that waits in a replica's queue.",
         lambda manager, file: (
             "stream_idle_timeout" not in manager and not _has_route_timeouts(file)
@@ -251,7 +251,7 @@ CLUSTER_RULES = (
         "not streamed for longer. Write stream_idle_timeout: 3600s"),
     Rule("first_tokens_may_wait", Level.ERROR,
         lambda file: [
-            *([] if _has_route_timeouts(file) else file.all(MANAGER)), *file.replica_routes
+            *([] if _has_route_timeouts(file) else file.managers), *file.replica_routes
         ],
         "No short idle timeout cuts a request that waits for its first token.",
         _cuts_waiting),

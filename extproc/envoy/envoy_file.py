@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from extproc.config import Config
-from extproc.envoy.tree import CLUSTER, FILTER, ROUTE, Node, Path, Tree, snake_case
+from extproc.envoy.tree import CLUSTER, FILTER, MANAGER, ROUTE, Node, Path, Tree, snake_case
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 _HTTP = "envoy.extensions.filters.http"
@@ -44,6 +44,12 @@ class EnvoyFile(Tree):
     @cached_property
     def cluster_names(self) -> set[str]:
         return {cluster["name"] for cluster in self.all(CLUSTER)}
+
+    @cached_property
+    def managers(self) -> list[Node]:
+        """Connection managers with an ext_proc filter; all if none has one, as in patches."""
+        managers = self.all(MANAGER)
+        return [item for item in managers if self.all(EXT_PROC, item)] or managers
 
     @cached_property
     def router_clusters(self) -> list[Node]:

@@ -269,7 +269,7 @@ def test_router_scales_by_its_own_cpu() -> None:
     assert [item["name"] for item in poller["volumes"]] == ["extproc"]
 
 
-def test_service_monitor_finds_routers_and_pollers() -> None:
+def test_service_monitor_finds_routers_pollers_and_envoys() -> None:
     objects = manifests(**values("observed"))
     (monitor,) = (item for item in objects if item["kind"] == "ServiceMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
@@ -280,7 +280,7 @@ def test_service_monitor_finds_routers_and_pollers() -> None:
         and wanted <= item["metadata"]["labels"].items()
         and any(port["name"] == "metrics" for port in item["spec"]["ports"])
     }
-    assert found == {"extproc-router", "extproc-poller"}
+    assert found == {"extproc-router", "extproc-poller", "extproc-envoy-metrics"}
 
 
 async def _answer_when(released: asyncio.Event) -> web.AppRunner:

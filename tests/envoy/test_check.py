@@ -69,6 +69,14 @@ class EditableBootstrap:
         self.clusters.append({"name": name})
         return self
 
+    def add_listener(self) -> Self:
+        """Add a listener that does not ask the router, such as one of metrics."""
+        manager = {key: self.manager[key] for key in ("@type", "stat_prefix", "route_config")}
+        filters = [{"name": "http", "typed_config": manager | {"http_filters": self.filters[-1:]}}]
+        listeners = self.tree["static_resources"]["listeners"]
+        listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
+        return self
+
     def original_dst(self, **config: object) -> None:
         del self.replicas["load_balancing_policy"], self.replicas["load_assignment"]
         self.replicas.update(
@@ -400,6 +408,7 @@ ALLOWED: list[Breakage] = [
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
     lambda b: b.add_cluster("elsewhere"),
+    lambda b: b.add_listener(),
     lambda b: (b.add_cluster("web"), b.routes.append(WEB)),
     lambda b: b.split({"name": "replicas"}),
     lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
