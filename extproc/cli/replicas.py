@@ -188,7 +188,7 @@ async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float
             return f"{replica.title} is empty after {waited:.1f} s"
         if waited >= seconds:
             problem = f"{replica.title} {_still_busy(state)} after {seconds:g} s"
-            raise CommandError(f"{problem}; it goes on draining")
+            raise CommandError(f"{problem}; the replica goes on draining")
         await asyncio.sleep(_CHECK_EVERY_S)
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         uvloop.run(_service(args.command)(config))
     except (OSError, ValueError) as error:  # such as an address in use, or a missing tokenizer
-        logger.debug("ended by an error", exc_info=error)
+        logger.debug("the service ended by an error", exc_info=error)
         kind = UsageError if isinstance(error, ValueError) else CommandError
         raise kind(error) from None
     return 0

@@ -149,7 +149,8 @@ class Replicas(Columns, Table):
         """Sets the external sequences: the part of the unattributed sequences that two consecutive
         polls reported.
 
-        A sequence that ended after a scrape appears in one poll only.
+        Two polls are needed because a sequence that ended just after a scrape appears in one poll
+        only.
         """
         both = np.minimum(self.unattributed, self.unattributed_before)
         np.maximum(both, 0.0, out=self.external)

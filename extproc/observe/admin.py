@@ -114,7 +114,7 @@ def read_token(path: Path) -> str:
     """
     token = read_file("admin.token_file", path).decode().strip()
     if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
+        raise ValueError(f"admin.token_file: {path} must hold a token: one line of ASCII")
     return token
 
 

@@ -61,12 +61,12 @@ def predict(
     """Predicts a request on every candidate.
 
     The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled, and
-    sequences of o expected output tokens. The replica has a backlog of W prompt tokens, B sequences
-    decoding with K KV tokens, and sequences i in flight with context k_i and r_i expected tokens to
-    go; m_i = min(r_i, o)::
+    sequences of o expected output tokens: the prefill gives the first, and n = o − 1 decode steps
+    follow. The replica has a backlog of W prompt tokens, B sequences decoding with K KV tokens, and
+    sequences i in flight with context k_i and r_i expected tokens to go; m_i = min(r_i, n)::
 
         T_first   = admission + (W + u)·c_prefill + ceil((W + u)/budget)·step + x·step + y + z·p
-        T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
+        T_decode  = s/d·(n·c0 + c_batch·(n + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + n·p + n²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
 

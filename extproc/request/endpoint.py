@@ -78,7 +78,8 @@ _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
-    """Return the endpoint that a path ends with, query string aside; None: no inference."""
+    """Return the endpoint with which a path ends, without its query string; None: no inference
+    request."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
         if endpoint := PATHS.get("/" + "/".join(parts[first:])):

@@ -30,7 +30,7 @@ def by_owner(owner: str, situation: Situation) -> Choice:
     scores = np.full(len(situation.view), np.inf)
     scores[first] = situation.prediction.completion[first]
     reason = f"it owns {situation.profile.previous_response}, which the request continues"
-    return Choice("holder", first, scores, lambda _: reason)
+    return Choice("owner", first, scores, lambda _: reason)
 
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:

@@ -72,12 +72,12 @@ async def test_changed_token_replaces_the_old_one(file: Path, logged: Logged) ->
         (line,) = logged.lines(
             "admin token cannot be used: keeping the last usable content, if any, and retrying"
         )
-        assert "holds no token" in str(line["error"])
+        assert "must hold a token" in str(line["error"])
 
 
 async def test_empty_token_file_stops_the_start(file: Path) -> None:
     write(file, " \n")
-    with pytest.raises(ValueError, match=r"admin\.token_file: .*holds no token"):
+    with pytest.raises(ValueError, match=r"admin\.token_file: .*must hold a token"):
         await serving(AdminSettings(token_file=file)).__aenter__()
 
 

@@ -110,7 +110,7 @@ def test_continued_response_goes_to_its_owner() -> None:
         fleet.responses.remember("resp_1", replica(holder))
         decision = decide(fleet, "completion", CONTINUED)
         assert (decision.replica, decision.second) == (replica(holder), None)
-        assert decision.policy == "holder"
+        assert decision.policy == "owner"
         assert "resp_1" in decision.why
         assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
         assert fleet.response_owner("resp_1") != replica(other)
@@ -128,7 +128,7 @@ def test_continued_response_goes_to_an_owner_that_is_held_up() -> None:
     fleet.put(state(2, A10, clock, unanswered_s=0.3))
     assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
     decision = decide(fleet, "completion", CONTINUED)
-    assert (decision.replica, decision.policy) == (replica(2), "holder")
+    assert (decision.replica, decision.policy) == (replica(2), "owner")
     fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
     assert decide(fleet, "completion", CONTINUED).replica == replica(1)
 

@@ -93,7 +93,7 @@ def test_stored_response_precedes_the_session() -> None:
     router = Router(fleet, "completion", random.Random(1), 1.0)
     decision = router.decide(replace(PROFILE, previous_response="resp_1"))
     assert decision is not None
-    assert (decision.replica, decision.policy) == (replica(1), "holder")
+    assert (decision.replica, decision.policy) == (replica(1), "owner")
 
 
 def test_session_keeps_the_model_that_was_drawn() -> None:

@@ -110,7 +110,7 @@ async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run
         await drained(run, seen, b)
         assert await run("drain", b.id, "--wait", "0.3", status=1) == (
             f"extproc replicas: {b.id} has 2 running and 1 waiting after 0.3 s; "
-            "it goes on draining\n"
+            "the replica goes on draining\n"
         )
 
 

@@ -417,8 +417,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks for up to ``steps`` steps after the next, as far as blocks are free;
-        return for how many steps."""
+        """Take free blocks in advance, for at most ``steps`` steps after the next; return the
+        number of steps for which they suffice."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
