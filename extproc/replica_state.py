@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
 
-from extproc.predict.step import StepModel
+from extproc.predict.step import StepModel, profile_or_default
 
 STALE_AFTER_S = 5.0  # without an update; late scrapes are closer together (``poll.timeout_s``)
 TTL_S = 10.0
@@ -80,6 +80,13 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_step: Annotated[float, Meta(ge=1.0, le=sys.float_info.max)] = (
         1.0  # for each sequence
     )
+
+    @property
+    def speed(self) -> float | None:
+        """Learned speed ÷ the profile's, in the usual decode step; None: not measured."""
+        if self.learned is None or not self.measured or not self.learned.usual:
+            return None
+        return profile_or_default(self.profile).step.usual / self.learned.usual
 
 
 _DECODER = msgpack.Decoder(ReplicaState)

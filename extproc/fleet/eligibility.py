@@ -191,8 +191,10 @@ class Eligibility:
             member.tried = True
             self._eject(member)
 
-    def failed(self, replica: str, unavailable: bool = False) -> None:
+    def failed(self, replica: str, unavailable: bool = False) -> float:
         """Notes a request that was answered with a 5xx, or had to be retried elsewhere.
+
+        Returns the seconds for which the failure ejects the replica; 0: it does not.
 
         During an ejection, only a failed trial counts.
 
@@ -205,26 +207,28 @@ class Eligibility:
         """
         now, member = self._clock(), self._members.get(replica)
         if member is None or (self._is_ejected(member) and not member.tried):
-            return
+            return 0.0
         if unavailable and self._steps(member):
             member.full_until, self._changed = now + _FULL_S, True
-            return
+            return 0.0
         if unavailable and now - member.failed_at < _FULL_S:
-            return
+            return 0.0
         member.tried = False
         member.failed_at = self._failed_at = now
         member.failures += 1
-        if member.failures >= _TOLERATED:
-            self._eject(member)
+        return self._eject(member) if member.failures >= _TOLERATED else 0.0
 
-    def succeeded(self, replica: str) -> None:
-        """Notes a request that was answered below 500; ends an ejection."""
+    def succeeded(self, replica: str) -> bool:
+        """Notes a request that was answered below 500; returns True if that ends an ejection."""
         self.response_seen(replica)
         member = self._members.get(replica)
-        if member is not None and member.failures:
-            member.failures, member.tried = 0, False
-            member.failed_at = member.ejected_until = -inf
-            self._changed = True
+        if member is None or not member.failures:
+            return False
+        recovers = _was_ejected(member)
+        member.failures, member.tried = 0, False
+        member.failed_at = member.ejected_until = -inf
+        self._changed = True
+        return recovers
 
     def response_seen(self, replica: str) -> None:
         """Notes that the replica sent response headers or a part of a response."""
@@ -467,15 +471,17 @@ class Eligibility:
     def _is_ejected(self, member: _Member) -> bool:
         return self._clock() < member.ejected_until
 
-    def _eject(self, member: _Member) -> None:
+    def _eject(self, member: _Member) -> float:
+        """Ejects a member, unless too many are ejected; returns the seconds."""
         if not member.ejected_until > -inf:
             ejected = sum(_was_ejected(other) for other in self._members.values())
             if ejected + 1 > max(len(self._members) * _MAX_EJECTED, 1.0):
-                return
+                return 0.0
         doublings = min(member.failures - _TOLERATED, _MOST_DOUBLINGS)
         seconds = min(_FIRST_EJECTION_S * 2.0**doublings, _LONGEST_EJECTION_S)
         member.ejected_until = self._clock() + seconds
         self._changed = True
+        return seconds
 
     def _check_stalls(self) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))

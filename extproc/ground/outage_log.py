@@ -34,5 +34,5 @@ class OutageLog:
     def recovered(self) -> None:
         """Ends the outage and logs that; does nothing without an outage."""
         if self.problem and self._over:
-            self._log.warning(self._over, extra=self._extra)
+            self._log.info(self._over, extra=self._extra)
         self.problem = ""

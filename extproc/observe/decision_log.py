@@ -19,6 +19,7 @@ from extproc.observe.decision import (
     RequestOutcome,
     Terms,
 )
+from extproc.observe.exclusions import Exclusions
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
 from extproc.route.queue import Queue
@@ -231,6 +232,7 @@ class ObservedPool:
     clock: Clock
     wall: Clock
     accuracy: Accuracy = field(default_factory=Accuracy)
+    exclusions: Exclusions = field(default_factory=Exclusions)
 
     @property
     def fleet(self) -> Fleet:

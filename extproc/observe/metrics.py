@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.ground.clock import Clock
 from extproc.observe.tally import OTHER, Counts, Spread
+from extproc.predict.step import profile_or_default
+from extproc.replica_state import ReplicaState
 from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
@@ -87,6 +89,11 @@ class RouterMetrics:
             "1 for each replica that gets no requests of any model, by the first reason: "
             "unhealthy, stalled (or silent), failing, draining.",
             ["replica", "reason"],
+        )
+        self.speed = gauge(
+            "extproc_replica_speed_ratio",
+            "Learned speed of a decode step, divided by that of the replica's hardware profile.",
+            ["replica", "profile"],
         )
         self.hits_expected = counts(
             "extproc_prefix_cache_expected_tokens_total",
@@ -205,6 +212,12 @@ class RouterMetrics:
         self.excluded.clear()
         for replica, reason in reasons:
             self.excluded.labels(replica, reason).set(1)
+
+    def set_speeds(self, states: Iterable[ReplicaState]) -> None:
+        self.speed.clear()
+        for state in states:
+            if (speed := state.speed) is not None:
+                self.speed.labels(state.id, profile_or_default(state.profile).name).set(speed)
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):

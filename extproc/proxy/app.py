@@ -174,11 +174,13 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
             pool.fleet.drop_stale(TTL_S)
             needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers))
             metrics.replicas_needed.labels(pool.config.pool).set(needed)
+            pool.exclusions.look(pool.fleet, pool.wall())
             external = pool.fleet.external_requests
             metrics.external_requests.labels(pool.config.pool).set(external)
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
         metrics.set_excluded(pair for fleet in fleets for pair in fleet.eligibility.exclusions())
+        metrics.set_speeds(states)
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)

@@ -1,5 +1,7 @@
 """A request that was dispatched to a replica, until its stream ends."""
 
+import logging
+
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import PredictionResult
 from extproc.proxy import messages
@@ -9,6 +11,8 @@ from extproc.proxy.services import RESERVED_FOR_ADAPTERS, Services
 from extproc.request.errors import NoReplica
 from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
 from extproc.route.decision import Decision
+
+logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy answered: a circuit breaker is full
 _UNAVAILABLE = 503
@@ -163,8 +167,8 @@ class InFlight:
         if failed:
             unavailable = status == _UNAVAILABLE and not upstream.is_unsent
             self._failed(self.served_by, unavailable, counts)
-        elif not self.outcome.overloaded:
-            services.fleet.eligibility.succeeded(self.served_by)
+        elif not self.outcome.overloaded and services.fleet.eligibility.succeeded(self.served_by):
+            logger.info(f"replica {self.served_by} recovered: a request succeeded")
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
         """Says why another replica than the chosen one answered; None: the chosen one did.
@@ -189,7 +193,13 @@ class InFlight:
         if counts:
             others = fleet.in_flight_on(replica) - (replica == self.served_by)
             full = unavailable and others > 0  # a replica without other requests is not full
-            fleet.eligibility.failed(replica, full)
+            if seconds := fleet.eligibility.failed(replica, full):
+                served = replica == self.served_by
+                why = f"status {self.outcome.status}" if served else "Envoy retried elsewhere"
+                logger.warning(
+                    f"replica {replica} ejected for {seconds:g} s: consecutive failures",
+                    extra={"last": why},
+                )
         self._services.metrics.failures.add(replica)
 
     def _reads_body(self, content_type: str) -> bool:

@@ -9,6 +9,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock
 from extproc.observe.decision_log import Accuracy, ObservedPool
+from extproc.observe.exclusions import Exclusions
 from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
@@ -100,6 +101,7 @@ def parts_of_pool(
         "router": router,
         "responses": Budget(_RESPONSES_PER_S, 1.0),
         "accuracy": Accuracy(),
+        "exclusions": Exclusions(),
         "demand": Demand(clock),
         "recorder": None if folder is None else Recorder(config, folder, router.fleet, clock, wall),
     }

@@ -151,6 +151,12 @@ FIRES = {
         "extproc_responses_total{instance='a',status='2xx'}": "0+100x10",
     },
     "ExtprocReplicaExcluded": {"extproc_replica_excluded{replica='a',reason='failing'}": "1x10"},
+    "ExtprocReplicaSlow": {
+        "extproc_replica_speed_ratio{instance='a',replica='r1',profile='p'}": "0.6x10",
+        "extproc_replica_speed_ratio{instance='a',replica='r2',profile='p'}": "1x10",
+        "extproc_replica_speed_ratio{instance='a',replica='r3',profile='p'}": "1x10",
+        "extproc_replica_speed_ratio{instance='b',replica='r1',profile='p'}": "0.6x10",
+    },
     "ExtprocReplicaFails": {
         "extproc_failures_total{replica='a'}": "0+10x10",
         "extproc_decisions_total{replica='a',policy='completion'}": "0+100x10",

@@ -109,7 +109,7 @@ def logged(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         case ast.Call(func=ast.Name(id="OutageLog"), args=[_, begins, *more], keywords=keywords):
             given = [*more, *(keyword.value for keyword in keywords)]
             yield "error" if "logging.ERROR" in map(ast.unparse, given) else "warning", begins
-            yield from (("warning", over) for over in more[:1])
+            yield from (("info", over) for over in more[:1])
 
 
 def assigned(tree: ast.AST) -> dict[str, ast.expr]:

@@ -11,6 +11,7 @@ from extproc.config import Config
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
+from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.proxy.conftest import config_of, router_of, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
@@ -125,6 +126,23 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
     assert services.demand.replicas(services.queue) == 0.0
     await envoy.ask()
     assert services.demand.replicas(services.queue) > 0.0
+
+
+async def test_ejection_and_recovery_are_logged(
+    envoy: EnvoySide, services: Services, clock: ManualClock, logged: Logged
+) -> None:
+    for _ in range(5):  # a replica gets three of the five
+        await envoy.converse(status=500)
+    (ejected,) = logged.lines()
+    (name,) = (one for one in (replica(1), replica(2)) if one in str(ejected["msg"]))
+    assert ejected["msg"] == f"replica {name} ejected for 1 s: consecutive failures"
+    assert (ejected["levelname"], ejected["last"]) == ("WARNING", "status 500")
+    clock.advance(1.1)
+    services.fleet.remove(replica(2) if name == replica(1) else replica(1))
+    await envoy.converse()
+    (recovered,) = logged.lines()[1:]
+    assert recovered["msg"] == f"replica {name} recovered: a request succeeded"
+    assert recovered["levelname"] == "INFO"
 
 
 def test_replica_excluded_metric_follows_exclusions(registry: CollectorRegistry) -> None:

@@ -5,6 +5,7 @@ import platform
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -121,7 +122,7 @@ def _replicas(
         (reason or "ok") if reason in ("", "draining") else "excluded" if state.healthy else "down"
         for reason, state in zip(reasons, states, strict=True)
     ]
-    problems = ["" if reason == "draining" else reason for reason in reasons]
+    problems = [*map(partial(_problem, pool), ids, reasons)]
     by_profile = [not state.measured for state in states]
     estimated = [fleet.blocks.count(replica) is None for replica in ids]
     ages = [round(now - fleet.eligibility.heard_at(replica), 1) for replica in ids]
@@ -150,6 +151,14 @@ def _replicas(
         PageColumn("Warm", "tokens", warm, estimated=estimated),
     ]
     return PageTable(f"Replicas of pool {name}", ids, columns)
+
+
+def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
+    """Say why a replica is excluded and since when, or that its gauges are ignored."""
+    if reason and (since := pool.exclusions.since(replica)):
+        return f"since {since}" if reason == "draining" else f"{reason} (since {since})"
+    frozen = "its gauges do not move: ignored" if pool.fleet.eligibility.frozen(replica) else ""
+    return "" if reason == "draining" else reason or frozen
 
 
 def _natural(name: str) -> list[int | str]:

@@ -6,16 +6,20 @@ aloud.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median_high
 
 import numpy as np
 
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
+from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
+_SLOW = 0.67  # speed, relative to the other replicas of the same profile
+_WRONG_PROFILE = 2.0  # speed, relative to the profile
 _ENOUGH_TOKENS = 5_000.0  # expected prompt tokens from which a prefix cache is judged
 _FOUND = 0.5  # least share of the expected tokens that a working prefix cache finds
 _LATELY_S = 60.0
@@ -52,6 +56,7 @@ def pool_warnings(
     yield from _stale(pool)
     yield from _excluded(pool, view)
     yield from _not_followed(pool)
+    yield from _slow(pool)
     yield from _drifts(view)
     yield from _cold_caches(view, ended)
     yield from _full_queue(pool)
@@ -76,7 +81,9 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     for replica in view.excluded:
         state = members.get(replica.id)
         if state is None or not state.draining:
-            reasons[replica.why].append(replica.name)
+            since = pool.exclusions.since(replica.id)
+            why = f"{replica.why} (since {since})" if since else replica.why
+            reasons[why].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
         yield "No replica is healthy: Envoy's fallback policy chooses."
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
@@ -93,6 +100,29 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
     for reason, cause in _NOT_FOLLOWED.items():
         if reason in reasons:
             yield f"Envoy did not follow decisions in the last minute: {cause}."
+
+
+def _slow(pool: ObservedPool) -> Iterator[str]:
+    """Yield warnings about replicas that are slower than their equals, and about profiles that do
+    not fit."""
+    speeds = defaultdict[str, dict[str, float]](dict)
+    for state in pool.fleet.members:
+        if (speed := state.speed) is not None:
+            profile = profile_or_default(state.profile).name
+            speeds[profile][state.name or state.id] = speed
+    for profile, by_name in speeds.items():
+        usual = median_high(by_name.values())
+        if slow := [name for name, speed in by_name.items() if speed < _SLOW * usual]:
+            yield (
+                f"{_listed(slow)} much slower than other replicas of profile {profile}: check the "
+                "GPU's clock, its power, and what else runs on it."
+            )
+        if not 1.0 / _WRONG_PROFILE < usual < _WRONG_PROFILE:
+            word = "slower" if usual < 1.0 else "faster"
+            yield (
+                f"Replicas of profile {profile} are more than {_WRONG_PROFILE:g} times {word} than "
+                "it: choose another profile."
+            )
 
 
 def _drifts(view: FleetView) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from msgspec.json import decode, encode
 from extproc.config import Config, HoldSettings
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision_log import DecisionLog, LoggedDecision
+from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
@@ -236,6 +238,34 @@ def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services
     reason = "ejected: 3 or more consecutive requests failed"
     assert warnings(services) == [f"r1 and r2 are excluded: {reason}."]
     assert cells(services, 1, "Health") == ["excluded"]
+
+
+def test_excluded_replica_shows_since_when(services: Services, clock: ManualClock) -> None:
+    poll(services, 2, healthy=False, problem="cannot connect")
+    services.exclusions.look(services.fleet, services.wall())
+    since = datetime.fromtimestamp(services.wall()).strftime("%H:%M:%S")
+    clock.advance(2.0)
+    poll(services, 1, 3, 4)
+    poll(services, 2, healthy=False, problem="cannot connect")
+    services.exclusions.look(services.fleet, services.wall())
+    assert warnings(services) == [f"r2 is excluded: cannot connect (since {since})."]
+    assert cells(services, 2, "Health notes") == [f"cannot connect (since {since})"]
+    poll(services, 2)
+    services.exclusions.look(services.fleet, services.wall())
+    assert cells(services, 2, "Health notes") == [""]
+
+
+def test_slow_replica_and_wrong_profile_are_warned_of(services: Services) -> None:
+    step = hardware_profile(H100).step
+    poll(services, learned=step)
+    assert warnings(services) == []
+    poll(services, 2, learned=step.slowed(1.8))
+    (warning,) = warnings(services)
+    assert warning.startswith(f"r2 is much slower than other replicas of profile {H100}")
+    for number in (1, 3, 4):
+        poll(services, number, learned=step.slowed(2.5))
+    (warning,) = warnings(services)
+    assert warning.startswith(f"Replicas of profile {H100} are more than 2 times slower than it")
 
 
 def test_draining_replica_is_not_warned_of(services: Services) -> None:

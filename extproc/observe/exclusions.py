@@ -1,0 +1,46 @@
+"""Since when replicas have been excluded, and log lines about changes."""
+
+import logging
+from datetime import datetime
+
+from extproc.fleet.eligibility import DRAINING, FAILING, FULL
+from extproc.fleet.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+_NOT_LOGGED = (
+    FAILING.name,
+    FULL.name,
+)  # an ejection is logged with its time; full: up to each second
+
+
+class Exclusions:
+    """Excluded replicas of a pool; the resolution is the time between two looks, a second."""
+
+    def __init__(self) -> None:
+        self._excluded: dict[str, tuple[str, float]] = {}  # reason, and since when
+
+    def look(self, fleet: Fleet, now: float) -> None:
+        """Compares the fleet with the last look; ``now``: seconds since the epoch."""
+        reasons = dict(fleet.eligibility.exclusions())
+        for replica in self._excluded.keys() - reasons.keys():
+            reason, since = self._excluded.pop(replica)
+            if replica in fleet.members and reason not in _NOT_LOGGED:
+                text = f"replica {replica} is used again after {now - since:.0f} s"
+                logger.info(text, extra={"reason": reason})
+        for replica, reason in reasons.items():
+            if self._excluded.get(replica, ("",))[0] == reason:
+                continue
+            self._excluded[replica] = reason, now
+            state = fleet.members.get(replica)
+            extra = {"problem": state.problem} if state and state.problem else {}
+            if reason == DRAINING.name:
+                logger.info(f"replica {replica} excluded: draining")
+            elif reason not in _NOT_LOGGED:
+                logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
+
+    def since(self, replica: str) -> str:
+        """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""
+        if replica not in self._excluded:
+            return ""
+        return datetime.fromtimestamp(self._excluded[replica][1]).strftime("%H:%M:%S")
