@@ -51,26 +51,26 @@ class Reason:
 
 ASLEEP = Reason(
     "asleep",
-    "a poll: the engine sleeps | a poll: the engine is awake | as long as it sleeps | none | all",
+    "a poll: the engine sleeps | a poll: the engine is awake | no limit | none | all",
     covers_all=True,
 )
 UNHEALTHY = Reason(
     "unhealthy",
     "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; for 5 s, "
-    f"an answer to a request of this router | until either | one request every {_TRIAL_S:g} s, if "
+    f"an answer to a request of this router | no limit | one request every {_TRIAL_S:g} s, if "
     "no other replica is usable and this one accepts connections | all",
     covers_all=True,
 )
 OTHER_MODEL = Reason(
     "other model",
-    "a list of models without the requested model | a list with that model | until then | none | "
-    "all, if any replica lists the model; else none",
+    "a list of models without the requested model | a list with that model | no limit | none | "
+    "all if any replica lists the model, otherwise none",
 )
 STALLED = Reason(
     "stalled",
     f"no answer to any scrape for {_HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
-    f"replicas have some; nothing moving for {_STUCK_S:g} s in an engine with work | an answer; an "
-    "update; anything that moves, or no requests | until then | one request every "
+    f"replicas have some; no progress for {_STUCK_S:g} s of an engine with work | an answer; an "
+    "update; progress, or no requests | no limit | one request every "
     f"{_TRIAL_S:g} s, unless no scrape is answered | all but one",
 )
 FAILING = Reason(
@@ -88,12 +88,13 @@ FULL = Reason(
 DRAINING = Reason(
     "draining",
     "`extproc replicas drain`; Kubernetes or DNS that no longer lists it | `extproc replicas "
-    "undrain`; Kubernetes or DNS that lists it again | until then | none | all but one",
+    "undrain`; Kubernetes or DNS that lists it again | no limit | none | all but one",
 )
 NEW = Reason(
     "new",
-    f"joining measured replicas: {_AT_FIRST} requests at a time, and one more for each that ended "
-    "| the first measured second or two of work | until then | every request within that number | "
+    f"joining measured replicas: limited to {_AT_FIRST} requests at a time, and one more for each "
+    "that ended | the first measured second or two of work | no limit | every request within that "
+    "number | "
     "all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
