@@ -69,6 +69,7 @@ class Skips:
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
         self._count = count
         self._warned: set[str] = set()
+        self._met_newer = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
         """Returns the body of an envelope of one of these kinds; None: it cannot be read.
@@ -77,6 +78,9 @@ class Skips:
         """
         try:
             envelope = _DECODER.decode(data)
+            if envelope.version > VERSION and not self._met_newer:
+                self._met_newer = True
+                log.info("redis has values of a newer version: this version skips their new parts")
             for kind in kinds:
                 if kind.tag == envelope.tag:
                     body = kind.decode(envelope.body)

@@ -197,3 +197,15 @@ def test_message_fields_match_version() -> None:
             "started_at refuses most_running max_num_seqs tokens_per_step"
         ),
     }
+
+
+def test_newer_version_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    opened = Opened()
+    for kind, body in MESSAGES:
+        opened.open(kind.seal(body))
+        assert not caplog.messages
+    for kind, body in MESSAGES:
+        opened.open(from_the_future(kind.seal(body)))
+    [message] = caplog.messages
+    assert message.startswith("redis has values of a newer version")
