@@ -159,8 +159,8 @@ def learned(polls: Iterable[EngineCounts]) -> StepModel:
 def replay(
     requests: Items[RecordedRequest], step: StepModel, limits: EngineLimits
 ) -> list[RecordedRequest]:
-    """Simulates the requests. Each reaches the engine later than it was sent, by the time of the
-    front end."""
+    """Simulates the requests. Each reaches the engine only after the time that the front end
+    takes."""
     budget = limits.token_budget, limits.max_num_seqs
     profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)

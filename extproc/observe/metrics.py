@@ -272,8 +272,8 @@ class Demand:
         """Return the number of replicas that arriving work keeps busy, plus the number that would
         clear the queue.
 
-        ``routers``: number of routers. A model without a replica needs one, of which each router
-        reports its share.
+        ``routers``: number of routers. A model that waits for its first replica adds 1 ÷
+        ``routers`` here, so that the sum over all routers is 1.
         """
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}

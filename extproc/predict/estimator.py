@@ -217,8 +217,8 @@ def coefficients(model: StepModel) -> Terms:
 
 
 def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
-    """Returns a row for each stretch of work: its terms in seconds (``units``: coefficients) ÷ the
-    actual seconds, and 1 as the last column."""
+    """Returns a row for each stretch of work: each term as a fraction of the actual seconds, by the
+    coefficients ``units``, and 1 in the last column."""
     rows = np.array([(*work.terms, work.seconds) for work in works])
     scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
     return scaled

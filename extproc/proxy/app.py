@@ -205,7 +205,7 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
 
     Runs until cancelled. An unforeseen error is logged, and concerns only its pool.
     """
-    begins, over = "queue not swept: retrying", "queue is swept again"
+    begins, over = "queue could not be swept: retrying", "queue is swept again"
     outages = [OutageLog(logger, begins, over, pool=pool.config.pool) for pool in pools]
     while True:
         for pool, outage in zip(pools, outages, strict=True):

@@ -233,7 +233,7 @@ class Upstream(NamedTuple):
 
 
 def upstream_of(message: ProcessingRequest) -> Upstream:
-    """Way of the request whose response's headers this message has."""
+    """Upstream of a request, read from the message with its response headers."""
     address, attempts, flags = b"", 0, 0
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields

@@ -72,7 +72,8 @@ def seed_of(*names: str) -> int:
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each unit of ``data``: of the text up to the end of the unit."""
+    """Return a key for each unit of ``data``; the key covers all of ``data`` up to the end of the
+    unit."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 

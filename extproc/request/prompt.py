@@ -290,7 +290,7 @@ def _printed(part: dict[str, object]) -> list[object]:
 
 
 def _as_json(value: object) -> str:
-    """Return a structure, such as a tool's schema, as JSON in the way of chat templates."""
+    """Return a structure, such as a tool's schema, as the JSON text that chat templates print."""
     return to_json(value).decode()
 
 

@@ -19,7 +19,8 @@ class DepartedModels:
     """
 
     def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
-        """``most``: models in the set, the latest; ``life_s``: of the set, in seconds."""
+        """``most``: number of models in the set, the latest ones; ``life_s``: seconds for which
+        Redis keeps the set."""
         self._redis = redis
         self.key = Keys(pool).departed_models
         self._most = most
