@@ -235,6 +235,12 @@ class ServeSettings(MutualTlsSettings):
     """gRPC address that Envoy connects to."""
     admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
+    mode: Literal["route", "observe"] = "route"
+    """route: choose a replica for each request. observe: only predict and record what Envoy
+    chooses; no request is changed, queued or refused."""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that mode route routes, by a hash of the session, or else of the
+    request id; the others are observed."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
     """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
@@ -254,6 +260,11 @@ class ServeSettings(MutualTlsSettings):
     response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer if each record compares hundreds of replicas."""
+
+    @property
+    def steers_all(self) -> bool:
+        """The router chooses for every request."""
+        return self.mode == "route" and self.share >= 1.0
 
 
 def _as_targets(value: object) -> object:

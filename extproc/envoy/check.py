@@ -6,6 +6,7 @@ from extproc.config import Config
 from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
 from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.envoy.observer_rules import OBSERVER_RULES, only_observes
 from extproc.envoy.rules import FILTER_RULES
 from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 
@@ -42,7 +43,7 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
     elif not any(finding.level is Level.ERROR for finding in found):
         # The rules can judge only a file that Envoy would accept.
         found.append(_completeness(file))
-        for rule in RULES:
+        for rule in OBSERVER_RULES if only_observes(file) else RULES:
             found += rule.apply(file)
     return worst_first(found)
 

@@ -177,13 +177,21 @@ CLUSTER_RULES = (
         "cluster {node[name]!r} goes wherever a header says (use_http_header). Write metadata_key: "
         f"{{{{key: {METADATA_NAMESPACE}, path: [{{{{key: {DESTINATION}}}}}]}}}}, which clients "
         "cannot set"),
-    Rule("serves_without_router", Level.WARNING, _candidates,
+    Rule("serves_without_router", Level.WARNING,
+        lambda file: _candidates(file) if file.config.serve.steers_all else [],
         "Requests are served while the router is down: the cluster has members of its own.",
         lambda cluster, _: destination(cluster) == "metadata",
         "cluster {node[name]!r} is ORIGINAL_DST: it answers 503 while the router is down, and "
         "always to requests for which the router names no replica (GET /v1/models, POST "
         "/tokenize). If the replicas' addresses are known, write type: STRICT_DNS (or STATIC, "
         "EDS) and load_balancing_policy: override_host"),
+    Rule("observed_requests_are_served", Level.ERROR,
+        lambda file: _candidates(file) if not file.config.serve.steers_all else [],
+        "Requests that the router only observes are served: the cluster chooses a member.",
+        lambda cluster, _: destination(cluster) == "metadata",
+        "cluster {node[name]!r} is ORIGINAL_DST, and by serve.mode or serve.share the router names "
+        "no replica for some requests: they get 503. Set serve.mode: route and serve.share: 1, or "
+        "write type: STRICT_DNS (or STATIC, EDS) and load_balancing_policy: override_host"),
     Rule("override_source_is_known", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
         "The policy override_host reads the header or metadata that the router sets.",
         lambda policy, file: not sources(policy) and wanted_sources(file),

@@ -210,6 +210,12 @@ FILTER_RULES = (
         ),
         "message_timeout is {} s: a router that hangs delays every request that long. "
         "Write message_timeout: 1s"),
+    Rule("observer_is_not_awaited", Level.WARNING,
+        lambda file: file.filters if file.config.serve.mode == "observe" else [],
+        "Requests do not wait for a router that only observes.",
+        lambda filter, _: not filter["observability_mode"],
+        "serve.mode is observe, but Envoy waits for each reply of the router: a router that hangs "
+        "delays requests. Take the filter of envoy/observe.yaml"),
     Rule("forged_destination_is_removed", Level.ERROR,
         lambda file: [filter for filter in file.filters if not is_body_first(filter)]
             if "header" in file.sources or not file.replica_clusters else [],

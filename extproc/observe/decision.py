@@ -101,11 +101,15 @@ class DecisionRecord(Struct):
     candidates: list[Candidate]
     excluded: list[ExcludedCandidate]
     outcome: RequestOutcome
+    observed: bool = False  # Envoy alone chose the replica that served
 
     def name_of(self, replica: str) -> str:
         """Return the name of a replica, or its address if the replica was no candidate."""
-        named = (candidate.name for candidate in self.candidates if candidate.replica == replica)
-        return next(named, replica)
+        candidate = self.candidate(replica)
+        return replica if candidate is None else candidate.name
+
+    def candidate(self, replica: str) -> Candidate | None:
+        return next((found for found in self.candidates if found.replica == replica), None)
 
 
 def read_decisions(answer: object) -> list[DecisionRecord]:

@@ -47,6 +47,7 @@ class LoggedDecision:
     decided_at: float  # seconds since the epoch
     decision: Decision
     pool: str = ""
+    observed: bool = False  # Envoy alone chose the replica
     outcome: LiveOutcome = field(default_factory=LiveOutcome)
 
     @property
@@ -94,6 +95,7 @@ class LoggedDecision:
                 for replica in view.excluded[:most]
             ],
             outcome=RequestOutcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
+            observed=self.observed,
         )
 
     def _candidates(self, most: int | None) -> list[Candidate]:
@@ -168,9 +170,15 @@ class DecisionLog:
         self._numbers = count(1)
 
     def add(
-        self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
+        self,
+        request_id: str,
+        decided_at: float,
+        decision: Decision,
+        pool: str = "",
+        observed: bool = False,
     ) -> LoggedDecision:
-        record = LoggedDecision(next(self._numbers), request_id, decided_at, decision, pool)
+        number = next(self._numbers)
+        record = LoggedDecision(number, request_id, decided_at, decision, pool, observed)
         self._candidates += record.compared
         while self._records and (
             self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen

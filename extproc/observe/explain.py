@@ -114,7 +114,9 @@ class Comparison:
 def compare(record: DecisionRecord) -> Comparison:
     """Describe a decision in full."""
     chosen = _named(record, record.replica)
-    if record.second:
+    if record.observed:
+        chosen += "; observed only: Envoy chose by itself"
+    elif record.second:
         chosen += f"; for a retry {_named(record, record.second)}"
     facts = {
         "request": record.request_id,
@@ -168,8 +170,10 @@ def reason_of(record: DecisionRecord) -> str:
     outcome = record.outcome
     remarks = _waited(outcome)
     if outcome.served_by not in (None, record.replica):
+        replica = record.name_of(str(outcome.served_by))
         reason = f" ({outcome.not_followed})" if outcome.not_followed else ""
-        remarks.append(f"served by {record.name_of(str(outcome.served_by))}{reason}")
+        chose = f"Envoy chose {replica}" if record.observed else f"served by {replica}{reason}"
+        remarks.append(chose)
     if outcome.status is not None and outcome.status >= 400:
         remarks.append(f"answered with status {outcome.status}")
     note = f" [{', '.join(remarks)}]" if remarks else ""
@@ -204,12 +208,18 @@ def _happened(record: DecisionRecord) -> str:
     if outcome.served_by is None:
         return ", ".join([*parts, "no response yet, or the router did not see it"])
     parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
-    for event, actual, predicted in (
-        ("first token", outcome.ttft_s, record.predicted_ttft_s),
-        ("finished", outcome.completion_s, record.predicted_completion_s),
+    # A request that is only observed has predictions for both choices.
+    there = record.candidate(outcome.served_by) if record.observed else None
+    first, last = (there or record).predicted_ttft_s, (there or record).predicted_completion_s
+    for event, actual, predicted, by_router in (
+        ("first token", outcome.ttft_s, first, record.predicted_ttft_s),
+        ("finished", outcome.completion_s, last, record.predicted_completion_s),
     ):
         if actual is not None:
-            parts.append(f"{event} after {figure(actual)} s (predicted {figure(predicted)} s)")
+            figures = f"predicted {figure(predicted)} s"
+            if record.observed and outcome.served_by != record.replica:
+                figures += f", {figure(by_router)} s on {record.replica_name}"
+            parts.append(f"{event} after {figure(actual)} s ({figures})")
         elif event == "finished":
             parts.append("not finished yet, or the router did not see the end")
     if outcome.prompt_tokens is not None:

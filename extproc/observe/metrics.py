@@ -56,7 +56,8 @@ class RouterMetrics:
             "404, 429 or 503. passed: not an inference request. unrouted: no healthy replica is "
             "known, so Envoy's fallback policy chose. gave_up: the client hung up, or Envoy "
             "stopped waiting, while the request was in the router's queue. overload: more than "
-            "serve.max_streams requests are in flight, so Envoy went on without the router. A "
+            "serve.max_streams requests are in flight, so Envoy went on without the router. "
+            "observed: left to Envoy by serve.mode or serve.share. A "
             "routed request also counts as unanswered if the client hung up or Envoy stopped "
             "waiting for the router (ext_proc.message_timeouts in Envoy's stats), and as lost if "
             "its replica hung and the router ended the request.",
@@ -77,6 +78,18 @@ class RouterMetrics:
             "Responses that another replica than the chosen one sent, by reason: retry, "
             "unknown_address, other_filter or fallback.",
             ["reason"],
+        )
+        self.observed = counts(
+            "extproc_observed_total",
+            "Observed requests that were answered, by Envoy's choice: the same replica as the "
+            "router's choice, another one (other), or one that the router does not know (unknown).",
+            ["choice"],
+        )
+        self.observed_seconds = counts(
+            "extproc_observed_completion_seconds_total",
+            "Completion times of the observed requests whose end the router saw, added up: "
+            "predicted for the router's choice, predicted for Envoy's choice, and actual.",
+            ["time"],
         )
         self.failures = counts(
             "extproc_failures_total",

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from extproc.predict.inputs import least
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.headers import RequestHeaders
 from extproc.proxy.services import Services
-from extproc.request.errors import NoModel, NoReplica, Saturated
+from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated
 from extproc.request.inspect import inspect
 from extproc.request.media import of_length
 from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
@@ -17,6 +18,21 @@ from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
 
 NONE_READY = "no replica is ready to serve this request"
+
+
+def observe(exchange: Exchange, headers: RequestHeaders, partial: bool) -> None:
+    """Predicts a request that Envoy alone handles; ``partial``: as of :func:`admit`."""
+    services, decision, started = exchange.services, None, exchange.services.clock()
+    with suppress(Refusal):  # the replica answers such a request itself
+        profile = _profile(exchange, headers, partial, "")
+        # Not visible: the choice must not be a replica that is only to be tried out.
+        decision = services.router.decide(
+            profile, headers.policy, exchange.subset, response_visible=False
+        )
+    if decision is not None:
+        services.demand.arrived(decision)
+    exchange.observe(headers.request_id, decision)
+    services.metrics.decision_seconds.observe(services.clock() - started)
 
 
 async def admit(

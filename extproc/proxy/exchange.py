@@ -11,8 +11,10 @@ from extproc.proxy.body_memory import BufferedBody
 from extproc.proxy.call import Call
 from extproc.proxy.headers import RequestHeaders, inference_headers, model_list
 from extproc.proxy.in_flight import InFlight
+from extproc.proxy.observed import Observed
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
+from extproc.proxy.steering import is_steered
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
 from extproc.request.profile import RequestProfile
@@ -28,7 +30,7 @@ class Exchange:
 
     def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
         self.services = services
-        self.write = call.write
+        self.write: Callable[[bytes], Awaitable[None]] = call.write
         self.body = BufferedBody(services.body_memory)
         self.body_mode: int | None = None  # None: an older Envoy does not send the mode
         self.body_first = False  # Envoy sends the body before the headers, or instead of them
@@ -38,17 +40,21 @@ class Exchange:
         self.profile: RequestProfile | None = None  # None: the body is not read yet
         self.arrived_at = services.clock()
         self.response_visible = True  # Envoy forwards the response to the router
+        self.steered = True  # the router chooses the replica; otherwise it only observes
         self._call = call
         self._trace = trace
-        self._first: ProcessingRequest | None = None  # the first message, until it is read again
+        self._unread: ProcessingRequest | None = None  # the next message, if it was read before
+        self._envoy_waits = True  # Envoy waits for replies
         self._response_body_mode = messages.NONE
         self._request_ended = False  # in full duplex: the last chunk of the body was read
-        self._in_flight: InFlight | None = None
+        self._in_flight: InFlight | Observed | None = None
 
     # -- messages ---------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        first = self._first = await self._call.read()
+        first = self._unread = await self._call.read()
+        if first.observability_mode:
+            self.write, self._envoy_waits, self.steered = _unsent, False, False
         if first.HasField("protocol_config"):
             self.body_mode = first.protocol_config.request_body_mode
             self._response_body_mode = first.protocol_config.response_body_mode
@@ -58,7 +64,9 @@ class Exchange:
 
     def inference_headers(self, values: Mapping[str, str]) -> RequestHeaders | None:
         """Reads the headers of an inference request; returns None for any other request."""
-        headers = inference_headers(values, self.services.config)
+        config = self.services.config
+        self.steered = self.steered and is_steered(config, values)
+        headers = inference_headers(values, config)
         self.endpoint = None if headers is None else headers.endpoint
         return headers
 
@@ -68,10 +76,13 @@ class Exchange:
             await protocol(self)
         except Refusal as refusal:
             self.body.release()
-            reason = refusal.code or refusal.kind
-            self.services.metrics.refused.add(reason)
-            self.ended_unsent("refused", reason)
-            await self.write(refuse(refusal, self.endpoint))
+            if self.steered:
+                reason = refusal.code or refusal.kind
+                self.services.metrics.refused.add(reason)
+                self.ended_unsent("refused", reason)
+                await self.write(refuse(refusal, self.endpoint))
+            else:  # no memory for the body
+                self.observe("", None)
         finally:
             self.body.release()
 
@@ -79,21 +90,28 @@ class Exchange:
         """Returns the next message of one of these phases; messages of other phases get empty
         replies."""
         while True:
-            message, self._first = self._first or await self._next(), None
+            message = await self.next()
             if message.WhichOneof("request") in phases:
                 return message
-            await self.write(self._reply_to(message))
+            await self.write(self.reply_to(message))
+
+    def unread(self, message: ProcessingRequest) -> None:
+        """Makes :meth:`next` return the message once more."""
+        self._unread = message
 
     async def answer_next(self) -> None:
-        message = await self._next()
-        reply = self._reply_to(message)
+        message = await self.next()
+        reply = self.reply_to(message)
         del message  # Envoy may read slowly, and the message may be a body of many MB
         await self.write(reply)
 
-    async def _next(self) -> ProcessingRequest:
+    async def next(self) -> ProcessingRequest:
         """Returns the next message. Drops chunks that follow the last chunk of a full duplex body:
         Envoy 1.35 to 1.37 repeats the last chunk
         (https://github.com/envoyproxy/envoy/issues/46237)."""
+        if self._unread is not None:
+            message, self._unread = self._unread, None
+            return message
         while True:
             message = await self._call.read(self.body.evicted)
             if not self.full_duplex or message.WhichOneof("request") != "request_body":
@@ -109,7 +127,8 @@ class Exchange:
         # Envoy sets no end_of_stream on a whole body that trailers follow.
         return message.request_body.end_of_stream or self.body_mode == messages.BUFFERED
 
-    def _reply_to(self, message: ProcessingRequest) -> bytes:
+    def reply_to(self, message: ProcessingRequest) -> bytes:
+        """Reply that changes nothing; it may ask Envoy for the body of a response."""
         phase = message.WhichOneof("request") or ""
         match phase:
             case "request_body" if self.full_duplex:
@@ -121,6 +140,8 @@ class Exchange:
             case "response_body":
                 if self._in_flight is not None:
                     self._in_flight.response_chunk(message.response_body)
+                if message.response_body.end_of_stream and not self._envoy_waits:
+                    self.close()  # Envoy closes the stream later
                 return _passed(phase, message) if self._returns_chunks else messages.proceed(phase)
         return messages.proceed(phase)
 
@@ -137,7 +158,7 @@ class Exchange:
         Envoy accepts the message at any time: Envoy then answers the client, or aborts the
         response.
         """
-        if self._in_flight is None or self._in_flight.served_by not in hung:
+        if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
             return None
         self.services.metrics.requests.add("lost")
         self.close(lost=True)
@@ -188,7 +209,9 @@ class Exchange:
         services.metrics.requests.add("passed")
         listed = values.get(":method") == "GET" and lists_models(path)
         owner = services.fleet.response_owner(stored_response_of(path))
-        if listed and services.config.route.models and (members := services.fleet.members):
+        if not self.steered:
+            reply = messages.proceed(phase)
+        elif listed and services.config.route.models and (members := services.fleet.members):
             listing = model_list(members.names, members, int(services.wall()))
             reply = messages.answer(200, listing)
         elif owner is not None and (self.subset is None or owner in self.subset):
@@ -205,17 +228,31 @@ class Exchange:
         ``reason``. Without a decision, Envoy chooses the replica."""
         services, trace = self.services, self._trace
         if decision is not None:
-            visible = self.response_visible
-            destination = self.destination(decision)
+            pool = services.config.pool
+            outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
             self._in_flight = InFlight(
-                services, decision, destination, request_id, visible, waited, reason
+                services, decision, self.destination(decision), outcome, self.response_visible
             )
+            services.metrics.requests.add("routed")
+            services.metrics.decisions.add(decision.policy, decision.replica)
+            if waited:
+                outcome.queued_s, outcome.queue_reason = waited, reason
+                services.metrics.queued_seconds.observe(waited)
             if trace is not None:
                 trace.sent(decision, request_id, services.config.pool, waited)
             return
         services.metrics.requests.add("unrouted")
         if trace is not None:
             trace.ended("unrouted")
+
+    def observe(self, request_id: str, decision: Decision | None) -> None:
+        """Leaves the request to Envoy; ``decision``: the router's, for comparison."""
+        if decision is not None:
+            samples = not self._envoy_waits
+            self._in_flight = Observed(self.services, decision, request_id, samples)
+        self.services.metrics.requests.add("observed")
+        if self._trace is not None:
+            self._trace.ended("observed")
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
         """Waits in the queue, and asks Envoy to wait for the reply.
@@ -272,6 +309,10 @@ class Exchange:
         if wanted is None:
             wanted = not self.full_duplex  # some gateways take no list
         return first if second is None or not wanted else f"{first},{second}"
+
+
+async def _unsent(_: bytes) -> None:
+    """Drops a reply: Envoy ignores all replies in observability mode."""
 
 
 def _passed(phase: str, message: ProcessingRequest) -> bytes:

@@ -3,7 +3,7 @@
 import logging
 
 from extproc.observe.decision import NotFollowed
-from extproc.observe.decision_log import PredictionResult
+from extproc.observe.decision_log import LiveOutcome, PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.messages import Upstream
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
@@ -15,8 +15,8 @@ from extproc.route.decision import Decision
 logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy answered: a circuit breaker is full
-_UNAVAILABLE = 503
-_RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
+_OK, _UNAVAILABLE = 200, 503
+_RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 
 class InFlight:
@@ -31,20 +31,29 @@ class InFlight:
         services: Services,
         decision: Decision,
         destination: str,
-        request_id: str,
-        response_visible: bool,
-        waited: float,
-        queue_reason: str,
+        outcome: LiveOutcome,
+        response_visible: bool = True,
+        sent_at: float | None = None,
+        envoy_samples: bool = False,
     ) -> None:
         """Adds the request to the ledger.
 
-        ``destination``: the choice as Envoy gets it; ``response_visible``: Envoy forwards the
-        response to the router; ``waited``: seconds in the queue.
+        Args:
+            services: of the pool.
+            decision: names the replica that has the request.
+            destination: the choice as Envoy got it.
+            outcome: of the request, which this object fills in.
+            response_visible: Envoy forwards the response to the router.
+            sent_at: when the replica got the request, in seconds on the router's clock; None: now.
+            envoy_samples: Envoy decides which bodies of responses it forwards, not the router.
         """
         self._services = services
         self._destination = destination
         self._response_visible = response_visible
-        self._sent_at = services.clock()
+        self._sent_now = sent_at is None
+        self._sent_at = services.clock() if sent_at is None else sent_at
+        self._envoy_samples = envoy_samples
+        self.outcome = outcome
         self.served_by = decision.replica
         """The replica that has the request, as far as the router knows: ``ip:port``."""
         self._ticket = services.fleet.dispatch(
@@ -54,36 +63,31 @@ class InFlight:
         decision.drop_large_parts()
         self._forecast = decision.forecast()
         self._expected_chunks = decision.prediction.output_tokens * decision.profile.sequences
-        pool = services.config.pool
-        self.outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
-        if waited:
-            self.outcome.queued_s, self.outcome.queue_reason = waited, queue_reason
-            services.metrics.queued_seconds.observe(waited)
         self._usage: UsageReader | None = None  # None: the response's body is not read
         self._chunks: int | None = None  # received so far; None: not counted
         self._response_id = ResponseIdReader() if decision.profile.stored else None
         self._response_ended = False
-        services.metrics.requests.add("routed")
-        services.metrics.decisions.add(decision.policy, decision.replica)
 
     def response_headers(self, request: ProcessingRequest) -> bool:
         """Reads the response's headers; returns True if the router needs the response's body,
         too."""
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
-        status = headers.get(":status", "")
-        self.outcome.status = int(status) if status.isdecimal() else None
+        self.outcome.status = messages.status_of(message)
         self._response_ended = message.end_of_stream
         self.outcome.overloaded = _OVERLOADED in headers
         self._served(messages.upstream_of(request))
-        if self._response_ended or not self._reads_body(headers.get("content-type", "")):
+        if self._response_ended or self._envoy_samples:
             return False
-        self._usage = UsageReader(PRELUDE.get(self._forecast.profile.endpoint, 0))
-        return True
+        if reads := self._reads_body(headers.get("content-type", "")):
+            self._usage = self._usage_reader()
+        return reads
 
     def response_chunk(self, message: HttpBody) -> None:
         self._response_ended = message.end_of_stream
         self._services.fleet.eligibility.response_seen(self.served_by)
+        if self._usage is None and self._envoy_samples and self.outcome.status == _OK:
+            self._usage = self._usage_reader()
         if self._usage is None or not message.body:
             return
         if self._chunks is not None:
@@ -117,7 +121,9 @@ class InFlight:
         # Envoy closes the stream alike when a response ends and when a client hangs up: only the
         # last chunk shows that the response is complete.
         complete = succeeded and self._response_ended
-        prefilled = outcome.ttft_s is not None or (complete and not profile.stream)
+        # A request that was sent earlier may have overtaken others of the ledger.
+        prefilled = complete and not profile.stream and self._sent_now
+        prefilled |= outcome.ttft_s is not None
         ended = services.fleet.release(self._ticket, prefilled)
         seconds = services.clock() - self._sent_at
         usage = self._usage.usage() if self._usage is not None and complete else None
@@ -126,7 +132,8 @@ class InFlight:
             self._measure(seconds, usage)
         if usage is not None:
             self._learn(usage, seconds)
-        elif succeeded and (complete or self._usage is None):
+        # Envoy closes the stream of an observed request late (deferred_close_timeout).
+        elif complete or (succeeded and self._usage is None and not self._envoy_samples):
             services.router.learn_counted(self._forecast, self.served_by, ended, outcome.ttft_s)
         if services.recorder:
             skipped = unanswered and not lost and not self._response_visible
@@ -206,7 +213,7 @@ class InFlight:
         """Decides whether to read the response's body. The router reads a body that comes in one
         message, or has the id of a stored response. It reads a stream if the budget of chunks
         allows, or if the stream is among the first of a replica that no poll has measured."""
-        if self.outcome.status != 200:
+        if self.outcome.status != _OK:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
@@ -217,6 +224,9 @@ class InFlight:
             self._chunks = 0
             return True
         return services.fleet.needs_first_token(self.served_by)
+
+    def _usage_reader(self) -> UsageReader:
+        return UsageReader(PRELUDE.get(self._forecast.profile.endpoint, 0))
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         services, profile, outcome = self._services, self._forecast.profile, self.outcome

@@ -193,6 +193,12 @@ def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
     }
 
 
+def status_of(message: HttpHeaders) -> int | None:
+    """Status of a response; None: the headers have none."""
+    status = headers_of(message, (":status",)).get(":status", "")
+    return int(status) if status.isdecimal() else None
+
+
 def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
     """Values of the named headers that Envoy sends as ``request_attributes`` with the body."""
     if _ATTRIBUTES not in message.attributes:

@@ -13,11 +13,12 @@ The first message selects the protocol: body first, headers first, or full duple
 from collections.abc import Callable
 
 from extproc.proxy import messages
-from extproc.proxy.admission import NONE_READY, admit
+from extproc.proxy.admission import NONE_READY, admit, observe
 from extproc.proxy.body_memory import BODY_LIMIT_BYTES, NoMemory, TooLarge
 from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.headers import RequestHeaders, header_names
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import NoReplica
 from extproc.request.inspect import names_model
@@ -57,6 +58,9 @@ async def _body_first(exchange: Exchange) -> None:
     if headers is None:
         proceed = messages.proceed("request_body")
         await exchange.pass_through("request_body", values, lambda: proceed)
+        return
+    if not exchange.steered:
+        await _observe(exchange, headers, message)
         return
     skipped = messages.RESPONSE_SKIPPED in values
     exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
@@ -147,17 +151,55 @@ async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[boo
 
 
 async def _read_headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
-    """Reads the headers. Answers a request that has no body or is no inference request, and returns
-    None for it."""
-    message = (await exchange.read("request_headers")).request_headers
+    """Reads the headers. Returns None for a request that is answered, or left to Envoy."""
+    request = await exchange.read("request_headers")
+    message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
     headers = exchange.inference_headers(values)
     if headers is None:
         await exchange.pass_through("request_headers", values, to_any)
+    elif not exchange.steered:
+        await _observe(exchange, headers, request)
+        return None
     elif message.end_of_stream:
         await exchange.write(await admit(exchange, "request_headers", headers))
         return None
     return headers
+
+
+async def _observe(exchange: Exchange, headers: RequestHeaders, message: ProcessingRequest) -> None:
+    """Returns each message of a request unchanged, and only then predicts the request.
+
+    The prediction is made when the request is complete, or as much of it as the router holds; at
+    the latest when the response begins.
+    """
+    body, memory, complete, enough = exchange.body, exchange.services.body_memory, False, False
+    while True:
+        match message.WhichOneof("request"):
+            case "request_headers":
+                complete = message.request_headers.end_of_stream
+                enough = exchange.body_mode == messages.NONE
+            case "request_body":
+                body_ends = message.request_body.end_of_stream
+                complete = body_ends or exchange.body_mode == messages.BUFFERED
+                enough = exchange.body_mode == messages.BUFFERED_PARTIAL
+                body.add(message.request_body.body, more_comes=not (complete or enough))
+                enough |= len(body) >= LARGE_BODY or memory.free < 0
+            case "request_trailers":
+                complete = True
+            case _:
+                exchange.unread(message)
+                break
+        reply = exchange.reply_to(message)
+        del message  # as in Exchange.answer_next
+        await exchange.write(reply)
+        if complete or enough:
+            break
+        message = await exchange.next()
+    if not headers.readable:
+        headers, complete = headers._replace(length=len(body) or headers.length), False
+        body.release()
+    observe(exchange, headers, partial=not complete)
 
 
 async def _route_body(exchange: Exchange, headers: RequestHeaders, whole: bool) -> None:

@@ -139,6 +139,13 @@ class Decision:
         """Seconds of the chosen replica's time that the request uses up."""
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
+    def on(self, replica: str) -> "Decision | None":
+        """Return the decision as if it had chosen this replica; None: it is no candidate."""
+        ids = self.situation.view.ids
+        if replica not in ids:
+            return None
+        return replace(self, choice=replace(self.choice, first=ids.index(replica)))
+
     def drop_large_parts(self) -> None:
         """Drop large parts that nothing needs after the dispatch, because decisions are kept for
         long. A thousand sequences in flight take 100 kB, and so do the token ids of a long prompt.

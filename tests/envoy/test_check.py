@@ -28,6 +28,7 @@ FROM_METADATA = f"[{{metadata: {{key: envoy.lb, path: [{{key: {DESTINATION}}}]}}
 UNJUDGED = {
     *("forged_destination_is_removed", "one_replica_is_named", "named_headers_arrive"),
     *("forged_priority_is_removed", "decision_metadata_is_received", "transport_matches"),
+    *("observer_is_not_awaited", "observed_requests_are_served"),
 }
 """Rules that concern nothing in the shipped files with default settings."""
 ONLY_IN_WHOLE_FILES = {"router_cluster_exists"}
@@ -196,8 +197,8 @@ def test_shipped_files_pass_every_rule(name: str) -> None:
 def test_command_accepts_every_shipped_file(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "Router: EXTPROC_SERVE__SECOND_CHOICE=false" in path.read_text(encoding="utf-8"):
-        monkeypatch.setenv("EXTPROC_SERVE__SECOND_CHOICE", "false")
+    for name, value in re.findall("Router: (EXTPROC_.*)=(.*)", path.read_text(encoding="utf-8")):
+        monkeypatch.setenv(name, value)
     assert main(["check", "--envoy", str(path)]) == 0
     assert str(path) in capsys.readouterr().out
 
@@ -373,6 +374,11 @@ BREAKAGES = [
      {"hold": {"longest_s": 301}}),
     error("router_port_matches", "port 50051, and the router listens at 6000", lambda b: None,
      {"serve": {"listen": "0.0.0.0:6000"}}),
+    warning("observer_is_not_awaited", "Take the filter of envoy/observe.yaml", lambda b: None,
+     {"serve": {"mode": "observe"}}),
+    error("observed_requests_are_served", "they get 503",
+     lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]}),
+     {"serve": {"share": 0.05, "second_choice": False}}),
     error("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
     error("transport_matches", "'router' speaks TLS, but this configuration",
      lambda b: b.set_transport(UPSTREAM_TLS)),

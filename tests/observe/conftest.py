@@ -66,8 +66,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def decide(
-    services: Services, profile: RequestProfile | None = None, request_id: str = "one"
+    services: Services,
+    profile: RequestProfile | None = None,
+    request_id: str = "one",
+    observed: bool = False,
 ) -> LoggedDecision:
     decision = services.router.decide(profile or chat(1000, 100))
     assert decision is not None
-    return services.log.add(request_id, services.wall(), decision, services.config.pool)
+    pool = services.config.pool
+    return services.log.add(request_id, services.wall(), decision, pool, observed)

@@ -13,6 +13,7 @@ from msgspec import structs, to_builtins
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.ground.text import figure
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
 from extproc.predict.inputs import Excluded
@@ -98,6 +99,21 @@ async def test_request_shows_all_candidates_with_terms_that_add_up(
         assert float(cells["TTFT"]) == pytest.approx(ttft, abs=0.002)
         assert float(cells["finish"]) == pytest.approx(ttft + float(cells["decode"]), abs=0.003)
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
+
+
+async def test_observed_request_shows_predictions_for_both_choices(
+    services: Services, show: Run
+) -> None:
+    record = decide(services, chat(1234, 50), ID, observed=True)
+    assert record.decision.replica == replica(1)
+    outcome = record.outcome
+    outcome.served_by, outcome.status, outcome.completion_s = replica(2), 200, 1.5
+    here, there = record.decision.prediction.completion.tolist()
+    text = joined(await show(ID))
+    assert "chosen r1 (10.0.0.1:8000); observed only: Envoy chose by itself" in text
+    finished = f"finished after 1.500 s (predicted {figure(there)} s, {figure(here)} s on r1)"
+    assert f"served by r2 (10.0.0.2:8000) with status 200, {finished}" in text
+    assert "[Envoy chose r2]" in joined(await show())
 
 
 async def test_stretch_is_shown_where_predictions_were_off(services: Services, show: Run) -> None:

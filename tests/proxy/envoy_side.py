@@ -120,7 +120,7 @@ class Stream:
             values["request.id"] = request_id
         return ProcessingRequest(
             request_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream),
-            attributes=_attributes(values | {"request.path": path}),
+            attributes=attributes_of(values | {"request.path": path}),
             protocol_config=ProtocolConfiguration(request_body_mode=mode),
         )
 
@@ -147,7 +147,7 @@ class Stream:
         attributes = {"upstream.address": upstream} if upstream else {}
         return await self.send(
             response_headers=headers_message(values, end_of_stream),
-            attributes=_attributes(attributes, {"response.flags": flags} if flags else {}),
+            attributes=attributes_of(attributes, {"response.flags": flags} if flags else {}),
         )
 
     async def request_chunks(self) -> bytes:
@@ -368,7 +368,7 @@ def _listed(key: str, names: list[str]) -> Struct:
     return Struct(fields={key: Value(list_value=ListValue(values=values))})
 
 
-def _attributes(
+def attributes_of(
     texts: dict[str, str], numbers: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Struct]:
     fields = {name: Value(string_value=text) for name, text in texts.items()}

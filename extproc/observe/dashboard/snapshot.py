@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from extproc.ground.text import Column, row_of
+from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
@@ -71,6 +72,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             }
         )
         await asyncio.sleep(0)
+    observed = observed_requests(first.log)
     return {
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
         "warnings": warnings,
@@ -79,8 +81,13 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
             ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
             ("decisions a second", f"{dispatched.total() / seconds:.1f}"),
+            *observed.figures,
         ],
-        "facts": [*_facts(pools), ("Policy", first.config.route.policy)],
+        "facts": [
+            *_facts(pools),
+            ("Policy", first.config.route.policy + steering(first.config.serve)),
+            *observed.facts,
+        ],
         "pools": shown,
         "decisions": _decisions(first.log),
     }

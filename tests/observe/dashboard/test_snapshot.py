@@ -130,6 +130,37 @@ def test_decision_served_by_another_replica_names_it(services: Services) -> None
     assert row["model: why"].endswith(f" [served by r{other}]")
 
 
+def test_observed_requests_are_compared_with_choices_of_envoy(services: Services) -> None:
+    title = "observed requests that Envoy sent elsewhere"
+    records = [decide(services, observed=True) for _ in range(4)]
+    assert title not in page(services)["figures"]
+    for record, agrees in zip(records, (True, False, False), strict=False):
+        chosen = record.decision.replica
+        served = chosen if agrees else replica(1 + (chosen == replica(1)))
+        record.outcome.served_by, record.outcome.completion_s = served, 2.0
+    decide(services).outcome.served_by = replica(1)
+    found = page(services)
+    assert found["figures"][title] == "2 of 3"
+    words = dict(found["facts"])["Observed requests"]
+    assert words.startswith("mean completion of 3 predicted as ")
+    assert words.endswith(", actual 2.000 s")
+
+
+@pytest.mark.parametrize(
+    ("serve", "remark"),
+    [
+        ({}, ""),
+        ({"share": 0.05}, " (for 5% of the requests)"),
+        ({"mode": "observe", "share": 0.05}, " (observes: Envoy chooses)"),
+    ],
+)
+def test_page_says_which_requests_are_steered(
+    services: Services, serve: dict[str, Any], remark: str
+) -> None:
+    services = replace(services, config=Config.model_validate({"serve": serve}))
+    assert dict(page(services)["facts"])["Policy"] == f"completion{remark}"
+
+
 def test_decision_rate_covers_logged_decisions(services: Services, clock: ManualClock) -> None:
     few = replace(services, log=DecisionLog(4))
     for number in range(8):

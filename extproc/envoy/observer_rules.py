@@ -1,0 +1,59 @@
+"""Rules on an Envoy beside which a router only observes (``observability_mode``), as a table."""
+
+from datetime import timedelta
+
+from extproc.envoy.cluster_rules import CLUSTER_RULES
+from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
+from extproc.envoy.finding import Level
+from extproc.envoy.rules import FILTER_RULES, Rule, mode
+
+_DEFAULT_CLOSE = timedelta(seconds=5)
+_LATE_CLOSE = timedelta(seconds=0.5)
+_SHARED = {
+    "router_cluster_exists",
+    "filter_is_enabled",
+    "response_headers_are_sent",
+    "response_attributes_are_sent",
+    "fails_open",
+    "router_speaks_http2",
+    "router_is_health_checked",
+    "limits_are_raised",
+    "transport_matches",
+}
+"""Rules that hold whether Envoy waits for the router or not."""
+
+
+def only_observes(file: EnvoyFile) -> bool:
+    """Return true if Envoy ignores all that the router replies."""
+    return all(filter["observability_mode"] for filter in file.all(EXT_PROC))
+
+
+# A table: the formatter would give each field a line.
+# fmt: off
+OBSERVER_RULES = (
+    *(rule for rule in (*FILTER_RULES, *CLUSTER_RULES) if rule.id in _SHARED),
+    Rule("router_is_ignored", Level.ERROR, lambda file: file.all(EXT_PROC),
+        "Envoy and the router agree that the router only observes.",
+        lambda _, file: file.config.serve.mode != "observe",
+        "observability_mode is true, so Envoy ignores the router's choices, and serve.mode is "
+        "route. Set serve.mode: observe, or take the filter of envoy/ext_proc.yaml"),
+    Rule("bodies_are_copied", Level.ERROR, lambda file: file.filters,
+        "The router gets a copy of the prompt.",
+        lambda filter, _: (body := mode(filter, "request_body")) != "STREAMED" and body,
+        "request_body_mode is {}: with observability_mode, Envoy sends no body in this mode. Write "
+        "request_body_mode: STREAMED"),
+    Rule("responses_are_sampled", Level.WARNING, lambda file: file.all(EXT_PROC),
+        "The router gets the bodies of some responses, and learns from them.",
+        lambda _, file: all(mode(each, "response_body") != "STREAMED" for each in file.filters),
+        "response_body_mode is nowhere STREAMED: the router never sees the end of a response, and "
+        "compares no prediction with the actual time. Copy the first route of envoy/observe.yaml"),
+    Rule("end_is_told_soon", Level.WARNING, lambda file: file.all(EXT_PROC),
+        "The router learns at once that a response has ended.",
+        lambda filter, _: (
+            (time := filter["deferred_close_timeout"] or _DEFAULT_CLOSE) > _LATE_CLOSE
+            and f"{time.total_seconds():g}"
+        ),
+        "deferred_close_timeout is {} s: for the router each request lasts that much longer. Write "
+        "deferred_close_timeout: 0.2s"),
+)
+# fmt: on

@@ -1,0 +1,60 @@
+"""``extproc check --envoy`` on an Envoy beside which a router only observes."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from extproc.config import Config
+from extproc.envoy.check import check_envoy
+from extproc.envoy.finding import Finding, Level
+from extproc.envoy.observer_rules import OBSERVER_RULES
+from extproc.lab.harness.envoy_config import manager_of
+
+FILE = Path(__file__).parents[2] / "envoy" / "observe.yaml"
+GOOD = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+OBSERVE = Config.model_validate({"serve": {"mode": "observe"}})
+
+
+def found(tree: object, config: Config = OBSERVE) -> list[Finding]:
+    return check_envoy(tree, config)
+
+
+def complaints(tree: object, config: Config = OBSERVE) -> list[tuple[str, Level]]:
+    findings = found(tree, config)
+    return [(one.rule, one.level) for one in findings if one.level is not Level.OK]
+
+
+def test_shipped_file_passes_every_rule() -> None:
+    rules = {rule.id for rule in OBSERVER_RULES} | {"is_complete"}
+    assert {finding.rule for finding in found(GOOD)} == rules - {"transport_matches"}
+    assert complaints(GOOD) == []
+
+
+def test_router_that_routes_is_ignored() -> None:
+    assert complaints(GOOD, Config()) == [("router_is_ignored", Level.ERROR)]
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], object]  # of the manager and the filter
+
+
+@pytest.mark.parametrize(
+    ("rule", "level", "change"),
+    [
+        ("bodies_are_copied", Level.ERROR,
+         lambda _, ext_proc: ext_proc["processing_mode"].update(request_body_mode="BUFFERED")),
+        ("responses_are_sampled", Level.WARNING,
+         lambda manager, _: manager["route_config"]["virtual_hosts"][0]["routes"].pop(0)),
+        ("end_is_told_soon", Level.WARNING,
+         lambda _, ext_proc: ext_proc.pop("deferred_close_timeout")),
+        ("fails_open", Level.ERROR, lambda _, ext_proc: ext_proc.pop("failure_mode_allow")),
+    ],
+)  # fmt: skip
+def test_broken_rule_is_only_finding(rule: str, level: Level, change: Change) -> None:
+    tree = copy.deepcopy(GOOD)
+    manager = manager_of(tree)
+    change(manager, manager["http_filters"][0]["typed_config"])
+    assert set(complaints(tree)) == {(rule, level)}

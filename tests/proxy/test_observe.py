@@ -1,0 +1,311 @@
+"""Requests that the router observes: Envoy's choice stands, and is compared with the router's."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from envoy_data_plane.envoy.service.ext_proc.v3 import HttpBody, ProcessingRequest
+
+from extproc.config import Config
+from extproc.proxy import messages
+from extproc.proxy.service import GrpcServer
+from extproc.proxy.services import Services
+from extproc.proxy.steering import is_steered
+from tests.fakes import MODEL, ManualClock, replica
+from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
+from tests.proxy.envoy_side import (
+    CHAT,
+    DUPLEX,
+    EnvoySide,
+    Local,
+    Stream,
+    as_bytes,
+    attributes_of,
+    headers_message,
+)
+from tests.proxy.replies import BodyMode, chunk_of, routed_to
+
+EVENTS = "text/event-stream"
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+LAST = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5}}\n\ndata: [DONE]\n\n'
+)
+STREAMED = CHAT | {"stream": True}
+NAMED = {"x-request-id": "one"}
+OBSERVE = {"mode": "observe", "chunks_per_s": 1e6}
+UNCHANGED = {
+    phase: messages.proceed(phase)
+    for phase in ("request_headers", "request_body", "request_trailers", "response_headers")
+}
+TEMPTING: dict[str, Any] = {
+    "serve": OBSERVE | {"decision_metadata": True},
+    "route": {"models": {"llama": MODEL}, "max_ttft_s": 1e-9},
+    "hold": {"objectives": {"high": {"priority": 5, "models": [MODEL]}}},
+}
+"""Settings by which a router that routes would rename, prioritise, refuse and tell Envoy more."""
+
+
+@pytest.fixture
+def config() -> Config:
+    return config_of(serve=OBSERVE)
+
+
+@pytest.fixture
+def services(services: Services, clock: ManualClock) -> Services:
+    return with_fleet(services, clock)
+
+
+class Watched:
+    """A request of an Envoy that does not wait: ``observability_mode``."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    async def _write(self, **message: Any) -> None:
+        await self._stream.write(ProcessingRequest(observability_mode=True, **message))
+
+    async def request(self, body: dict[str, Any], pieces: int = 3) -> None:
+        values = {":path": "/v1/chat/completions", ":method": "POST"} | NAMED
+        await self._write(request_headers=headers_message(values, False))
+        data = as_bytes(body)
+        size = len(data) // pieces + 1
+        for start in range(0, len(data), size):
+            await self._write(request_body=HttpBody(body=data[start : start + size]))
+        await self._write(request_body=HttpBody(end_of_stream=True))
+
+    async def response_headers(self, upstream: str, status: int = 200) -> None:
+        values = {":status": str(status), "content-type": EVENTS}
+        await self._write(
+            response_headers=headers_message(values, False),
+            attributes=attributes_of({"upstream.address": upstream}),
+        )
+
+    async def response_body(self, body: bytes, end_of_stream: bool = False) -> None:
+        await self._write(response_body=HttpBody(body=body, end_of_stream=end_of_stream))
+
+    async def end(self) -> None:
+        """Ends the stream; fails if the router has replied."""
+        await self._stream.end()
+
+
+@pytest.fixture
+def watched(stream: Stream) -> Watched:
+    return Watched(stream)
+
+
+def other_than(chosen: str) -> str:
+    return replica(1) if chosen == replica(2) else replica(2)
+
+
+@pytest.mark.parametrize("config", [config_of(**TEMPTING)])
+@pytest.mark.parametrize("body", [CHAT, CHAT | {"model": "none", "priority": 7}, b"no JSON"])
+async def test_replies_change_nothing(envoy: EnvoySide, services: Services, body: Any) -> None:
+    async with envoy.stream() as headers_first:
+        reply = await headers_first.request_headers(headers=NAMED)
+        assert bytes(reply) == UNCHANGED["request_headers"]
+        assert bytes(await headers_first.request_body(body)) == UNCHANGED["request_body"]
+        reply = await headers_first.response_headers(400, replica(1))
+        assert bytes(reply) == UNCHANGED["response_headers"]
+        await headers_first.end()
+    async with envoy.stream() as body_first:
+        assert bytes(await body_first.body_first(body)) == UNCHANGED["request_body"]
+        await body_first.end()
+    async with envoy.stream() as before_trailers:
+        message = before_trailers.body_message(body, end_of_stream=False)
+        assert bytes(await before_trailers.send_bytes(bytes(message))) == UNCHANGED["request_body"]
+        assert bytes(await before_trailers.request_trailers()) == UNCHANGED["request_trailers"]
+        await before_trailers.end()
+    counted = samples(services.metrics.requests)
+    assert counted == {("observed",): 3.0}
+    assert services.fleet.in_flight == 0
+
+
+async def test_full_duplex_returns_each_chunk_at_once(envoy: EnvoySide) -> None:
+    data = as_bytes(CHAT)
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(**DUPLEX)
+        assert bytes(reply) == UNCHANGED["request_headers"]
+        for chunk, last in ((data[:9], False), (data[9:], True)):
+            assert chunk_of(await stream.request_body(chunk, last)) == (chunk, last)
+        await stream.end()
+
+
+@pytest.mark.parametrize("config", [config_of(serve=OBSERVE, route={"models": {"a": MODEL}})])
+async def test_router_answers_no_list_of_models(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True)
+        assert bytes(reply) == UNCHANGED["request_headers"]
+        await stream.end()
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL])
+async def test_request_is_predicted_in_every_body_mode(
+    envoy: EnvoySide, services: Services, mode: BodyMode
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(body_mode=mode, headers=NAMED | {"content-length": "500"})
+        if mode is not BodyMode.NONE:
+            await stream.request_body(CHAT, end_of_stream=mode is BodyMode.STREAMED)
+        await stream.response_headers(upstream=replica(2))
+        await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.observed
+    assert record.outcome.served_by == replica(2)
+    assert record.decision.profile.prompt_tokens > 50
+
+
+async def test_router_never_replies_in_observability_mode(
+    watched: Watched, services: Services, clock: ManualClock
+) -> None:
+    await watched.request(STREAMED)
+    await watched.response_headers(replica(1))
+    await watched.response_body(TOKEN)
+    await watched.response_body(LAST, end_of_stream=True)
+    await watched.end()
+    assert samples(services.metrics.requests) == {("observed",): 1.0}
+
+
+async def test_router_that_routes_cannot_steer_in_observability_mode(clock: ManualClock) -> None:
+    services = with_fleet(router_of(config_of()), clock)
+    async with EnvoySide(Local(services)).stream() as stream:
+        watched = Watched(stream)
+        await watched.request(CHAT)
+        await watched.response_headers(replica(1))
+        await watched.end()
+    assert samples(services.metrics.requests) == {("observed",): 1.0}
+
+
+async def until_answered(watched: Watched, services: Services, agrees: bool) -> tuple[str, str]:
+    """Sends a request up to the response's headers; returns the router's choice and Envoy's."""
+    await watched.request(STREAMED)
+    while not (found := services.log.of_request("one")):
+        await sleep()
+    choice = found[0].decision.replica
+    by_envoy = choice if agrees else other_than(choice)
+    assert services.fleet.in_flight == 0
+    await watched.response_headers(by_envoy)
+    while not services.fleet.in_flight:
+        await sleep()
+    return choice, by_envoy
+
+
+async def sleep() -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+async def test_choices_and_times_are_compared(
+    watched: Watched, services: Services, clock: ManualClock, agrees: bool
+) -> None:
+    choice, by_envoy = await until_answered(watched, services, agrees)
+    assert services.fleet.in_flight_on(by_envoy) == 1
+    clock.advance(0.5)
+    await watched.response_body(TOKEN)
+    await sleep()
+    clock.advance(2.0)
+    await watched.response_body(LAST, end_of_stream=True)
+    while services.fleet.in_flight:
+        await sleep()
+    clock.advance(5.0)  # Envoy closes the stream late
+    await watched.end()
+    record = services.log.of_request("one")[0]
+    assert (record.decision.replica, record.outcome.served_by) == (choice, by_envoy)
+    assert record.outcome.completion_s == pytest.approx(2.5)
+    assert record.outcome.output_tokens == 5
+    assert samples(services.metrics.observed) == {("same" if agrees else "other",): 1.0}
+    seconds = samples(services.metrics.observed_seconds)
+    assert seconds["actual",] == pytest.approx(2.5)
+    assert seconds["predicted_router",] == record.decision.predicted_completion
+    (result,) = services.accuracy.since(0.0)
+    assert result.replica == by_envoy
+    assert seconds["predicted_envoy",] == result.predicted_s
+
+
+async def test_choice_of_excluded_replica_differs(watched: Watched, services: Services) -> None:
+    put_replicas(services, 2, healthy=False)
+    await watched.request(STREAMED)
+    await watched.response_headers(replica(2))
+    await watched.end()
+    assert samples(services.metrics.observed) == {("other",): 1.0}
+    outcome = services.log.of_request("one")[0].outcome
+    assert (outcome.served_by, outcome.status) == (replica(2), 200)
+
+
+async def test_response_of_no_replica_is_unknown(watched: Watched, services: Services) -> None:
+    await watched.request(STREAMED)
+    await watched.response_headers("127.0.0.1:15001", 503)
+    await watched.end()
+    assert samples(services.metrics.observed) == {("unknown",): 1.0}
+    assert services.log.of_request("one")[0].outcome.status == 503
+
+
+async def test_request_on_hung_replica_goes_on(services: Services) -> None:
+    server = GrpcServer(services)
+    local = Local(services)
+    local.server = server
+    async with EnvoySide(local).stream() as stream:
+        watched = Watched(stream)
+        _, on = await until_answered(watched, services, agrees=True)
+        put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=100.0)
+        await server.end_hung()
+        assert services.fleet.in_flight_on(on) == 1
+        await watched.end()
+
+
+async def test_full_memory_is_no_reason_to_refuse(services: Services) -> None:
+    services = replace(services, body_memory=type(services.body_memory)(10))
+    async with EnvoySide(Local(services)).stream() as stream:
+        watched = Watched(stream)
+        await watched.request(CHAT)
+        await watched.response_headers(replica(1))
+        await watched.end()
+    assert samples(services.metrics.requests) == {("observed",): 1.0}
+    assert services.body_memory.free == 10
+
+
+def of(number: int) -> dict[str, str]:
+    return {"x-request-id": str(UUID(int=number * 2**64))}
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0, 0, 0), (0.05, 30, 70), (1, 1000, 1000)])
+def test_share_of_requests_is_steered(share: float, least: int, most: int) -> None:
+    config = config_of(serve={"share": share})
+    assert least <= sum(is_steered(config, of(number)) for number in range(1000)) <= most
+
+
+def test_larger_share_steers_same_requests_and_more() -> None:
+    few, more = (config_of(serve={"share": share}) for share in (0.05, 0.2))
+    steered = [number for number in range(1000) if is_steered(few, of(number))]
+    assert all(is_steered(more, of(number)) for number in steered)
+
+
+def test_session_stays_on_one_side() -> None:
+    config = config_of(serve={"share": 0.5}, route={"session_header": "x-session"})
+    sides = {
+        session: {is_steered(config, of(n) | {"x-session": session}) for n in range(20)}
+        for session in map(str, range(50))
+    }
+    assert all(len(side) == 1 for side in sides.values())
+    assert {True, False} == set[bool]().union(*sides.values())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_mode_observe_is_way_back(share: float) -> None:
+    config = config_of(serve={"mode": "observe", "share": share})
+    assert not any(is_steered(config, of(number)) for number in range(100))
+
+
+@pytest.mark.parametrize("config", [config_of(serve={"share": 0.5})])
+async def test_envoy_gets_destinations_of_steered_requests_alone(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for number in range(40):
+        reply = await envoy.ask_body_first(CHAT, headers=of(number))
+        if is_steered(services.config, of(number)):
+            assert routed_to(reply)
+        else:
+            assert bytes(reply) == UNCHANGED["request_body"]
+    counted = samples(services.metrics.requests)
+    assert counted["observed",] + counted["routed",] == 40
