@@ -24,10 +24,13 @@ async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> Non
             await asyncio.sleep(0.01)
 
 
-async def until_read(read: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> None:
-    """Reads repeatedly until the condition holds for the value."""
+async def until_read(read: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
+    """Reads repeatedly until the condition holds for the value; returns the value."""
+    values = list[T]()
 
     async def holds_now() -> bool:
-        return bool(holds(await read()))
+        values[:] = [await read()]
+        return bool(holds(values[0]))
 
     await until(holds_now)
+    return values[0]

@@ -1,0 +1,244 @@
+"""A router that only observes: Envoy alone decides, whatever the router does."""
+
+import asyncio
+import io
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from extproc.envoy.check import check_envoy
+from extproc.envoy.finding import Level
+from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.proxy.messages import DESTINATION
+from extproc.proxy.steering import is_steered
+from extproc.settings import load
+from tests.e2e.client import CHAT, MESSAGES, Answer, Client
+from tests.e2e.stack import Behind, Stack, ext_proc_of
+from tests.waiting import until_read
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+
+PROGRAM = "tests.e2e.recording", "simulate"
+REPLICAS = (
+    SimulatedReplica("one", "llama-8b-h100", program=PROGRAM),
+    SimulatedReplica("two", "llama-8b-a10", program=PROGRAM),
+)
+"""The first is faster: a router that routes sends every request there."""
+SESSION = "x-session-id"
+OWN = {"x-vllm-priority": "7", "x-data-parallel-rank": "0", "x-own": "kept"}
+TWENTY_MB = 20_000_000
+PROMPT_S = 5.0  # of Envoy's 10 s of patience with the router in these tests
+OBSERVE: dict[str, Any] = {
+    "serve": {"mode": "observe"},
+    "route": {"models": {"alias": MODEL}, "max_ttft_s": 1e-9, "session_header": SESSION},
+    "hold": {"objectives": {"urgent": {"priority": 5, "models": [MODEL]}}},
+}
+"""A router that routed would refuse every request by ``max_ttft_s``, and set priorities."""
+SHARE: dict[str, Any] = {
+    "serve": {"share": 0.5, "chunks_per_s": 1e6},
+    "route": {"session_header": SESSION},
+}
+
+
+class Observed(Behind):
+    """An Envoy that takes turns between the replicas, and sends the router every response."""
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        sampled, _ = manager_of(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
+        sampled["match"]["runtime_fraction"]["default_value"]["numerator"] = 100
+        bootstrap["static_resources"]["clusters"][1]["lb_policy"] = "ROUND_ROBIN"
+        ext_proc_of(bootstrap)["deferred_close_timeout"] = "5s"  # a busy machine is slow
+        return bootstrap
+
+
+def system(directory: Path) -> Stack:
+    observed = Observed(directory, REPLICAS, OBSERVE)
+    observed.name = "observe"
+    return observed
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def accesses(stack: Stack) -> AccessLog:
+    """Envoy's access log from the test's begin."""
+    log = AccessLog(stack.access_log)
+    log.new()
+    return log
+
+
+def odd_body(tokens: int = 3, pad: int = 0, **fields: Any) -> bytes:
+    """A body that any rewriting would change: spaces, escapes, a key that occurs twice."""
+    more = "".join(f', "{name}": {json.dumps(value)}' for name, value in fields.items())
+    text = f'{{ "priority": 1,"priority" :2, "max_tokens":{tokens} , "user": "\\u00e9{"x" * pad}"'
+    return f'{text}, "model":"{MODEL}",\t"messages": {json.dumps(MESSAGES)}{more}}}\n'.encode()
+
+
+async def send(client: Client, body: bytes, **headers: str) -> Answer:
+    values = {"x-request-id": str(uuid.uuid4()), "content-type": "application/json"}
+    return await client.send("POST", CHAT, io.BytesIO(body), values | OWN | headers)
+
+
+async def recorded(client: Client, answer: Answer) -> dict[str, Any]:
+    """The request as its replica got it."""
+    id_ = answer.headers["x-request-id"]
+    for one in REPLICAS:
+        url = f"http://{client.stack.address(one.name)}/recorded"
+        async with client.session.get(url) as response:
+            if found := (await response.json()).get(id_):
+                return dict(found, replica=one.name)
+    raise AssertionError(f"no replica got {id_}")
+
+
+async def in_turn(client: Client, requests: int = 8) -> list[dict[str, Any]]:
+    """Send requests; assert that Envoy's own policy chose and that nothing else was changed."""
+    body, found = odd_body(), []
+    for _ in range(requests):
+        answer = await send(client, body)
+        assert answer.status == 200
+        found.append(await recorded(client, answer))
+    assert Counter(one["replica"] for one in found) == {"one": requests / 2, "two": requests / 2}
+    assert {one["body"].encode("latin-1") for one in found} == {body}
+    for one in found:
+        assert DESTINATION not in one["headers"]
+        assert OWN.items() <= one["headers"].items()
+    return found
+
+
+async def compared(client: Client, answer: Answer) -> dict[str, Any]:
+    """The router's record of a request, once the router has seen its end."""
+    found = await until_read(
+        lambda: client.decisions(answer.headers["x-request-id"]),
+        lambda records: bool(records) and records[0]["outcome"]["completion_s"] is not None,
+    )
+    return found[0]
+
+
+def names(found: list[dict[str, Any]]) -> set[frozenset[str]]:
+    return {frozenset(one["headers"]) for one in found}
+
+
+async def test_envoy_alone_decides_and_no_byte_changes(client: Client) -> None:
+    before = await client.metric('extproc_requests_total{result="observed"}')
+    await in_turn(client)
+    await until_read(
+        lambda: client.metric('extproc_requests_total{result="observed"}'),
+        lambda now: now == before + 8,
+    )
+    for result in ("routed", "refused", "unrouted", "gave_up"):
+        assert await client.metric(f'extproc_requests_total{{result="{result}"}}') == 0
+
+
+async def test_requests_are_the_same_without_a_router(client: Client, stack: Stack) -> None:
+    observed = names(await in_turn(client))
+    await stack.kill("router")
+    try:
+        assert names(await in_turn(client)) == observed
+    finally:
+        await stack.start("router")
+        await stack.wait_routing()
+
+
+async def test_predictions_are_compared_with_choice_of_envoy(
+    client: Client, accesses: AccessLog
+) -> None:
+    same, other = 'extproc_observed_total{choice="same"}', 'extproc_observed_total{choice="other"}'
+    before = [await client.metric(name) for name in (same, other)]
+    answers = [await client.chat(tokens=20, stream=stream) for stream in (True, False) * 3]
+    upstream = dict[str, str]()
+    while len(upstream) < len(answers):
+        upstream |= {access.request_id: access.upstream for access in accesses.new()}
+        await asyncio.sleep(0.05)
+    chosen = []
+    for answer in answers:
+        decision = await compared(client, answer)
+        outcome = decision["outcome"]
+        assert decision["observed"]
+        assert outcome["served_by"] == upstream[decision["request_id"]]
+        assert 0.0 < outcome["completion_s"] < 60.0
+        assert outcome["output_tokens"] == 20
+        chosen.append(decision["replica"] == outcome["served_by"])
+    assert set(chosen) == {True, False}
+    after = [await client.metric(name) for name in (same, other)]
+    counted = [late - early for late, early in zip(after, before, strict=True)]
+    assert counted == [chosen.count(True), chosen.count(False)]
+    for time in ("predicted_router", "predicted_envoy", "actual"):
+        name = f'extproc_observed_completion_seconds_total{{time="{time}"}}'
+        assert await client.metric(name) > 0.0
+
+
+async def test_request_counts_on_its_replica_from_first_token_on(client: Client) -> None:
+    request = asyncio.create_task(client.chat(tokens=150, stream=True))
+    busy = await client.busy()
+    decision = await compared(client, await request)
+    assert client.stack.name_of(decision["outcome"]["served_by"]) == busy
+    await client.has_in_flight(0)
+
+
+async def test_hung_router_delays_no_request(client: Client, stack: Stack) -> None:
+    """Envoy takes more than 10 s here to notice that the router hangs."""
+    with stack.paused("router"):
+        async with asyncio.timeout(PROMPT_S):
+            await in_turn(client, 4)
+            large = await send(client, odd_body(tokens=1, pad=TWENTY_MB))
+            assert large.status == 200
+            streamed = await send(client, odd_body(tokens=50, stream=True))
+            assert streamed.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_killed_router_ends_no_request(client: Client, stack: Stack) -> None:
+    requests = [asyncio.create_task(send(client, odd_body(tokens=100, stream=True)))]
+    await client.busy()
+    await stack.kill("router")
+    requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
+    try:
+        for answer in await asyncio.gather(*requests):
+            assert answer.status == 200
+        assert (await requests[0]).body.endswith(b"data: [DONE]\n\n")
+    finally:
+        await stack.start("router")
+        await stack.wait_routing()
+
+
+class Shared(Behind):
+    """A stack whose Envoy sends the session's header to the router."""
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        ext_proc_of(bootstrap)["request_attributes"].append(f"request.headers['{SESSION}']")
+        return bootstrap
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Shared(tmp_path_factory.mktemp("share"), REPLICAS, SHARE) as stack:
+        yield stack
+
+
+async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
+    client: Client, sharing: Stack
+) -> None:
+    client, config = Client(sharing, client.session), load({}, {}, sharing.config_file)
+    sides = set[bool]()
+    for session in map(str, range(8)):
+        steered = is_steered(config, {SESSION: session})
+        sides.add(steered)
+        for _ in range(2):
+            body = odd_body()
+            found = await recorded(client, await send(client, body, **{SESSION: session}))
+            assert (DESTINATION in found["headers"]) is steered
+            assert found["body"].encode("latin-1") == body
+    assert sides == {True, False}
+
+
+async def test_check_accepts_configuration_of_the_stack(running: Stack) -> None:
+    bootstrap = running._bootstrap()
+    ext_proc_of(bootstrap)["deferred_close_timeout"] = "0.2s"
+    findings = check_envoy(bootstrap, load({}, {}, running.config_file))
+    assert {finding.level for finding in findings} == {Level.OK}
