@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import logging
 import re
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -275,6 +276,7 @@ async def test_error_in_a_queue_sweep_does_not_end_the_router(
         if len(sweeps) == 1:
             raise RuntimeError("unforeseen")
 
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(Queue, "sweep", sweep)
     sweeping = asyncio.create_task(dispatch_queued([services]))
     await until(lambda: len(sweeps) == 3 or sweeping.done())
