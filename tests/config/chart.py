@@ -43,7 +43,8 @@ def files(name: str = "extproc", namespace: str = "default", **values: Any) -> d
 
 def manifests(**values: Any) -> list[Manifest]:
     """Objects of a release, the Pod of `helm test` included."""
-    parsed = (yaml.safe_load_all(text) for text in files(**values).values())
+    texts = (text for name, text in files(**values).items() if name.endswith(".yaml"))
+    parsed = map(yaml.safe_load_all, texts)
     return [item for documents in parsed for item in documents if item]
 
 

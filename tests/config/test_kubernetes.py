@@ -137,6 +137,13 @@ def test_probes_use_the_admin_port(config: Config) -> None:
             assert ports[asked[probe]["httpGet"]["port"]] == split_address(admin)[1]
 
 
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_slow_start_is_no_reason_to_restart(deployment: Manifest) -> None:
+    """Envoy waits 15 s for its first list of replicas, and a busy node is slower still."""
+    probe = container(deployment)["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+
+
 def test_termination_grace_period_exceeds_drain_s(config: Config) -> None:
     assert pod(part("router"))["terminationGracePeriodSeconds"] > config.serve.drain_s
 

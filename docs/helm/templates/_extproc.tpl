@@ -94,14 +94,14 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
     {{- range $name, $port := .ports }}
     - {name: {{ $name }}, containerPort: {{ $port }}}
     {{- end }}
-    {{- if .ports.metrics }}
     {{- $scheme := ternary "HTTPS" "HTTP" (hasKey ($config | fromYaml).admin "tls_cert") }}
-    readinessProbe: {httpGet: {path: /readyz, port: metrics, scheme: {{ $scheme }}}, periodSeconds: 1}
-    livenessProbe: {httpGet: {path: /livez, port: metrics, scheme: {{ $scheme }}}, periodSeconds: 5}
-    {{- else }}
-    readinessProbe: {tcpSocket: {port: grpc}, periodSeconds: 1}
-    livenessProbe: {tcpSocket: {port: grpc}, periodSeconds: 5}
+    {{- $live := dict "tcpSocket" (dict "port" "grpc") }}
+    {{- $ready := $live }}
+    {{- if .ports.metrics }}
+    {{- $live = dict "httpGet" (dict "path" "/livez" "port" "metrics" "scheme" $scheme) }}
+    {{- $ready = dict "httpGet" (dict "path" "/readyz" "port" "metrics" "scheme" $scheme) }}
     {{- end }}
+    {{- include "extproc.probes" (dict "live" $live "ready" $ready) | nindent 4 }}
     resources: {{ index $values .part "resources" | toJson }}
     volumeMounts: {{ include "extproc.mounts" $mounted }}
   volumes: {{ include "extproc.volumes" $mounted }}

@@ -105,6 +105,13 @@ that of a volume. With TLS, the part's Secret is added, and then the volumes of 
 {{- concat $made (include "extproc.options" (list .root .part) | fromJson).volumes | default list | toJson -}}
 {{- end }}
 
+{{- /* Probes, from their handlers. A busy node may take a minute to start a process. */ -}}
+{{- define "extproc.probes" -}}
+startupProbe: {{ merge (dict "periodSeconds" 1 "failureThreshold" 60) .live | toJson }}
+readinessProbe: {{ merge (dict "periodSeconds" 1) .ready | toJson }}
+livenessProbe: {{ merge (dict "periodSeconds" 5) .live | toJson }}
+{{- end }}
+
 {{- define "extproc.budget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
