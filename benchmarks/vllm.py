@@ -50,7 +50,6 @@ async def vllm_servers(
 def vllm_command(
     model: Path, port: int, core: int, max_num_seqs: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a server."""
     options = {
         "served-model-name": MODEL,
         "host": "127.0.0.1",

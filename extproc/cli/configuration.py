@@ -34,7 +34,6 @@ def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
 
 
 def add_flag(parser: argparse._ActionsContainer, key: str, shown: bool = True) -> None:
-    """Add the flag of one key."""
     field = settings.LEAVES[key]
     text = (field.description or "").replace("``", "")
     if field.default_factory is None and field.default not in ((), None, ""):

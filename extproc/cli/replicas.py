@@ -147,7 +147,6 @@ async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica
 
 
 def _find(replicas: Sequence[PoolReplica], word: str, pool: str) -> PoolReplica:
-    """Find the replica by address or name."""
     found = [replica for replica in replicas if word in (replica.id, replica.name)]
     if len(found) > 1:
         ids = ", ".join(replica.id for replica in found)

@@ -18,7 +18,6 @@ class Objective(NamedTuple):
 
     @property
     def has_target(self) -> bool:
-        """True if there is any target."""
         return self.ttft_s < inf or self.bounds_end
 
     @property

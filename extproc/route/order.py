@@ -27,7 +27,6 @@ class Ranked(Generic[Item]):
         return len(self._order)
 
     def put(self, item: Item, *rank: Any) -> None:
-        """Add an item, or change its rank."""
         self.drop(item)
         self._ranks[item] = rank
         insort(self._order, (rank, item))

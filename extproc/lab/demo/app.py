@@ -143,7 +143,6 @@ async def _printed(stack: Stack, journal: Journal) -> AsyncIterator[None]:
 
 
 def _line(entry: Entry, stack: Stack) -> str:
-    """Line of a request that ended."""
     decision, access = entry.decision, entry.access
     assert access is not None
     replica = stack.name_of(access.upstream) or "-"

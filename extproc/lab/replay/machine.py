@@ -60,7 +60,6 @@ class Machine:
 
     @property
     def step_ends_at(self) -> float | None:
-        """End of the step in progress."""
         step = self.engine.step
         return None if step is None else step.ends_at + self._behind
 
