@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo fast test chaos bench compare-page peers check release lock proto envoy-files clean
+.PHONY: venv demo fast test chaos bench bench-decision compare-page peers check release lock proto envoy-files clean
 
 venv: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ bench: venv
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --speed 3.5 \
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
+
+# Instructions of 1,000 decisions, counted by valgrind: fails if they grew by more than 5%.
+bench-decision: venv
+	$(BIN)/python -m benchmarks.instructions $(ARGS)
 
 # The figures of docs/compare.md and the README's picture: some 50 minutes on two cores. What is in
 # bench/page already is not measured again: remove it to measure everything anew.

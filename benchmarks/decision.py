@@ -127,7 +127,7 @@ def measure(
 
     ``full``: no KV cache has room for another prompt. ``adapters``: LoRA adapters of the requests.
     """
-    load = _SteadyRouter(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
+    load = SteadyRouter(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
     for _ in range(decisions // 10):
         load.step()
     for seconds in (load.decisions, load.ledger, load.polls):
@@ -249,7 +249,7 @@ class _FullRouter:
         self._sent.append((decision.replica, ticket))
 
 
-class _SteadyRouter:
+class SteadyRouter:
     """Router under a virtual clock with a constant load: with each arrival another request ends."""
 
     def __init__(
