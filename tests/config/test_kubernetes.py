@@ -139,9 +139,20 @@ def test_probes_use_the_admin_port(config: Config) -> None:
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
 def test_slow_start_is_no_reason_to_restart(deployment: Manifest) -> None:
-    """Envoy waits 15 s for its first list of replicas, and a busy node is slower still."""
     probe = container(deployment)["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+
+
+def test_envoy_is_ready_when_it_knows_the_replicas() -> None:
+    """Envoy then opens its port; without the probes of another port it would be restarted."""
+    envoy = yaml.safe_load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"])
+    clusters = {item["name"]: item for item in envoy["static_resources"]["clusters"]}
+    eds = clusters["replicas"]["eds_cluster_config"]["eds_config"]
+    assert eds["initial_fetch_timeout"] == "0s"
+    probes = container(part("envoy"))
+    assert probes["readinessProbe"]["tcpSocket"]["port"] == "http"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert "9901" in probes[probe]["exec"]["command"][-1]
 
 
 def test_termination_grace_period_exceeds_drain_s(config: Config) -> None:
