@@ -27,8 +27,8 @@ from benchmarks import arguments, fleet
 from benchmarks.arguments import about
 from benchmarks.compare import pickers
 from benchmarks.compare.contenders import Contender, SimulatedFleet
+from benchmarks.compare.envoy import OBSERVED, EnvoyContender, ObservedContender, RouterContender
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
-from benchmarks.compare.envoy import EnvoyContender, RouterContender
 from benchmarks.compare.peers import PROXIES, ProxyContender
 from benchmarks.compare.pickers import PickerContender
 from benchmarks.compare.play import FAULTS, play
@@ -123,6 +123,8 @@ def contender_named(name: str, programs: Path | None = None) -> Contender:
         return RouterContender(_checked(kind, policy or "completion", tuple(POLICIES)))
     if kind == "envoy":
         return EnvoyContender(_checked(kind, policy or "least_request", ENVOY_POLICIES))
+    if kind == "observed":
+        return ObservedContender(_checked(kind, policy or "least_request", OBSERVED))
     if kind in _PICKERS:
         picker = _PICKERS[kind]
         program = pickers.find_program(picker, programs)
@@ -131,7 +133,7 @@ def contender_named(name: str, programs: Path | None = None) -> Contender:
         policy = _checked(kind, policy or picker.policies[0], picker.policies)
         return PickerContender(picker, policy, program)
     if kind not in PROXIES:
-        kinds = ", ".join(("router", "envoy", *PROXIES, *_PICKERS))
+        kinds = ", ".join(("router", "envoy", "observed", *PROXIES, *_PICKERS))
         raise ValueError(f"no contender is called {kind!r}; known: {kinds}")
     proxy = PROXIES[kind]
     if not proxy.installed:

@@ -21,7 +21,9 @@ _TYPES = {
     "random": "random.v3.Random",
 }
 POLICIES = tuple(_TYPES)
+OBSERVED = "round_robin", "least_request", "random"  # policies that need no weights
 
+_OBSERVE = Path(__file__).parents[2] / "envoy" / "observe.yaml"
 _FASTEST = 100  # weight of the fastest replica
 _WORKERS = 2  # as many as the demo's stack gives the Envoy beside a router
 _READY_S = 30.0
@@ -140,6 +142,40 @@ async def envoy_stats(admin: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
+class ObservedContender:
+    """Envoy with a policy of its own, observed by a router."""
+
+    parts = tuple(_PARTS)
+
+    def __init__(self, policy: str) -> None:
+        self.name = f"observed:{policy}"
+        self.about = f"Envoy's own {policy.upper()}, observed by this router"
+        self._policy = policy
+
+    @asynccontextmanager
+    async def running(
+        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+    ) -> AsyncIterator[Front]:
+        settings: dict[str, dict[str, object]] = {
+            "route": {"seed": seed},
+            "serve": {"mode": "observe", "decisions_kept": _DECISIONS_KEPT},
+        }
+        observed = _ObservedStack(directory, servers, fleet.profiles, settings)
+        observed.policy = self._policy
+        async with observed as stack:
+
+            async def complaints(requests: Requests) -> list[str]:
+                found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
+                records = await decisions(stack.router_admin)
+                seen = {record["request_id"] for record in records if record["observed"]}
+                missed = sum(request["request_id"] not in seen for request in requests)
+                return [*found, f"{missed} requests were not observed"] if missed else found
+
+            records = partial(decisions, stack.router_admin)
+            parts = {part: stack.process(name) for part, name in _PARTS.items()}
+            yield Front(stack.url, complaints, records, parts)
+
+
 class RouterContender:
     parts = tuple(_PARTS)
 
@@ -186,6 +222,23 @@ class RouterContender:
             ),
         }
         return found + [f"{count} requests {event}" for event, count in counts.items() if count]
+
+
+class _ObservedStack(AttachedStack):
+    policy = "least_request"  # of Envoy
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = addressed(
+            listen=self.address("envoy"),
+            admin=self.address("envoy-admin"),
+            routers=map(self.address, self.routers),
+            replicas=self.names,
+            template=_OBSERVE,
+        )
+        _, replicas = bootstrap["static_resources"]["clusters"]
+        replicas["load_balancing_policy"] = _balancing(self.policy)
+        name_replicas(bootstrap)
+        return bootstrap
 
 
 class _RouterStack(AttachedStack):

@@ -44,7 +44,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("nginx", "no contender is called 'nginx'; known: router, envoy, vllm-router"),
+        ("nginx", "no contender is called 'nginx'; known: router, envoy, observed, vllm-router"),
         ("envoy:fastest", "envoy has no policy 'fastest'"),
         ("router:fastest", "router has no policy 'fastest'"),
     ],
@@ -312,7 +312,7 @@ def test_quick_comparison_on_a_mixed_fleet(
     file, trace = tmp_path / "new" / "quick.json", tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, SHORT)))
     argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1", "--json", str(file)]
-    names = ["router:completion", "envoy:least_request_weighted"]
+    names = ["router:completion", "observed:least_request", "envoy:least_request_weighted"]
     status = compare.main([*argv, "--contenders", ",".join(names)])
     output = capsys.readouterr()
     assert status in (0, 1), output
@@ -323,7 +323,7 @@ def test_quick_comparison_on_a_mixed_fleet(
     fields = ("at_s", "endpoint", "prompt_tokens", "output_tokens")
     sent = [[[request[key] for key in fields] for request in runs[n]["requests"]] for n in names]
     assert [tokens for *_, tokens in sent[0]] == [line["output_length"] for line in SHORT[10:]]
-    assert sent[1] == sent[0], "the same requests and answers for all"
+    assert sent[1] == sent[2] == sent[0], "the same requests and answers for all"
     for turn in runs.values():
         assert turn["summary"]["answered"] == turn["summary"]["requests"]
         assert 0 <= turn["summary"]["hits"] < 1
@@ -331,13 +331,13 @@ def test_quick_comparison_on_a_mixed_fleet(
         assert turn["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
         assert {request["replica"] for request in turn["requests"]} <= turn["late"].keys()
         # On a slow machine the router may miss Envoy's deadline.
-        missed = ("went on without the router's answer", "bypassed the router")
+        missed = ("without the router's answer", "bypassed the router", "were not observed")
         assert [text for text in turn["complaints"] if not text.endswith(missed)] == []
     predicted = [
         any(request["predicted_completion_s"] for request in turn["requests"])
         for turn in runs.values()
     ]
-    assert predicted == [True, False]
+    assert predicted == [True, True, False]
     assert "router:completion" in output.out
 
 
