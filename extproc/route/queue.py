@@ -20,11 +20,12 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   router preempts no running request. When the queue is full, the victim is, among the requests of
   the lowest priority, the newest request of the tenant with the most queued. The victim may be the
   request that has just arrived.
-- *Fair.* While tenants of one priority have requests queued, each gets the same replica-seconds, to
-  within R + 1 of the largest requests on R replicas (start-time fair queueing): a tenant whose
-  requests wait for another replica does not keep this one idle. The bound holds for a tenant, not
-  for each request: a request that needs much KV space may wait for one replica while later requests
-  of its tenant start on other replicas.
+- *Fair.* While tenants have requests for one model at one priority queued, each gets the same
+  replica-seconds, to within R + 1 of the largest requests on R replicas (start-time fair queueing):
+  a tenant whose requests wait for another replica does not keep this one idle. The bound holds for
+  a tenant, not for each request: a request that needs much KV space may wait for one replica while
+  later requests of its tenant start on other replicas. Requests for different models, such as LoRA
+  adapters, share a replica in the order of their due times, whichever tenants they are from.
 - *Cost.* An arrival, or the end of a request, costs O(log n) and a number of decisions that does
   not depend on n. A sweep decides a bounded number of requests: if thousands could start at once,
   dispatching them takes seconds.
