@@ -66,6 +66,7 @@ IMAGE ?= extproc:$(VERSION)
 RELEASE := build/release/bin
 release: venv
 	rm -rf dist && mkdir -p dist
+	git rev-parse --short=12 HEAD > extproc/commit.txt  # what extproc --version tells
 	$(PYTHON) -m venv build/release && $(RELEASE)/pip install --quiet build==1.6.1 cyclonedx-bom==7.5.0
 	$(RELEASE)/python -m build --outdir dist .
 	$(BIN)/python -c "import helm_python; helm_python.package('docs/helm', destination='dist')"

@@ -4,13 +4,13 @@ A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit
 1 failure, 2 wrong usage. Errors are :class:`~extproc.cli.arguments.CommandError`.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from extproc import __version__
 from extproc.cli.arguments import CommandError, Parser
 
 _COMMANDS = {
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="%(prog)s COMMAND [OPTION]...",
         description="Sends each request to the vLLM replica that finishes it soonest.",
     )
-    parser.add_argument("--version", action="version", version=f"extproc {__version__}")
+    about = "print version and commit, and exit"
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help=about)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="extproc", parser_class=_Command
     )
@@ -64,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells count
+
+
+class _PrintVersion(argparse.Action):
+    """Option that prints the version; the commit is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from extproc.ground.version import described
+
+        print(f"extproc {described()}")
+        parser.exit()
 
 
 class _Command(Parser):

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from extproc import __version__
 from extproc.cli.arguments import CommandError
 from extproc.cli.configuration import add_file, configured
 from extproc.config import Config
 from extproc.envoy.live import check_live, check_replicas_files
+from extproc.ground.version import described
 from extproc.observe.client import RouterUnavailableError, fetch_pages
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
@@ -71,7 +71,7 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
 def _versions() -> bytes:
     installed = {one.metadata["Name"]: one.version for one in distributions()}
     lines = [
-        f"extproc {__version__}",
+        f"extproc {described()}",
         f"Python {platform.python_version()}, {platform.platform()}",
         *(f"{name} {installed[name]}" for name in sorted(installed, key=str.lower)),
     ]

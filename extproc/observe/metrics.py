@@ -8,7 +8,9 @@ from math import exp
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from extproc import __version__
 from extproc.ground.clock import Clock
+from extproc.ground.version import commit
 from extproc.observe.tally import OTHER, Counts, Spread
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
@@ -20,6 +22,7 @@ _MODELS = 20  # shown by name
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _DEMAND_FADES_S = 60.0  # arrived work fades to 1/e in this time; the queue is to clear within it
+_MOMENT_S = 1.0  # a shorter wait in the queue may be for a faster replica, not for any
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
@@ -42,6 +45,13 @@ class PredictedSeconds:
             self._ratio.observe(predicted / actual, model, objective)
 
 
+def build_info(registry: CollectorRegistry) -> None:
+    """Registers the version and the commit of this process."""
+    text = "Version and commit of the process; the value is always 1."
+    info = Gauge("extproc_build_info", text, ["version", "commit"], registry=registry)
+    info.labels(__version__, commit()).set(1)
+
+
 class RouterMetrics:
     """Metrics of a router process."""
 
@@ -52,15 +62,7 @@ class RouterMetrics:
         predicted = partial(PredictedSeconds, registry=registry)
         self.requests = counts(
             "extproc_requests_total",
-            "Requests by result. routed: sent to the chosen replica. refused: answered with 400, "
-            "404, 429 or 503. passed: not an inference request. unrouted: no healthy replica is "
-            "known, so Envoy's fallback policy chose. gave_up: the client hung up, or Envoy "
-            "stopped waiting, while the request was in the router's queue. overload: more than "
-            "serve.max_streams requests are in flight, so Envoy went on without the router. "
-            "observed: left to Envoy by serve.mode or serve.share. A "
-            "routed request also counts as unanswered if the client hung up or Envoy stopped "
-            "waiting for the router (ext_proc.message_timeouts in Envoy's stats), and as lost if "
-            "its replica hung and the router ended the request.",
+            "Requests by result.",
             ["result"],
         )
         self.refused = counts(
@@ -94,7 +96,7 @@ class RouterMetrics:
         self.failures = counts(
             "extproc_failures_total",
             "Requests that a replica answered with 500 to 599, or that Envoy retried on another "
-            "replica. Several in a row eject the replica.",
+            "replica.",
             ["replica"],
         )
         self.excluded = gauge(
@@ -127,8 +129,7 @@ class RouterMetrics:
         )
         self.responses = counts(
             "extproc_responses_total",
-            "Responses that the router saw, by status class. Each Envoy shows its routers at most "
-            "100 responses a second in total.",
+            "Responses that the router saw, by status class.",
             ["status"],
         )
         self.ttft = predicted(
@@ -179,10 +180,7 @@ class RouterMetrics:
         )
         self.replicas_needed = gauge(
             "extproc_replicas_needed",
-            "Replicas that the load of about the last minute keeps busy, in batches as full as KV "
-            "memory and targets per token allow, plus the replicas that would clear the router's "
-            "queue within a minute, plus one for each model that waits and has no replica. Sum "
-            "over routers.",
+            "Replicas that this router's load needs, requests in its queue included.",
             ["pool"],
         )
         self.replicas = gauge("extproc_replicas", "Known replicas by health.", ["health"])
@@ -200,9 +198,7 @@ class RouterMetrics:
         )
         self.digest_age = spread(
             "extproc_digest_age_seconds",
-            "Age of other routers' digests at arrival, at least 0: this machine's clock less the "
-            "sender's. The difference between the clocks is included; decisions do not depend on "
-            "it.",
+            "Age of other routers' digests at arrival, by this machine's clock and the sender's.",
             (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
         )
         self.redis_seconds = spread(
@@ -281,17 +277,25 @@ class Demand:
         self._fade()
         self._work += decision.work_s
 
-    def replicas(self, waiting: Iterable[Waiting], routers: int = 1) -> float:
+    def replicas(self, waiting: Iterable[Waiting], routers: int = 1, usable: int = 0) -> float:
         """Return the number of replicas that arriving work keeps busy, plus the number that would
         clear the queue.
 
-        ``routers``: number of routers. A model that waits for its first replica adds 1 ÷
-        ``routers`` here, so that the sum over all routers is 1.
+        While requests wait for longer than a moment, the usable replicas are all busy.
+
+        Args:
+            waiting: requests in the queue.
+            routers: number of routers. Of a replica that a model waits for, and of the usable
+                replicas, each router reports an equal share.
+            usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}
         self._fade()
         arriving = self._work / max(self._seconds, 1.0)
+        long_ago = self._clock() - _MOMENT_S
+        if any(request.unserved_since is None and request.since < long_ago for request in waiting):
+            arriving = max(arriving, usable / routers)
         queued = sum(request.cost for request in waiting) / _DEMAND_FADES_S
         return arriving + queued + len(unserved) / routers
 

@@ -17,6 +17,7 @@ from extproc.ground.clock import Clock, monotonic
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import until_signalled
 from extproc.observe.admin import serve_admin
+from extproc.observe.metrics import build_info
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import names_replicas
 from extproc.poll.kv_blocks import KvBlocks
@@ -58,6 +59,7 @@ async def run_poller(config: Config) -> None:
         )
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    build_info(registry)
     metrics = PollMetrics(registry)
     names = [pool.pool for pool in config.each_pool]
     health = Health(names, monotonic)

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from random import Random
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
@@ -20,7 +20,7 @@ from extproc.observe.admin import serve_admin
 from extproc.observe.counter_log import CounterLog
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
-from extproc.observe.metrics import RouterMetrics
+from extproc.observe.metrics import RouterMetrics, build_info
 from extproc.observe.traces import Traces
 from extproc.poll.destination import IntoFleet
 from extproc.poll.discovery import names_replicas
@@ -55,6 +55,8 @@ async def run_router(config: Config) -> None:
     if config.state == "memory" and not names_replicas(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    build_info(registry)
     services = build(config, registry)
     further = {pool.pool: services.of_pool(pool) for pool in config.each_pool[1:]}
     pools = (services, *further.values())
@@ -172,7 +174,8 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     while True:
         for pool in pools:
             pool.fleet.drop_stale(TTL_S)
-            needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers))
+            usable = len(pool.fleet.members) - len(dict(pool.fleet.eligibility.exclusions()))
+            needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers), usable)
             metrics.replicas_needed.labels(pool.config.pool).set(needed)
             pool.exclusions.look(pool.fleet, pool.wall())
             external = pool.fleet.external_requests

@@ -1,6 +1,7 @@
 """Commands answer help, mistakes and signals on the terminal."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from extproc import __version__
 from extproc.cli import main
 from extproc.config import REMOVED
+from extproc.ground.version import commit
 from tests.waiting import PATIENCE_S
 
 
@@ -23,7 +25,8 @@ def exit_status(argv: list[str]) -> int | str | None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["--version"]) == 0
-    assert capsys.readouterr().out == f"extproc {__version__}\n"
+    assert capsys.readouterr().out == f"extproc {__version__} (commit {commit()})\n"
+    assert re.fullmatch("[0-9a-f]{12}", commit())
 
 
 def test_help_imports_no_heavy_module() -> None:

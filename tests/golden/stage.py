@@ -379,7 +379,7 @@ def _families(page: str) -> str:
         text = line if line.startswith("#") else line.rpartition(" ")[0]
         name = text.removeprefix("# HELP ").removeprefix("# TYPE ")
         if not name.startswith(_LIBRARY_FAMILIES):
-            shown[text] = None
+            shown[re.sub('commit="[0-9a-f]*"', 'commit="<commit>"', text)] = None
     return "\n".join(shown) + "\n"
 
 

@@ -65,6 +65,22 @@ def test_queue_is_to_be_cleared_within_a_minute(decision: Decision, clock: Manua
     assert needed > 0.1
 
 
+def waiting_since(decision: Decision, since: float) -> Waiting:
+    return Waiting(decision.profile, decision, since, lambda _: decision, lambda _: None)
+
+
+def test_fleet_with_a_queue_needs_more_replicas(decision: Decision, clock: ManualClock) -> None:
+    """Whatever the work of the arriving requests is predicted to be."""
+    queue = [waiting_since(decision, clock()) for _ in range(89)]
+    clock.advance(2.0)
+    assert Demand(clock).replicas(queue, usable=3) > 3.0
+    assert 2 * Demand(clock).replicas(queue, routers=2, usable=3) > 3.0
+
+
+def test_short_wait_does_not_count_as_a_full_fleet(decision: Decision, clock: ManualClock) -> None:
+    assert Demand(clock).replicas([waiting_since(decision, clock())], usable=3) < 1.0
+
+
 @pytest.mark.parametrize("routers", [1, 4])
 def test_each_unserved_model_needs_a_replica(clock: ManualClock, routers: int) -> None:
     waiting = [

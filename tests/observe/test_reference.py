@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from extproc.observe.metrics import RouterMetrics
+from extproc.observe.metrics import RouterMetrics, build_info
 from extproc.poll.scrape import PollMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +55,20 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     registry = CollectorRegistry()
     RouterMetrics(registry)
     PollMetrics(registry)
+    build_info(registry)
     for collector in registry._collector_to_names:
         (family,) = collector.collect()
         own: Sequence[str] = getattr(collector, "_labels", ())
         labels: Sequence[str] = getattr(collector, "_labelnames", own)
         yield family, tuple(labels)
+
+
+def test_help_is_one_sentence() -> None:
+    for family, _ in families():
+        text = family.documentation
+        assert text.endswith("."), family.name
+        assert text.count(". ") == 0, family.name
+        assert len(text) <= 180, family.name
 
 
 def names(family: Metric) -> list[str]:
