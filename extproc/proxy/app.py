@@ -41,6 +41,9 @@ from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_EVERY_S = 1.0
+_REFUSED = "requests refused: add replicas, or change the limits (docs/overload.md)"
+_OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
+"""Refusals whose cause is the request."""
 _NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 
 
@@ -85,7 +88,7 @@ async def run_router(config: Config) -> None:
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(pool.config.pool for pool in pools)
-        logger.info("router ready", extra={"port": port, "admin": admin, "pool": names})
+        logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
         gc.freeze()  # modules are never garbage: a collection would scan them for 15 ms
         await stopping.wait()
@@ -170,7 +173,10 @@ async def apply(change: Change, fleet: Fleet) -> None:
 async def _housekeeping(pools: Sequence[Services]) -> None:
     """Removes replicas whose state is stale, and updates the gauges, every second."""
     metrics, clock, fleets = pools[0].metrics, pools[0].clock, [pool.fleet for pool in pools]
-    not_followed = CounterLog(logger, _NOT_FOLLOWED, metrics.not_followed, clock, {"retry"})
+    logs = (
+        CounterLog(logger, _NOT_FOLLOWED, metrics.not_followed, clock, {"retry"}),
+        CounterLog(logger, _REFUSED, metrics.refused, clock, _OF_CLIENTS),
+    )
     while True:
         for pool in pools:
             pool.fleet.drop_stale(TTL_S)
@@ -199,7 +205,8 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
         oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
         metrics.state_age.set(clock() - oldest)
-        not_followed.look()
+        for log in logs:
+            log.look()
         await asyncio.sleep(_HOUSEKEEPING_EVERY_S)
 
 

@@ -235,7 +235,7 @@ def test_signal_stops_router_without_traceback(number: signal.Signals) -> None:
     with start("serve", *argv, "--redis.url", "redis://127.0.0.1:1") as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
-        assert any("router ready" in line for line in lines)
+        assert any("router started" in line for line in lines)
         process.send_signal(number)
         rest = process.stderr.read()
     assert process.returncode == 0

@@ -115,6 +115,8 @@ def logged(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=level), args=[text, *_]
         ) if level in LEVELS:
             yield level.replace("exception", "error"), text
+        case ast.Call(func=ast.Name(id="CounterLog"), args=[_, event, *_]):
+            yield "warning", event
         case ast.Call(func=ast.Name(id="OutageLog"), args=[_, begins, *more], keywords=keywords):
             given = [*more, *(keyword.value for keyword in keywords)]
             yield "error" if "logging.ERROR" in map(ast.unparse, given) else "warning", begins

@@ -55,14 +55,16 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
     assert services.fleet.in_flight == 0
 
 
-async def test_health_is_bad_until_a_replica_is_known(config: Config) -> None:
+async def test_router_is_ready_once_a_replica_is_known(config: Config, logged: Logged) -> None:
     services = build(config, CollectorRegistry())
     server = GrpcServer(services)
     looking = asyncio.create_task(server.watch_replicas())
     async with running(server) as channel:
         assert await serving(channel) == ["liveness"]
+        assert not logged.lines()
         put_replicas(services, healthy=False)
         await until_read(lambda: serving(channel), lambda names: len(names) == 4)
+        await logged.line("router ready: it knows a replica")
         services.fleet.remove(replica(1))
         services.fleet.remove(replica(2))
         assert len(await serving(channel)) == 4
