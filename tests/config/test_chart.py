@@ -52,6 +52,10 @@ def test_setup_is_rendered_and_valid(setup: str, tmp_path: Path) -> None:
     assert [fault for item in objects for fault in faults(item)] == []
     keys = [(item["kind"], item["metadata"].get("namespace"), title(item)) for item in objects]
     assert len(keys) == len({*keys})
+    for deployment in (item for item in objects if item["kind"] == "Deployment"):
+        lists = (pod(deployment)["volumes"], *map(container(deployment).get, ("env", "ports")))
+        for names in ([item["name"] for item in each or ()] for each in lists):
+            assert len(names) == len({*names})  # else the API server refuses them
     made = config(objects, tmp_path)
     sources = {item.where for pool in made.each_pool for item in pool.replicas}
     assert len(sources) == sum(len(pool.replicas) for pool in made.each_pool)

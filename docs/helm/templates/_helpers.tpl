@@ -89,10 +89,14 @@ that of a volume. With TLS, the part's Secret is added, and then the volumes of 
 {{- merge (dict) .files (ternary (dict "/etc/tls/extproc" $secret) (dict) .root.Values.tls.enabled) | toJson -}}
 {{- end }}
 
+{{- define "extproc.volume" -}}
+{{ . | trimPrefix "/etc/" | replace "/" "-" }}
+{{- end }}
+
 {{- define "extproc.mounts" -}}
 {{- $made := list -}}
 {{- range $path, $source := include "extproc.files" . | fromJson -}}
-{{- $made = append $made (dict "name" (base $path) "mountPath" $path "readOnly" true) -}}
+{{- $made = append $made (dict "name" (include "extproc.volume" $path) "mountPath" $path "readOnly" true) -}}
 {{- end -}}
 {{- concat $made (include "extproc.options" (list .root .part) | fromJson).volumeMounts | default list | toJson -}}
 {{- end }}
@@ -100,7 +104,7 @@ that of a volume. With TLS, the part's Secret is added, and then the volumes of 
 {{- define "extproc.volumes" -}}
 {{- $made := list -}}
 {{- range $path, $source := include "extproc.files" . | fromJson -}}
-{{- $made = append $made (merge (dict "name" (base $path)) $source) -}}
+{{- $made = append $made (merge (dict "name" (include "extproc.volume" $path)) $source) -}}
 {{- end -}}
 {{- concat $made (include "extproc.options" (list .root .part) | fromJson).volumes | default list | toJson -}}
 {{- end }}

@@ -1,0 +1,1 @@
+"""Trial of the Helm chart in a real cluster; not a part of the test suite."""
