@@ -8,10 +8,8 @@ from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.traffic import Answer
 from tests.chaos.scenes import Scene
 
-GRACE_S = 4.0
-"""Time until a failing replica must be excluded; a hung one is after three timeouts of a scrape."""
 MOST_SHARE = 0.02
-"""Greatest share of the requests that the failing replica may get after :data:`GRACE_S`."""
+"""Greatest share of the requests that the failing replica may get after ``Scene.excluded_s``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +85,8 @@ class SceneFigures:
 
     @property
     def share(self) -> float | None:
-        """The failing replica's share of requests, from :data:`GRACE_S` to the repair."""
-        begin, end = self.times.failed + GRACE_S, self.times.mended
+        """The failing replica's share of requests, from ``Scene.excluded_s`` to the repair."""
+        begin, end = self.times.failed + self.scene.excluded_s, self.times.mended
         sent = [
             request.first_choice
             for request in self.requests
@@ -155,7 +153,7 @@ HEADINGS = (
     "p99",
     "whole p50 s",
     "p99",
-    "share after 4 s",
+    "share once excluded",
     "recovery s",
     "oldest state s",
 )

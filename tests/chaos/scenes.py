@@ -28,6 +28,7 @@ class Scene:
     stopped: str = ""  # name of the router that is stopped, and continues with its old state
     loses_answers: bool = False  # responses in progress at the failure may be lost
     tidy: Act = _nothing  # after the recovery
+    excluded_s: float = 4.0  # time until the failing replica must be excluded
     most_age_s: float = 2.0
     """Greatest age of states that routers have of the other replicas; a dead poller is replaced
     within this time."""
@@ -112,6 +113,15 @@ SCENES = (
             _serves("r4"),
             "r4",
         )
-        for page in (MetricsPage.GARBAGE, MetricsPage.HUGE, MetricsPage.ENDLESS)
+        for page in (MetricsPage.GARBAGE, MetricsPage.HUGE)
+    ),
+    Scene(
+        "metrics-endless",
+        _metrics("r4", MetricsPage.ENDLESS),
+        12.0,
+        _metrics("r4", MetricsPage.GOOD),
+        _serves("r4"),
+        "r4",
+        excluded_s=8.0,  # two scrapes of three timeouts each
     ),
 )
