@@ -2,8 +2,9 @@
 
 import argparse
 import asyncio
+import json
 import logging
-import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from extproc.cli.arguments import CommandError, UsageError
@@ -11,7 +12,7 @@ from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config, MutualTlsSettings, TlsSettings
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Finding, Level
-from extproc.envoy.live import check_live, check_replicas_files
+from extproc.envoy.live import check_live, check_replicas
 from extproc.ground import tls
 from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--live", action="store_true", help="check the running Redis and replicas")
     admin = "as --live, and check the running Envoy that has this admin address"
     add("--envoy-admin", metavar="URL", help=admin)
+    add("--json", action="store_true", help="print the findings as JSON")
     add_flags(parser)
     parser.epilog = "Every key of the configuration is also a flag, such as --route.policy lmetric."
 
@@ -50,24 +52,37 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
         raise UsageError(error) from None
-    for doubt in doubts:
-        print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
-    print("The configuration is valid.")
-    findings = _printed(check_replicas_files(config))
+    first = "The configuration is valid."
+    found = {first: [*doubts, *_check_empty(args.config), *check_replicas(config)]}
     if args.envoy is not None:
-        findings += _check_file(args.envoy, config)
+        found[str(args.envoy)] = _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
         # The checks use parts that log their failures, which here are findings: print them once.
         logging.getLogger("extproc").addHandler(logging.NullHandler())
-        findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
+        found["What runs:"] = asyncio.run(check_live(config, args.envoy_admin))
+    findings = [finding for part in found.values() for finding in part]
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for heading, part in found.items():
+            lines = [printable(str(finding)) for finding in part]
+            print("\n".join([heading, *lines]))
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
-def _certificate_doubts(section: str, files: TlsSettings, peers: str) -> list[str]:
-    """Return the reason why ``peers`` will not trust the certificate of a section, if any."""
+def _check_empty(file: Path | None) -> list[Finding]:
+    if file is None or read_yaml(file) is not None:
+        return []
+    text = "empty: every setting has its default, and no replica is polled. Set replicas"
+    return [Finding("file", Level.ERROR, str(file), text)]
+
+
+def _certificate_doubts(section: str, files: TlsSettings, peers: str) -> list[Finding]:
+    """Return a warning if ``peers`` will not trust the certificate of a section."""
     authority = files.tls_client_ca if isinstance(files, MutualTlsSettings) else None
     doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
-    return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
+    text = f"{doubt}: {peers} will not trust it"
+    return [Finding("certificate", Level.WARNING, f"{section}.tls_cert", text)] if doubt else []
 
 
 def _check_file(path: Path, config: Config) -> list[Finding]:
@@ -77,12 +92,4 @@ def _check_file(path: Path, config: Config) -> list[Finding]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}") from None
-    findings = check_envoy(tree, config)
-    print(path)
-    return _printed(findings)
-
-
-def _printed(findings: list[Finding]) -> list[Finding]:
-    for finding in findings:
-        print(printable(str(finding)))
-    return findings
+    return check_envoy(tree, config)

@@ -16,7 +16,7 @@ import yaml
 from extproc.cli.arguments import CommandError
 from extproc.cli.configuration import add_file, configured
 from extproc.config import Config
-from extproc.envoy.live import check_live, check_replicas_files
+from extproc.envoy.live import check_live, check_replicas
 from extproc.ground.version import described
 from extproc.observe.client import RouterUnavailableError, fetch_pages
 
@@ -59,7 +59,7 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     """Pages of the router and findings on what runs; an error takes the place of a page."""
     # The checks use parts that log their failures, which here are findings.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
-    findings = check_replicas_files(config) + await check_live(config, envoy_admin)
+    findings = check_replicas(config) + await check_live(config, envoy_admin)
     files = {"findings.txt": "".join(f"{finding}\n" for finding in findings).encode()}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)

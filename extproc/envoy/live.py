@@ -1,6 +1,7 @@
 """Checks a running system: files of replicas, Redis, the replicas and their models, Envoy."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -39,17 +40,28 @@ _DELETE = "return redis.call('DEL', KEYS[1])"
 Problem = tuple[Level, str]
 
 
-def check_replicas_files(config: Config) -> list[Finding]:
-    """Return an error for each file of replicas that cannot be used now; pollers wait until it can
-    be used."""
-    found = []
-    for path in filter(None, (pool.replicas_file for pool in config.each_pool)):
-        try:
-            read_replicas(path)
-        except (OSError, ValueError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            text = f"unusable: {reason}: its replicas are not polled. Correct it or replicas_file"
-            found.append(Finding("replicas", Level.ERROR, f"replicas_file {path}", text))
+def check_replicas(config: Config) -> list[Finding]:
+    """Return errors for pools without replicas and replicas listed twice, and for each file of
+    replicas that cannot be used now; pollers wait until it can be used."""
+    finding, found = partial(Finding, "replicas", Level.ERROR), []
+    for pool in config.each_pool:
+        sources, path = [*pool.replicas], pool.replicas_file
+        if path is not None:
+            try:
+                sources += read_replicas(path)
+            except (OSError, ValueError) as error:
+                reason = (error.strerror if isinstance(error, OSError) else None) or error
+                text = (
+                    f"unusable: {reason}: its replicas are not polled. Correct it or replicas_file"
+                )
+                found.append(finding(f"replicas_file {path}", text))
+        elif not sources and config.state == "memory":
+            text = "no replica is configured, and state is 'memory': the router cannot start. "
+            found.append(finding(f"pool {pool.pool}", text + "Set replicas or replicas_file"))
+        for where, count in Counter(source.where for source in sources).items():
+            if count > 1:
+                text = f"listed {count} times: only the first entry counts. Remove the others"
+                found.append(finding(f"replica {where}", text))
     return found
 
 
@@ -74,7 +86,7 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
     sources = [*config.replicas]
     if config.replicas_file is not None:
-        with suppress(OSError, ValueError):  # check_replicas_files reports these
+        with suppress(OSError, ValueError):  # check_replicas reports these
             sources += read_replicas(config.replicas_file)
     for source, (targets, reason) in zip(
         sources, await asyncio.gather(*map(_resolve, sources)), strict=True

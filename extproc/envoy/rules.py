@@ -45,12 +45,19 @@ class Rule:
     text: str = "{}"  # problem, consequence, remedy; ``{}`` stands for the value of ``problem``
 
     def apply(self, file: EnvoyFile) -> list[Finding]:
-        """Return a finding for each message that breaks the rule, or a single OK if none does."""
-        nodes = self.subjects(file)
+        """Return a finding for each mistake, or a single OK if there is none.
+
+        Routes that override a filter, and YAML anchors, repeat a mistake: one finding names the
+        first place.
+        """
+        nodes, places = self.subjects(file), dict[str, list[str]]()
+        for node in nodes:
+            if found := self.problem(node, file):
+                text = self.text.format(found, node=node, file=file)
+                places.setdefault(text, []).append(node.where)
         broken = [
-            Finding(self.id, self.level, node.where, self.text.format(found, node=node, file=file))
-            for node in nodes
-            if (found := self.problem(node, file))
+            Finding(self.id, self.level, first + (f" and {len(more)} more" if more else ""), text)
+            for text, (first, *more) in places.items()
         ]
         return broken or [Finding(self.id, Level.OK, "", self.ok)] * bool(nodes)
 

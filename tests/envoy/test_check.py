@@ -1,6 +1,7 @@
 """``extproc check --envoy``: each rule finds a good file broken in one place, and only that."""
 
 import copy
+import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import CLUSTER
 from extproc.ground.yaml_file import read_yaml
+from extproc.lab.harness.envoy_config import manager_of
 from tests.envoy.watched_files import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -597,6 +599,35 @@ def test_command_prints_worst_first_and_fails_on_error(
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
     levels = [line.split()[0] for line in check(path, 1)]
     assert list(dict.fromkeys(levels)) == ["error", "warning", "ok"]
+
+
+def test_mistake_that_routes_repeat_is_reported_once() -> None:
+    tree = copy.deepcopy(GOOD)
+    filters = manager_of(tree)["http_filters"]
+    ext_proc = next(each for each in filters if each["name"] == "envoy.filters.http.ext_proc")
+    del ext_proc["typed_config"]["response_attributes"]
+    (finding,) = complaints(tree)
+    assert finding.where.endswith(" more")
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "words"),
+    [
+        ("# nothing\n", "extproc.yaml", "empty"),
+        ("state: memory\nreplicas: []\n", "pool default", "the router cannot start"),
+        ("replicas: [10.0.0.1:8000, 10.0.0.1:8000]\n", "replica 10.0.0.1:8000", "listed 2 times"),
+    ],
+)
+def test_configuration_that_cannot_work_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, where: str, words: str
+) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_text(text)
+    assert main(["check", "--config", str(file), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)
+    assert finding["level"] == "error"
+    assert finding["where"].endswith(where)
+    assert words in finding["text"]
 
 
 @pytest.mark.parametrize("text", ["a: [", "\0", "a: 2024-13-45", "[" * 3000, "&a [*a]", "\xff"])
