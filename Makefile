@@ -15,12 +15,13 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 demo: venv
 	@$(BIN)/extproc demo $(ARGS)
 
-# Tests that start no process: under a minute on two idle cores.
-fast: venv
-	$(BIN)/pytest -q -n auto --dist worksteal $(ARGS)
+# Workers and processes would compile the package anew where bytecode is not kept.
+fast test: export PYTHONDONTWRITEBYTECODE :=
 
-# Hundreds of processes start: each would compile the package anew where bytecode is not kept.
-test: export PYTHONDONTWRITEBYTECODE :=
+# Without tests that start processes, and those that play minutes of traffic.
+fast: venv
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile fast $(ARGS)
+
 test: venv
 	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

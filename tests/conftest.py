@@ -22,21 +22,19 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # A busy machine may take long for an example.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("tests"), max_examples=20)
 settings.load_profile("tests")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Twice the cores, since tests with real processes mostly wait; at most 16."""
-    return min(2 * len(os.sched_getaffinity(0)), 16)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers for each core: two if real processes run, as their tests mostly wait; 16 in all."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores if config.option.markexpr else 2 * cores, 16)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs slow files first, so that no worker starts a slow file at the end."""
-    slow = {
-        item.path
-        for item in items
-        if item.get_closest_marker("process") or item.path.parent.name in ("benchmarks", "replay")
-    }
+    slow = {item.path for item in items if any(map(item.get_closest_marker, ("process", "slow")))}
     items.sort(key=lambda item: item.path not in slow)
 
 

@@ -15,6 +15,8 @@ from benchmarks.ablation import CELLS, PAIRS, PARTS, difference
 from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import FleetFile
 
+pytestmark = pytest.mark.slow
+
 TRACES = Path(ablation.__file__).parent / "traces"
 VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"share_lag": 0.02},  # shows most parts

@@ -15,6 +15,8 @@ from benchmarks.fleet import FleetFile, speed
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.predict.step import StepModel
 
+pytestmark = pytest.mark.slow
+
 H100, A100, A10 = "llama-8b-h100", "llama-3-8b-a100", "llama-8b-a10"
 BENCHMARKS = Path(fleet.__file__).parent
 CONVERSATION = BENCHMARKS / "traces" / "azure-2023-conv.jsonl.gz"

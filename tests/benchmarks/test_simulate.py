@@ -18,6 +18,8 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Gauges
 from extproc.route.policies import POLICIES
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parents[2] / "benchmarks"
 CONVERSATION = HERE / "traces" / "azure-2023-conv.jsonl.gz"
 MIXED = HERE / "fleets" / "mixed.yaml"

@@ -14,6 +14,8 @@ from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 
+pytestmark = pytest.mark.slow
+
 CONVERSATION = Path(__file__).parents[2] / "benchmarks/traces/azure-2023-conv.jsonl.gz"
 
 

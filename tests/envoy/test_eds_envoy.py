@@ -36,7 +36,6 @@ from tests.waiting import until
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 ENVOY = Path(__file__).parents[2] / "envoy"
-NOWHERE = "127.0.0.1:1"
 POOL = "default"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

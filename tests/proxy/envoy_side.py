@@ -61,12 +61,6 @@ class Stream:
         await self.request_headers(*headers, **named)
         return await self.request_body(body)
 
-    async def ask_in_full_duplex(
-        self, body: JsonOrBytes = CHAT, **named: Any
-    ) -> ProcessingResponse:
-        await self.write_headers(**DUPLEX, **named)
-        return await self.request_body(body)
-
     async def answer(self, *chunks: JsonOrBytes, **headers: Any) -> ProcessingResponse:
         """Sends a whole response; returns the reply to its headers."""
         reply = await self.response_headers(**headers)
@@ -166,9 +160,6 @@ class Stream:
 
     async def request_trailers(self) -> ProcessingResponse:
         return await self.send(request_trailers=HttpTrailers(trailers=HeaderMap()))
-
-    async def response_trailers(self) -> ProcessingResponse:
-        return await self.send(response_trailers=HttpTrailers(trailers=HeaderMap()))
 
     async def end(self) -> None:
         await self._call.done_writing()

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.config import RequestSettings
@@ -93,7 +93,6 @@ def test_any_bytes_are_measured_or_refused(endpoint: Endpoint, body: bytes) -> N
     check(endpoint, body, partial=True, content_length=len(body) * 2)
 
 
-@settings(max_examples=150)
 @given(st.sampled_from(JSON_ENDPOINTS), fields, st.integers(0, 400))
 def test_any_fields_are_measured(endpoint: Endpoint, body: dict[str, Any], cut: int) -> None:
     encoded = json.dumps(body).encode()

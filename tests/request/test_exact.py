@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -359,7 +359,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> TokenCounter:
     return TokenCounter(RequestSettings(tokenizers={"m": folder}))
 
 
-@settings(max_examples=150)
 @given(st.sampled_from([Endpoint.CHAT, Endpoint.COMPLETIONS]), fields)
 def test_any_fields_are_measured_with_a_tokenizer(
     small: TokenCounter, endpoint: Endpoint, body: dict[str, Any]

@@ -405,6 +405,7 @@ def test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority(
             assert [request for request in lowest if request.tenant == victim.tenant][-1] is victim
 
 
+@pytest.mark.slow
 @examples
 @given(
     st.lists(
@@ -481,6 +482,7 @@ def test_every_wait_ends(given: list[OfferedRequest], limits: dict[str, Any]) ->
             assert request.breaks
 
 
+@pytest.mark.slow
 @examples
 @given(
     GAUGES,
@@ -540,6 +542,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
     return next(decisions), next(opcodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tenants", "models"), [(1, 1), (10_000, 1), (1, 8), (10_000, 8)])
 def test_cost_of_arrival_and_end_does_not_depend_on_queue_length(tenants: int, models: int) -> None:
     few, few_opcodes = spent(16, tenants, models)
@@ -581,6 +584,7 @@ FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("guarantee", "where", "name", "fault"), FAULTS)
 def test_fault_breaks_its_guarantee(
     guarantee: Callable[[], None],

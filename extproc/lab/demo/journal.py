@@ -48,7 +48,6 @@ class Journal:
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
-        self.router_up = True  # at the last refresh
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
         self._session = session
@@ -63,9 +62,7 @@ class Journal:
                 for decision in read_decisions(page):
                     self._last_decision = decision.number
                     self._entry(decision.request_id).decision = decision
-            self.router_up = True
         except (aiohttp.ClientError, TimeoutError):
-            self.router_up = False
             self._last_decision = 0  # a restarted router numbers decisions from 1 again
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]

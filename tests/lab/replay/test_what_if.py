@@ -25,6 +25,8 @@ from extproc.observe.record import (
 from extproc.predict.inputs import Floats
 from tests.lab.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
 
+pytestmark = pytest.mark.slow
+
 A100 = "llama-3-8b-a100"
 WhatIf = Callable[..., dict[str, Any]]
 Edit = Callable[[int, RequestLine], dict[str, Any]]
