@@ -175,7 +175,7 @@ class Trial:
                 ["helm", "--namespace", NAMESPACE, "uninstall", "extproc"],
                 check=False, capture_output=True,
             )  # fmt: skip
-            kubectl("delete", "namespace", NAMESPACE, "--timeout=5m", "--grace-period=1")
+            kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
 
     def steps(self) -> Iterator[TrialStep]:
         yield TrialStep("steady", lambda: time.sleep(15))
