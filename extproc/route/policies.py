@@ -32,13 +32,15 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     """Return the candidate with the lowest score, at random among equals, and all scores.
 
     ``completion`` treats scores within an error band as equal, so that no prediction error decides.
-    Among equal scores the soonest first token wins, then the fewest requests.
+    Among equal scores the soonest first token wins, then the fewest requests, then the most cached
+    tokens.
     """
     scores = POLICIES[policy](situation)
     if policy != "completion":
         return lowest(scores, situation.random), scores
     equal = soonest(situation, as_good(situation.prediction, scores))
-    return equal.item(lowest(situation.view.requests[equal], situation.random)), scores
+    equal = equal[near_lowest(situation.view.requests[equal])]
+    return equal.item(lowest(-situation.prediction.cached[equal], situation.random)), scores
 
 
 def as_good(prediction: Prediction, scores: Floats) -> Indices:

@@ -49,6 +49,8 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
             return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
         if requests := more(situation.view.requests):
             return f"{text}, and here {requests:.0f} fewer are in flight"
+        if cached := -more(prediction.cached):
+            return f"{text}, and here {cached:.0f} more tokens of the prompt are cached"
         return f"{text}, so one was drawn at random"
     others = prediction.cost_weight * prediction.cost_to_others
     if more(prediction.completion) < 0.0:

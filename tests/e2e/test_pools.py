@@ -112,9 +112,8 @@ class PoolsStack(Stack):
         hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
         return bootstrap
 
-    @staticmethod
-    def missing(bootstrap: object) -> set[str]:
-        found = check_envoy(bootstrap, Config.model_validate(SETTINGS))
+    def missing(self, bootstrap: object) -> set[str]:
+        found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
         return {one.rule for one in found if one.level is Level.ERROR}
 
 

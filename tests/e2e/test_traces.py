@@ -86,9 +86,8 @@ class TracedStack(Stack):
         log["typed_config"]["path"] = str(self.log)
         file.write_text(yaml.safe_dump(bootstrap))
 
-    @staticmethod
-    def missing(bootstrap: object) -> set[str]:
-        found = check_envoy(bootstrap, Config.model_validate(METADATA))
+    def missing(self, bootstrap: object) -> set[str]:
+        found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
         return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
 
 

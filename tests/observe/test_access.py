@@ -176,4 +176,4 @@ def test_check_warns_of_an_expired_certificate(
 ) -> None:
     cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
     assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
-    assert f"admin.tls_cert: {cert}: certificate has expired" in capsys.readouterr().err
+    assert f"admin.tls_cert: {cert}: certificate has expired" in capsys.readouterr().out

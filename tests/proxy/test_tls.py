@@ -222,7 +222,7 @@ def test_check_warns_of_expired_file(
 ) -> None:
     files.put(*files.ours.sign("router", days=-1))
     assert main(["check", *files.flags(section)]) == 0
-    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in capsys.readouterr().err
+    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("section", ["serve", "eds"])

@@ -332,5 +332,5 @@ def test_contradicting_options_are_refused(options: dict[str, Any], error: str) 
 
 
 def test_acceptance_above_1_is_refused() -> None:
-    with pytest.raises(ValueError, match="probability"):
+    with pytest.raises(ValueError, match="acceptance of 0 to 1"):
         Speculation(4, 1.5, Random(0))
