@@ -409,6 +409,7 @@ async def test_unexpected_error_is_logged_once_and_the_stream_continues(
     monkeypatch: pytest.MonkeyPatch,
     followed: Followed,
 ) -> None:
+    caplog.set_level("INFO")
     failures: asyncio.Queue[None] = asyncio.Queue()
 
     def fail(*_: object) -> None:
