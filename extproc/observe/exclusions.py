@@ -8,10 +8,8 @@ from extproc.fleet.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
-_NOT_LOGGED = (
-    FAILING.name,
-    FULL.name,
-)  # an ejection is logged with its time; full: up to each second
+_NOT_LOGGED = FAILING.name, FULL.name
+"""An ejection is logged when it begins, with its time. A full replica may change every second."""
 
 
 class Exclusions:

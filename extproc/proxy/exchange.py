@@ -47,6 +47,7 @@ class Exchange:
         self._envoy_waits = True  # Envoy waits for replies
         self._response_body_mode = messages.NONE
         self._request_ended = False  # in full duplex: the last chunk of the body was read
+        self._destination = ""  # of the dispatched request, as Envoy gets it
         self._in_flight: InFlight | Observed | None = None
 
     # -- messages ---------------------------------------------------------------------------
@@ -230,8 +231,9 @@ class Exchange:
         if decision is not None:
             pool = services.config.pool
             outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+            self._destination = self.destination(decision)
             self._in_flight = InFlight(
-                services, decision, self.destination(decision), outcome, self.response_visible
+                services, decision, self._destination, outcome, self.response_visible
             )
             services.metrics.requests.add("routed")
             services.metrics.decisions.add(decision.policy, decision.replica)
@@ -290,7 +292,7 @@ class Exchange:
         if priority is not None and takes and (priority or profile.claims_priority):
             body = with_priority(body, priority)
         self.body.replace(body)
-        reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
+        reply = messages.send_to(phase, self._destination, leave_body, priority)
         if not self.services.config.serve.decision_metadata or self._in_flight is None:
             return reply
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.queued_s))

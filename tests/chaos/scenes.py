@@ -72,6 +72,12 @@ async def _fresh(system: LoadedSystem, since: float) -> bool:
     return await system.scraped(since)
 
 
+def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0) -> Scene:
+    bad, good = _metrics("r4", page), _metrics("r4", MetricsPage.GOOD)
+    recovered = _serves("r4")
+    return Scene(f"metrics-{page}", bad, hold_s, good, recovered, "r4", excluded_s=excluded_s)
+
+
 SCENES = (
     Scene("redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh, most_age_s=12.0),
     Scene("router-killed", _kill("router-2"), 5.0, _start("router-2"), _routes("router-2")),
@@ -104,24 +110,8 @@ SCENES = (
         loses_answers=True,
     ),
     Scene("replica-500", _simulate("r3", 500), 10.0, _simulate("r3", 0), _serves("r3"), "r3"),
-    *(
-        Scene(
-            f"metrics-{page}",
-            _metrics("r4", page),
-            6.0,
-            _metrics("r4", MetricsPage.GOOD),
-            _serves("r4"),
-            "r4",
-        )
-        for page in (MetricsPage.GARBAGE, MetricsPage.HUGE)
-    ),
-    Scene(
-        "metrics-endless",
-        _metrics("r4", MetricsPage.ENDLESS),
-        12.0,
-        _metrics("r4", MetricsPage.GOOD),
-        _serves("r4"),
-        "r4",
-        excluded_s=8.0,  # two scrapes of three timeouts each
-    ),
+    _bad_metrics(MetricsPage.GARBAGE),
+    _bad_metrics(MetricsPage.HUGE),
+    # Two scrapes of three timeouts each pass until the exclusion.
+    _bad_metrics(MetricsPage.ENDLESS, hold_s=12.0, excluded_s=8.0),
 )
