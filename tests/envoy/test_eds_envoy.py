@@ -144,20 +144,40 @@ async def test_refused_update_is_logged_and_old_members_stay(
         assert (await post(envoy.url))["name"] == "a"
 
 
-async def test_renamed_cluster_in_watched_file_keeps_its_replicas(tmp_path: Path) -> None:
+async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_path: Path) -> None:
+    """Follows docs/envoy.md: add the new cluster, then change the routes, then remove the old."""
     live = tmp_path / "live"
     async with replica("a") as a, serving(healthy(a)) as (_, tree, port):
+        renamed = yaml.safe_load(yaml.safe_dump(tree).replace("replicas", "renamed"))
+        before, after = (one["static_resources"] for one in (tree, renamed))
+        both = [
+            *before["clusters"],
+            *(one for one in after["clusters"] if one["name"] == "renamed"),
+        ]
         split(tree, live)
         async with running(tmp_path, bootstrap(tree, live), port) as envoy:
-            assert (await post(envoy.url))["name"] == "a"
-            renamed = yaml.safe_load(yaml.safe_dump(tree).replace("replicas", "renamed"))
-            split(renamed, live)
 
-            async def taken() -> bool:
+            async def has_both() -> bool:
+                assert (await post(envoy.url))["name"] == "a"
+                return {"replicas", "renamed"} <= (await envoy.clusters()).keys()
+
+            async def routes_to_renamed() -> bool:
+                assert (await post(envoy.url))["name"] == "a"
+                (host,) = (await envoy.clusters())["renamed"]
+                return any(one["name"] == "rq_total" and "value" in one for one in host["stats"])
+
+            async def has_renamed_alone() -> bool:
+                assert (await post(envoy.url))["name"] == "a"
                 return (await envoy.clusters()).keys() == {"router", "eds", "renamed"}
 
-            await until(taken)
-            assert (await post(envoy.url))["name"] == "a"
+            for listeners, clusters, done in (
+                (before["listeners"], both, has_both),
+                (after["listeners"], both, routes_to_renamed),
+                (after["listeners"], after["clusters"], has_renamed_alone),
+            ):
+                step = {"listeners": listeners, "clusters": clusters}
+                split({**tree, "static_resources": step}, live)
+                await until(done)
 
 
 @asynccontextmanager
