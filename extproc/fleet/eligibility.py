@@ -1,103 +1,46 @@
-"""Eligibility of replicas: the reasons that exclude a replica, and what ends each.
+"""Eligibility of replicas for requests.
 
-Envoy calls these mechanisms health checks, outlier detection, panic threshold and slow start.
+Envoy calls the mechanisms health checks, outlier detection, panic threshold and slow start.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
 import numpy as np
 
+from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
+from extproc.fleet.exclusion_reasons import (
+    ASLEEP,
+    AT_FIRST,
+    DRAINING,
+    FAILING,
+    FULL,
+    FULL_S,
+    HUNG_S,
+    OTHER_MODEL,
+    STALLED,
+    STUCK_S,
+    TRIAL_S,
+    UNHEALTHY,
+    Reason,
+)
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, Floats
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_HUNG_S = 1.0  # time without any answer after which requests go elsewhere
-_STUCK_S = 10.0  # time in which nothing moves in an engine with work: longer than any step
 _FROZEN_S = 2.0  # time after which gauges that do not move are ignored if no request is there
-_TRIAL_S = 5.0  # time between two trials of a replica that is stalled or not healthy
-_FULL_S = 1.0  # time for which an engine that steps and answers 503 counts as full
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
-_TOLERATED = 3  # consecutive failures that eject a replica
-_FIRST_EJECTION_S = 1.0  # doubles with every failure that follows
-_LONGEST_EJECTION_S = 30.0
-_MOST_DOUBLINGS = 5
-_SUSPECT_S = 2 * _LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
-_AT_FIRST = 4
-"""Requests that a new replica may have in flight: enough to measure its speed within seconds, and
-few enough to be harmless if it is ten times slower than its profile says."""
+_SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
 _REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
 _MOST_REMEMBERED = 1_000  # remembered candidates
 _ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
 _FULL = "its engine answered that it is full"
-_FAILING = f"ejected: {_TOLERATED} or more consecutive requests failed"
-_HUNG = f"accepts connections, but has answered nothing for {_HUNG_S:g} s"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Reason that excludes a replica."""
-
-    name: str
-    row: str
-    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest, request on
-    trial, largest share of the replicas."""
-    covers_all: bool = False  # True: may exclude every replica
-
-
-ASLEEP = Reason(
-    "asleep",
-    "a poll: the engine sleeps | a poll: the engine is awake | no limit | none | all",
-    covers_all=True,
-)
-UNHEALTHY = Reason(
-    "unhealthy",
-    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; for 5 s, "
-    f"an answer to a request of this router | no limit | one request every {_TRIAL_S:g} s, if "
-    "no other replica is usable and this one accepts connections | all",
-    covers_all=True,
-)
-OTHER_MODEL = Reason(
-    "other model",
-    "a list of models without the requested model | a list with that model | no limit | none | "
-    "all if any replica lists the model, otherwise none",
-)
-STALLED = Reason(
-    "stalled",
-    f"no answer to any scrape for {_HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
-    f"replicas have some; no progress for {_STUCK_S:g} s of an engine with work | an answer; an "
-    "update; progress, or no requests | no limit | one request every "
-    f"{_TRIAL_S:g} s, unless no scrape is answered | all but one",
-)
-FAILING = Reason(
-    "failing",
-    f"{_TOLERATED} requests in a row that failed there alone or could not be sent | "
-    "an answer below 500 | "
-    f"{_FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
-    f"{_LONGEST_EJECTION_S:g} s | one request after that time | half, at least one replica",
-)
-FULL = Reason(
-    "full",
-    f"503 or a retry, while the engine steps | time | {_FULL_S:g} s | any request after that time "
-    "| all but one",
-)
-DRAINING = Reason(
-    "draining",
-    "`extproc replicas drain`; Kubernetes or DNS that no longer lists it | `extproc replicas "
-    "undrain`; Kubernetes or DNS that lists it again | no limit | none | all but one",
-)
-NEW = Reason(
-    "new",
-    f"joining measured replicas: limited to {_AT_FIRST} requests at a time, and one more for each "
-    "that ended | the first measured second or two of work | no limit | every request within that "
-    "number | "
-    "all but one",
-)
-REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
+_FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
+_HUNG = f"accepts connections, but has answered nothing for {HUNG_S:g} s"
 
 
 @dataclass(slots=True)
@@ -110,23 +53,20 @@ class _Member:
     stalled: str = ""  # why it counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
     ended: int = 0  # requests that ended there while it was new
-    failures: int = 0  # consecutive failures of this router's requests
-    failed_at: float = -inf  # last failure
     answered_at: float = -inf  # last sign of an answer to a request of this router
-    ejected_until: float = -inf  # −∞: not ejected since its last success
-    tried: bool = False  # True: a trial request after an ejection is in flight
     full_until: float = -inf
     unhealthy_at: float = inf  # first poll that found it not healthy
     trial_at: float = inf  # next trial while it is stalled or not healthy
     frozen: bool = False  # True: its gauges do not move, and no known request is there
+    ejection: Ejection = field(default_factory=Ejection)
 
 
 _Rule = Callable[[_Member], str]  # text of the exclusion, for people; empty: none
 
 
 class Eligibility:
-    """Finds the replicas that may serve a request: those to which no reason of :data:`REASONS`
-    applies.
+    """Finds the replicas that may serve a request: those to which no reason of
+    :data:`~extproc.fleet.exclusion_reasons.REASONS` applies.
 
     Reasons are tried in the order of that table. Some reasons may not exclude the last replica:
     such a reason is skipped if no replica would be left.
@@ -172,7 +112,7 @@ class Eligibility:
         if state.healthy:
             member.unhealthy_at = inf
         elif member.unhealthy_at == inf:
-            member.unhealthy_at, member.trial_at = now, now + _TRIAL_S
+            member.unhealthy_at, member.trial_at = now, now + TRIAL_S
         self._set_new(member)
         if now - self._stalls_checked_at >= _STALL_CHECK_S:
             self._stalls_checked_at = now
@@ -180,17 +120,13 @@ class Eligibility:
 
     def sent(self, replica: str, response_visible: bool = True) -> None:
         """Notes a dispatched request. The request is a trial if the replica was ejected and the
-        response is visible.
-
-        The next trial may follow once the outcome is known, or after as long as the ejection
-        lasted.
-        """
-        member = self._members[replica]
+        response is visible."""
+        now, member = self._clock(), self._members[replica]
         if member.stalled or not member.state.healthy:
-            member.trial_at, self._changed = self._clock() + _TRIAL_S, True
-        if response_visible and _was_ejected(member) and not self._is_ejected(member):
-            member.tried = True
-            self._eject(member)
+            member.trial_at, self._changed = now + TRIAL_S, True
+        if response_visible and member.ejection.pending and not member.ejection.active(now):
+            member.ejection.begin_trial(now)
+            self._changed = True
 
     def failed(self, replica: str, unavailable: bool = False) -> float:
         """Notes a request that was answered with a 5xx, or had to be retried elsewhere.
@@ -207,28 +143,26 @@ class Eligibility:
                 answers within a second count as one failure.
         """
         now, member = self._clock(), self._members.get(replica)
-        if member is None or (self._is_ejected(member) and not member.tried):
+        if member is None or not member.ejection.counts(now):
             return 0.0
         if unavailable and self._steps(member):
-            member.full_until, self._changed = now + _FULL_S, True
+            member.full_until, self._changed = now + FULL_S, True
             return 0.0
-        if unavailable and now - member.failed_at < _FULL_S:
+        if unavailable and now - member.ejection.failed_at < FULL_S:
             return 0.0
-        member.tried = False
-        member.failed_at = self._failed_at = now
-        member.failures += 1
-        return self._eject(member) if member.failures >= _TOLERATED else 0.0
+        self._failed_at = now
+        seconds = member.ejection.failed(now, self._may_eject())
+        self._changed |= seconds > 0.0
+        return seconds
 
     def succeeded(self, replica: str) -> bool:
         """Notes a request that was answered below 500; returns True if that ends an ejection."""
         self.response_seen(replica)
         member = self._members.get(replica)
-        if member is None or not member.failures:
+        if member is None or not member.ejection.failures:
             return False
-        recovers = _was_ejected(member)
-        member.failures, member.tried = 0, False
-        member.failed_at = member.ejected_until = -inf
-        self._changed = True
+        recovers = member.ejection.pending
+        member.ejection, self._changed = Ejection(), True
         return recovers
 
     def response_seen(self, replica: str) -> None:
@@ -343,7 +277,7 @@ class Eligibility:
     def is_up(self, replica: str) -> bool:
         """Returns True if a member is healthy and not ejected, though it may drain."""
         member = self._members.get(replica)
-        return member is not None and not self._unhealthy(member) and not self._is_ejected(member)
+        return member is not None and not (self._unhealthy(member) or self._is_ejected(member))
 
     def frozen(self, replica: str) -> bool:
         """Returns True if a member's gauges show requests that no longer exist.
@@ -365,7 +299,7 @@ class Eligibility:
         succeeded since."""
         now = self._clock()
         return now - self._failed_at < _SUSPECT_S and any(
-            now - member.failed_at < _SUSPECT_S and not self._is_ejected(member)
+            now - member.ejection.failed_at < _SUSPECT_S and not member.ejection.active(now)
             for member in self._members.values()
         )
 
@@ -426,7 +360,9 @@ class Eligibility:
         """Returns the rules of all reasons except NEW, in their order. An empty ``model`` leaves
         out rules that depend on the model."""
         other = replace(OTHER_MODEL, covers_all=listed)
-        out = self._is_ejected if response_visible else _was_ejected
+
+        def ejected(member: _Member) -> bool:
+            return self._is_ejected(member) if response_visible else member.ejection.pending
 
         def serves(member: _Member) -> bool:
             return not model or self._serves(model, member)
@@ -436,7 +372,7 @@ class Eligibility:
             (UNHEALTHY, self._unhealthy),
             (other, lambda member: "" if serves(member) else f"does not serve {model!r}"),
             (STALLED, partial(self._stalled, trials=trials)),
-            (FAILING, lambda member: _FAILING if out(member) else ""),
+            (FAILING, lambda member: _FAILING if ejected(member) else ""),
             (FULL, lambda member: _FULL if self._clock() < member.full_until else ""),
             # Last, so that a draining member serves before an ejected one.
             (DRAINING, lambda member: "draining" if member.state.draining else ""),
@@ -455,13 +391,13 @@ class Eligibility:
             return _HUNG
         return "" if trials and self._clock() >= member.trial_at else member.stalled
 
-    def _steps(self, member: _Member, within: float = _FULL_S) -> bool:
+    def _steps(self, member: _Member, within: float = FULL_S) -> bool:
         busy = member.state.running > 0 and member.state.healthy
         return busy and not member.frozen and self._clock() - member.moved_at < within
 
     def _slow_start(self, replica: str, requests: float) -> str:
         member = self._members[replica]
-        limit = _AT_FIRST + member.ended
+        limit = AT_FIRST + member.ended
         if not member.new or requests < limit:
             return ""
         return f"new, and its speed not measured yet: at most {limit} requests at a time"
@@ -470,19 +406,12 @@ class Eligibility:
         return self._names.known(model, member.models) is not None
 
     def _is_ejected(self, member: _Member) -> bool:
-        return self._clock() < member.ejected_until
+        return member.ejection.active(self._clock())
 
-    def _eject(self, member: _Member) -> float:
-        """Ejects a member, unless too many are ejected; returns the seconds."""
-        if not member.ejected_until > -inf:
-            ejected = sum(_was_ejected(other) for other in self._members.values())
-            if ejected + 1 > max(len(self._members) * _MAX_EJECTED, 1.0):
-                return 0.0
-        doublings = min(member.failures - _TOLERATED, _MOST_DOUBLINGS)
-        seconds = min(_FIRST_EJECTION_S * 2.0**doublings, _LONGEST_EJECTION_S)
-        member.ejected_until = self._clock() + seconds
-        self._changed = True
-        return seconds
+    def _may_eject(self) -> bool:
+        """Returns True if one more member may be ejected."""
+        ejected = sum(member.ejection.pending for member in self._members.values())
+        return ejected + 1 <= max(len(self._members) * _MAX_EJECTED, 1.0)
 
     def _check_stalls(self) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))
@@ -490,11 +419,11 @@ class Eligibility:
             why = ""
             if name in stale:
                 why = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
-            elif member.polled_at - member.moved_at > _STUCK_S and not member.frozen:
-                why = f"nothing moved in its engine for {_STUCK_S:.0f} s, though it has requests"
+            elif member.polled_at - member.moved_at > STUCK_S and not member.frozen:
+                why = f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
             self._changed |= why != member.stalled
             if why and not member.stalled:
-                member.trial_at = self._clock() + _TRIAL_S
+                member.trial_at = self._clock() + TRIAL_S
             member.stalled = why
 
     def _set_new(self, member: _Member) -> None:
@@ -511,19 +440,14 @@ class Eligibility:
         self.any_new = any(member.new for member in self._members.values())
 
 
-def _was_ejected(member: _Member) -> bool:
-    """Returns True if a member is ejected, or has not succeeded since an ejection."""
-    return member.ejected_until > -inf
-
-
 def _ends(member: _Member) -> tuple[float, ...]:
     """Returns the times at which exclusions of a member end, or a trial may begin."""
     answered = member.answered_at + STALE_AFTER_S if not member.state.healthy else -inf
-    return member.ejected_until, member.full_until, member.trial_at, answered
+    return member.ejection.until, member.full_until, member.trial_at, answered
 
 
 def _is_hung(state: ReplicaState) -> bool:
-    return state.unanswered_s >= _HUNG_S
+    return state.unanswered_s >= HUNG_S
 
 
 def _facts(state: ReplicaState) -> tuple[object, ...]:

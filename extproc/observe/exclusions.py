@@ -3,7 +3,7 @@
 import logging
 from datetime import datetime
 
-from extproc.fleet.eligibility import DRAINING, FAILING, FULL
+from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.fleet.eligibility import REASONS
+from extproc.fleet.exclusion_reasons import REASONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations" / "troubleshoot.md"
 BEGIN, END = (f"<!-- {mark}: python -m tests.fleet.test_reasons -->" for mark in ("made by", "end"))

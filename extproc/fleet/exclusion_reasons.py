@@ -1,0 +1,76 @@
+"""Reasons that exclude a replica, and what ends each."""
+
+from dataclasses import dataclass
+
+from extproc.fleet.ejection import FIRST_EJECTION_S, LONGEST_EJECTION_S, TOLERATED
+from extproc.replica_state import STALE_AFTER_S
+
+HUNG_S = 1.0  # time without any answer after which requests go elsewhere
+STUCK_S = 10.0  # time in which nothing moves in an engine with work: longer than any step
+TRIAL_S = 5.0  # time between two trials of a replica that is stalled or not healthy
+FULL_S = 1.0  # time for which an engine that steps and answers 503 counts as full
+AT_FIRST = 4
+"""Requests that a new replica may have in flight: enough to measure its speed within seconds, and
+few enough to be harmless if it is ten times slower than its profile says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Reason that excludes a replica."""
+
+    name: str
+    row: str
+    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest, request on
+    trial, largest share of the replicas."""
+    covers_all: bool = False  # True: may exclude every replica
+
+
+ASLEEP = Reason(
+    "asleep",
+    "a poll: the engine sleeps | a poll: the engine is awake | no limit | none | all",
+    covers_all=True,
+)
+UNHEALTHY = Reason(
+    "unhealthy",
+    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; for 5 s, "
+    f"an answer to a request of this router | no limit | one request every {TRIAL_S:g} s, if "
+    "no other replica is usable and this one accepts connections | all",
+    covers_all=True,
+)
+OTHER_MODEL = Reason(
+    "other model",
+    "a list of models without the requested model | a list with that model | no limit | none | "
+    "all if any replica lists the model, otherwise none",
+)
+STALLED = Reason(
+    "stalled",
+    f"no answer to any scrape for {HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
+    f"replicas have some; no progress for {STUCK_S:g} s of an engine with work | an answer; an "
+    "update; progress, or no requests | no limit | one request every "
+    f"{TRIAL_S:g} s, unless no scrape is answered | all but one",
+)
+FAILING = Reason(
+    "failing",
+    f"{TOLERATED} requests in a row that failed there alone or could not be sent | "
+    "an answer below 500 | "
+    f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
+    f"{LONGEST_EJECTION_S:g} s | one request after that time | half, at least one replica",
+)
+FULL = Reason(
+    "full",
+    f"503 or a retry, while the engine steps | time | {FULL_S:g} s | any request after that time "
+    "| all but one",
+)
+DRAINING = Reason(
+    "draining",
+    "`extproc replicas drain`; Kubernetes or DNS that no longer lists it | `extproc replicas "
+    "undrain`; Kubernetes or DNS that lists it again | no limit | none | all but one",
+)
+NEW = Reason(
+    "new",
+    f"joining measured replicas: limited to {AT_FIRST} requests at a time, and one more for each "
+    "that ended | the first measured second or two of work | no limit | every request within that "
+    "number | "
+    "all but one",
+)
+REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
