@@ -123,7 +123,7 @@ def measure(
     adapters: int = 0,
     in_flight: int = _IN_FLIGHT,
 ) -> Line:
-    """Times decisions, after a warm-up of a tenth as many; ``in_flight``: requests per replica.
+    """Times ``decisions`` decisions, after a tenth of that number as a warm-up.
 
     ``full``: no KV cache has room for another prompt. ``adapters``: LoRA adapters of the requests.
     """

@@ -40,7 +40,7 @@ def summary(
     served = [request for request in served if phase.has(request.traced)]
     failed = [request for request in simulation.failed if phase.has(request.traced)]
     if not served:
-        raise ValueError(f"{simulation.policy}: no request that arrived in that time was answered")
+        raise ValueError(f"{simulation.policy}: none of the {phase} was answered")
     ttft = np.array([request.ttft for request in served])
     e2e = np.array([request.completion for request in served])
     predicted_ttft = np.array([request.decision.predicted_ttft for request in served])

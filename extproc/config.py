@@ -613,8 +613,8 @@ class Config(PoolReplicas):
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":
-        """Configuration of each pool, as if it were the only pool; the first is that of
-        ``pool``."""
+        """Return a configuration for each pool, as if the process had this pool alone. The first
+        is for the pool that the key ``pool`` names."""
         others = (
             self.model_copy(update={**dict(replicas), "pool": name, "pools": {}})
             for name, replicas in self.pools.items()

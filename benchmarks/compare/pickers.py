@@ -51,7 +51,7 @@ class PickerAccount:
 
 
 class PickerProduct(ABC):
-    """Picker, as its makers publish the program."""
+    """Endpoint picker, run as its makers publish the program."""
 
     name: ClassVar[str]
     program: ClassVar[str]

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFleet
-from benchmarks.compare.validity import between, hits, observing, validity
+from benchmarks.compare.validity import around, hits, observing, validity
 from benchmarks.fleet import imbalance
 from benchmarks.load.__main__ import SENDING
 from benchmarks.processes import get_json
@@ -167,7 +167,7 @@ async def play(
     summary["imbalance"] = imbalance(stays, fleet.speeds)
     summary["replicas"] = {names.get(key, key): of for key, of in summary["replicas"].items()}
     last_arrival_s = start_s + max(request["at_s"] for request in requests)
-    arriving = between(observed, start_s, last_arrival_s)
+    arriving = around(observed, start_s, last_arrival_s)
     machine = validity(arriving, summary["late_s"]["p99"])
     summary["warnings"] += [*complaints, *(f"the machine: {doubt}" for doubt in machine["doubts"])]
     return {

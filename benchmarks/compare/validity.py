@@ -70,8 +70,8 @@ def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]
     return {**found, "doubts": [text for text, true in doubts.items() if true]}
 
 
-def between(observed: Observations, start_s: float, end_s: float) -> list[Observation]:
-    """Observations from the last one before the start to the first one after the end."""
+def around(observed: Observations, start_s: float, end_s: float) -> list[Observation]:
+    """Observations of a period, with the last one before it and the first one after it."""
     before = sum(moment.at_s <= start_s for moment in observed)
     until = sum(moment.at_s < end_s for moment in observed)
     return list(observed[max(before - 1, 0) : until + 1])

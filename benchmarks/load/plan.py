@@ -36,7 +36,9 @@ class Counting:
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
-            raise ValueError(f"{tokens} for {words} words, {more_tokens} for {more_words}")
+            raise ValueError(
+                f"{tokens} tokens for {words} words, {more_tokens} tokens for {more_words} words"
+            )
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:

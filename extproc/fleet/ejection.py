@@ -53,7 +53,7 @@ class Ejection:
         return self._seconds()
 
     def begin_trial(self, now: float) -> None:
-        """Ejects the replica until the outcome of a trial is known, or for as long as before."""
+        """Ejects the replica until the outcome of a trial is known, or for ``_seconds()``."""
         self.on_trial, self.until = True, now + self._seconds()
 
     def _seconds(self) -> float:

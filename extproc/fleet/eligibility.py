@@ -129,18 +129,17 @@ class Eligibility:
             self._changed = True
 
     def failed(self, replica: str, unavailable: bool = False) -> float:
-        """Notes a request that was answered with a 5xx, or had to be retried elsewhere.
+        """Counts a failure: the replica answered 5xx, or Envoy retried the request elsewhere.
 
-        Returns the seconds for which the failure ejects the replica; 0: it does not.
-
-        During an ejection, only a failed trial counts.
+        Returns the seconds for which the failure ejects the replica; 0: no ejection. While the
+        replica is ejected, only the failure of a request on trial counts.
 
         Args:
             replica: ``ip:port``.
-            unavailable: the answer was 503, or no answer was visible. A full engine of vLLM 0.29 or
-                later answers 503 (``--max-num-queued-reqs``). If the engine makes steps, the
-                replica therefore counts as full for a moment. Until a poll shows a step, such
-                answers within a second count as one failure.
+            unavailable: the answer was 503, or the router saw no answer. A full engine of vLLM 0.29
+                or later answers 503, too (``--max-num-queued-reqs``). So if polls show that the
+                engine makes steps, the replica counts as full for ``FULL_S``, and not as failing.
+                Otherwise several such answers within ``FULL_S`` count as one failure.
         """
         now, member = self._clock(), self._members.get(replica)
         if member is None or not member.ejection.counts(now):
@@ -224,8 +223,7 @@ class Eligibility:
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
     def all_members(self) -> Candidates:
-        """Returns all members. Its ``excluded`` has the members with a reason that holds for every
-        model."""
+        """Returns all members; ``excluded`` lists those that get no requests for any model."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
         found = self._exclusions()
         why = [found[name][1] if name in found else "" for name in ids]

@@ -484,8 +484,8 @@ class Fleet:
         view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
-        """Returns all members, as of now. Its ``excluded`` has the members with a reason that holds
-        for every model."""
+        """Returns a view of all members at this moment. ``excluded`` of the view lists the members
+        that get no requests for any model."""
         self._update()
         return self._view(self.eligibility.all_members())
 

@@ -186,7 +186,7 @@ class KvBlocks:
                 self._keys[hash_] = key
                 self._changes[key] = True
         if len(self._keys) > _MOST_BLOCKS:
-            raise ValueError(f"more than {_MOST_BLOCKS} blocks")
+            raise ValueError(f"the replica has more than {_MOST_BLOCKS} KV blocks")
 
     def _parent_key(self, event: BlockStored) -> int | None:
         """Returns the key from which the keys of the event's blocks are computed; None: unknown."""

@@ -21,7 +21,10 @@ NONE_READY = "no replica is ready to serve this request"
 
 
 def observe(exchange: Exchange, headers: RequestHeaders, partial: bool) -> None:
-    """Predicts a request that Envoy alone handles; ``partial``: as of :func:`admit`."""
+    """Predicts a request that Envoy alone handles.
+
+    ``partial``: the router has only the beginning of the body.
+    """
     services, decision, started = exchange.services, None, exchange.services.clock()
     with suppress(Refusal):  # the replica answers such a request itself
         profile = _profile(exchange, headers, partial, "")

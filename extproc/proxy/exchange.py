@@ -153,11 +153,11 @@ class Exchange:
 
     # -- its end ----------------------------------------------------------------------------
 
-    def end_if_on(self, hung: Container[str]) -> bytes | None:
-        """Ends the request if its replica is hung; returns the message for Envoy, or None.
+    def end_if_hung(self, hung: Container[str]) -> bytes | None:
+        """Ends the request if its replica is one of the ``hung`` ones.
 
-        Envoy accepts the message at any time: Envoy then answers the client, or aborts the
-        response.
+        Returns the message with which Envoy answers the client, or breaks off a response that has
+        begun; None: the replica is not hung.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
             return None
@@ -248,7 +248,7 @@ class Exchange:
             trace.ended("unrouted")
 
     def observe(self, request_id: str, decision: Decision | None) -> None:
-        """Leaves the request to Envoy; ``decision``: the router's, for comparison."""
+        """Leaves the choice to Envoy; ``decision``: what the router would have chosen, if known."""
         if decision is not None:
             samples = not self._envoy_waits
             self._in_flight = Observed(self.services, decision, request_id, samples)

@@ -180,8 +180,8 @@ class InFlight:
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
         """Says why another replica than the chosen one answered; None: the chosen one did.
 
-        An address that no replica has is a tunnel's or a sidecar's, unless Envoy tells that it does
-        not hold the choice.
+        If no replica has the address that answered, a tunnel or a sidecar has it, and the choice
+        counts as followed, unless Envoy reports that the choice did not reach it.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")

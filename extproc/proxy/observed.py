@@ -19,7 +19,7 @@ class Observed:
     def __init__(
         self, services: Services, decision: Decision, request_id: str, envoy_samples: bool
     ) -> None:
-        """``decision``: that the router would have made; ``envoy_samples``: as of InFlight."""
+        """``decision``: what the router would have chosen; ``envoy_samples``: see InFlight."""
         decision.drop_large_parts()
         self._services = services
         self._decision = decision

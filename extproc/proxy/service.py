@@ -219,7 +219,7 @@ class GrpcServer:
         writes = []
         for exchange in self._exchanges:
             try:
-                answer = exchange.end_if_on(hung)
+                answer = exchange.end_if_hung(hung)
             except Exception:  # the other requests must end all the same
                 logger.exception("a request on a hung replica did not end")
                 continue

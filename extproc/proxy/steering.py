@@ -12,8 +12,8 @@ _BYTES = 8  # of the hash
 def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
     """Decides by a hash, so that all routers and all requests of a session agree.
 
-    Whoever is steered at a share is steered at every larger share. A request with neither a session
-    nor an id is not steered, unless all requests are.
+    A request that is steered at one share is steered at every larger share. A request with
+    neither a session nor an id is not steered, unless all requests are.
     """
     serve, route = config.serve, config.route
     if serve.steers_all or serve.mode == "observe":

@@ -44,7 +44,7 @@ class ExactPrompts:
         self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
-        """Return the prompt of a request with a single one; None: its token ids cannot be known."""
+        """Return the only prompt of a request; None: several prompts, or token ids unknown."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None

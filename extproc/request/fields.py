@@ -23,7 +23,7 @@ _BOOLEAN = SchemaValidator(core_schema.bool_schema())
 
 
 def positive_int(value: object) -> int | None:
-    """Return ``value`` as a positive integer; None: ``value`` is anything else.
+    """Return ``value`` as a positive integer; None: vLLM does not read it as one.
 
     pydantic's lax mode takes ``"12"`` and ``12.0`` for 12, and 1 for true.
     """
@@ -32,7 +32,7 @@ def positive_int(value: object) -> int | None:
 
 
 def flag(value: object) -> bool:
-    """Return ``value`` as a boolean; False: ``value`` is anything else."""
+    """Return ``value`` as a boolean; values that vLLM does not read as a boolean give False."""
     known = value is None or isinstance(value, bool)
     return (value if known else _lax(_BOOLEAN, value)) is True
 

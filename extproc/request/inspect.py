@@ -155,8 +155,11 @@ def _prefix(
 
 
 class _Size(NamedTuple):
-    """Size of a prompt, as fields of the profile: its tokens, and the figures from which a report
-    of the tokens teaches ratios."""
+    """Size of a prompt, as fields of the profile.
+
+    Bytes, images and image tokens are kept because ratios are learned from them once the replica
+    reports the prompt's tokens.
+    """
 
     tokens: int
     longest_share: float = 1.0

@@ -47,8 +47,15 @@ NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
 
 
 def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
-    """Return the prefix of a prompt in three parts: up to the last answer, that answer (if empty,
-    ``before`` is empty as well), and the rest; ``tokens``: of the whole prompt."""
+    """Return the prefix of a prompt.
+
+    Args:
+        before: the prompt up to the model's last answer; empty if ``answer`` is empty.
+        answer: that answer.
+        after: the rest of the prompt.
+        tokens: tokens in the whole prompt.
+        seed: key before the first unit (:func:`seed_of`).
+    """
     data = before + answer + after  # no copy if two of them are empty
     if not data:
         return NO_PREFIX

@@ -29,9 +29,11 @@ class Situation:
 
     @property
     def cached_share(self) -> Floats:
-        """Share of the prompt, 0…1, that each candidate should have in its prefix cache, judged
-        only by the prompts that were sent to the candidate. The routers from which the policies
-        come judge so, too."""
+        """Share of the prompt, 0…1, that each candidate should have in its prefix cache.
+
+        The share follows from the prompts sent to the candidate alone, as in the routers from which
+        the policies come.
+        """
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 

@@ -282,8 +282,8 @@ class Router:
 def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:
     """Replace a choice for which the request would wait at the router without ending any sooner.
 
-    The new choice is the best candidate that can start the request now. At its last chance the
-    request takes such a candidate even if it would end later there.
+    The new choice is the best candidate that can start the request now. If it would
+    otherwise be refused, it takes such a candidate even if it would end later there.
     """
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:

@@ -81,7 +81,8 @@ class Waiting(Place):
         self.wait_on(decision, since)
 
     def wait_on(self, decision: Decision | None, now: float) -> None:
-        """Wait for the replica of a decision; None: for any replica that serves the request."""
+        """Record what the request waits for: the replica of ``decision``, or, if None, any replica
+        that serves the request."""
         self.decided_at = now
         self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0

@@ -101,7 +101,8 @@ class Drains:
             await self.look(store, clock())
 
     async def look(self, store: DrainStore, now: float) -> None:
-        """Reads the drains in Redis, adds those that Redis lost, deletes those without effect."""
+        """Reads the drains in Redis, writes back those that Redis lost, and deletes those
+        that have had no effect for an hour."""
         try:
             await self._look(store, now)
         except ResponseError as error:  # Redis may still take states

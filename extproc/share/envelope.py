@@ -72,7 +72,8 @@ class Skips:
         self._met_newer = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
-        """Returns the body of an envelope of one of these kinds; None: it cannot be read.
+        """Returns the body of an envelope; None: the envelope is not of one of the ``kinds``, or
+        cannot be read.
 
         ``source``: the key or channel, for the log.
         """

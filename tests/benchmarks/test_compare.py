@@ -17,7 +17,7 @@ from benchmarks.compare.contenders import SimulatedFleet
 from benchmarks.compare.envoy import EnvoyContender, weights
 from benchmarks.compare.peers import PROXIES, ProxyContender, metric_complaints
 from benchmarks.compare.play import load_arguments, work_complaints
-from benchmarks.compare.validity import Observation, between, hits, ticks, validity
+from benchmarks.compare.validity import Observation, around, hits, ticks, validity
 from extproc.lab.harness.processes import ProcessError, free_port
 
 FLEETS = Path("benchmarks/fleets")
@@ -158,12 +158,12 @@ def test_machine_is_judged_while_requests_arrive() -> None:
         Observation(98.0 + n, (100 * n, so_far, so_far), late={"a": late(n / 100)})
         for n, so_far in enumerate(busy)
     ]
-    arriving = between(observed, 99.2, 100.7)
+    arriving = around(observed, 99.2, 100.7)
     assert [moment.at_s for moment in arriving] == [99.0, 100.0, 101.0]
     found = validity(arriving, 0.0)
     assert (found["cpu_share"], found["cpu_busiest_second"]) == (0.9, 0.9)
     assert found["replicas_late_p99_s"] == 0.03
-    assert between(observed, 0.0, 999.0) == observed
+    assert around(observed, 0.0, 999.0) == observed
 
 
 def test_hits_are_those_of_the_turn() -> None:

@@ -23,7 +23,7 @@ def exit_status(argv: list[str]) -> int | str | None:
     return caught.value.code
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["--version"]) == 0
     assert capsys.readouterr().out == f"extproc {__version__} (commit {commit()})\n"
     assert re.fullmatch("[0-9a-f]{12}", commit())

@@ -232,7 +232,7 @@ def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
 
 
 @pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
-def test_replica_that_returns_has_its_backlog(again: str, fleet: Fleet, clock: ManualClock) -> None:
+def test_returning_replica_keeps_its_backlog(again: str, fleet: Fleet, clock: ManualClock) -> None:
     counted = {"running": 1, "waiting": 9, "first_tokens": 500, "generated_tokens": 9000}
     fleet.put(state(1, A10, clock, **(counted | {"waiting": 0})))
     for _ in range(10):

@@ -71,7 +71,7 @@ def test_replica_that_answered_holds_the_answer(prefixes: PrefixIndex) -> None:
     assert list(prefixes.hits(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
 
 
-def test_turn_that_is_sent_again_is_held_whole(prefixes: PrefixIndex) -> None:
+def test_repeated_turn_is_held_whole(prefixes: PrefixIndex) -> None:
     for text, whole in (("ab", 77), ("abcd", 0)):
         prefixes.enter(0, prompt(text, whole), ROOM)
     again = prompt("abcd", asked=77, answered=3 * UNIT)

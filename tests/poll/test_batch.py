@@ -162,7 +162,7 @@ NINE_STILL_RUN = polled(40, running=9, generated_tokens=300.0)
         ),
     ],
 )
-def test_limit_learned_from_polls_of_one_process(
+def test_batch_limit_is_learned_from_polls_of_one_process(
     polls: tuple[ReplicaState, ...], expected: int
 ) -> None:
     state = ReplicaState(id=replica(1))

@@ -110,7 +110,7 @@ def test_series_names_of_older_vllm_versions_are_read() -> None:
     assert figures == EngineFigures(("m",), 1, 2, 0.5, *counts, cached_early=True)
 
 
-def test_similar_label_names_escapes_and_timestamps_are_told_apart() -> None:
+def test_labels_with_escapes_timestamps_and_similar_names_are_read() -> None:
     figures = read_metrics(
         b'vllm:num_requests_running{model_name="a \\"b}\\" \\\\ c",e="0"} 7.0 1700000000000\r\n'
         b'vllm:num_requests_waiting_by_reason{model_name="x"} 9.0\n'

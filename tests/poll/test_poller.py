@@ -185,7 +185,7 @@ async def test_single_silent_scrape_keeps_the_replica_healthy(
         assert all(state.healthy for state in router.history)
 
 
-async def test_stall_shorter_than_the_limit_is_not_write_states(
+async def test_stall_shorter_than_the_limit_is_not_published(
     replica: Replica, router: RouterView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

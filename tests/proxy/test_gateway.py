@@ -70,7 +70,9 @@ async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
 
 @pytest.mark.parametrize("model", ["alias", "other"])
 @pytest.mark.parametrize("filler", [LARGE_BODY, 2 * LARGE_BODY])
-async def test_duplex_large_body_needs_model(services: Services, model: str, filler: int) -> None:
+async def test_duplex_large_body_is_read_until_its_model(
+    services: Services, model: str, filler: int
+) -> None:
     """The model may come last: openai-python writes the messages first."""
     names = ModelNames({"alias": ("other",)})
     services = on_fleet(services, Fleet(OutputLengths(), names=names))

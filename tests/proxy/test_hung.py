@@ -84,15 +84,15 @@ async def test_replica_that_streams_is_not_hung(envoy: EnvoySide, services: Serv
 async def test_failure_to_end_one_request_spares_others(
     envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_if_on, broken = Exchange.end_if_on, list[Exchange]()
+    end_if_hung, broken = Exchange.end_if_hung, list[Exchange]()
 
     def first_fails(exchange: Exchange, hung: Container[str]) -> bytes | None:
         broken.append(exchange)
         if exchange is broken[0]:
             raise RuntimeError
-        return end_if_on(exchange, hung)
+        return end_if_hung(exchange, hung)
 
-    monkeypatch.setattr(Exchange, "end_if_on", first_fails)
+    monkeypatch.setattr(Exchange, "end_if_hung", first_fails)
     async with envoy.stream() as first:
         on = await sent_to(first)
         async with envoy.stream() as other, envoy.stream() as second:
@@ -163,7 +163,9 @@ class TestUnreadResponse:
 
 
 @pytest.mark.parametrize("config", [config_of(route={"models": {"chat": "llama"}})])
-async def test_large_reply_precedes_refusal(stream: Stream, services: Services) -> None:
+async def test_unread_large_reply_is_sent_before_the_refusal(
+    stream: Stream, services: Services
+) -> None:
     large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
     await stream.write(stream.body_message(large))
     await until(lambda: services.fleet.in_flight)

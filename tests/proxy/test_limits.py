@@ -33,7 +33,7 @@ def has_less_than(services: Services, size: int) -> bool:
 
 
 @pytest.mark.parametrize("config", [config_of(serve={"max_streams": 2})])
-async def test_max_streams_refuses_further(services: Services, logged: Logged) -> None:
+async def test_streams_beyond_max_streams_are_refused(services: Services, logged: Logged) -> None:
     """Envoy opens further connections when one has its limit of streams."""
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
@@ -97,7 +97,7 @@ class TestBodies:
             assert error_of(await nameless.read())["code"] == "no_memory"
         await until(lambda: services.body_memory.free == 100)
 
-    async def test_all_stalled_bodies_give_way_to_one_beyond_memory(
+    async def test_stalled_bodies_are_evicted_for_a_body_beyond_all_memory(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         async with envoy.stream() as stalled, envoy.stream() as other, envoy.stream() as large:
@@ -139,7 +139,9 @@ async def test_request_in_flight_does_not_keep_its_body(stream: Stream) -> None:
     assert held < 2**20
 
 
-async def test_kept_decision_holds_no_flight_arrays(envoy: EnvoySide, services: Services) -> None:
+async def test_logged_decision_keeps_no_arrays_of_requests_in_flight(
+    envoy: EnvoySide, services: Services
+) -> None:
     """The arrays serve only the decision, and thousands of records may be kept."""
     records, in_flight = 10, 5_000
     put_replicas(services, 3, healthy=False)

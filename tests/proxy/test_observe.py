@@ -292,7 +292,7 @@ def test_session_stays_on_one_side() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_mode_observe_is_way_back(share: float) -> None:
+def test_mode_observe_stops_routing(share: float) -> None:
     config = config_of(serve={"mode": "observe", "share": share})
     assert not any(is_steered(config, of(number)) for number in range(100))
 

@@ -132,7 +132,7 @@ async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize(("sent", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_cut_body_gets_model_name(
+async def test_truncated_body_gets_model_name_of_replica(
     stream: Stream, sent: dict[str, str], length: str | None
 ) -> None:
     begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
@@ -142,7 +142,7 @@ async def test_cut_body_gets_model_name(
     assert header_of(reply, "content-length") == length
 
 
-async def test_cut_body_gets_priority_header(stream: Stream) -> None:
+async def test_truncated_body_gets_priority_header(stream: Stream) -> None:
     urgent = {"x-objective": "urgent"}
     await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=urgent)
     reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
@@ -336,7 +336,7 @@ async def test_messages_endpoint_refuses_in_anthropics_form(
 
 @without()
 @pytest.mark.parametrize(("second", "model"), [({}, "llama"), ({"models": ("other",)}, "")])
-async def test_missing_model_means_the_only_one(
+async def test_request_without_model_gets_the_only_model(
     envoy: EnvoySide, services: Services, second: dict[str, Any], model: str
 ) -> None:
     put_replicas(services, 2, **second)

@@ -216,7 +216,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
             services.queue.sweep()
         elif who == "hangs":
             for exchange in exchanges:
-                exchange.end_if_on({event})
+                exchange.end_if_hung({event})
         else:
             call = calls.get(who)
             if call is None or call.serving.done():

@@ -257,7 +257,9 @@ def test_texts_that_diverge_within_a_word_are_tokenised_correctly(
             assert read(got) == printed(text, tokenizer)
 
 
-def test_answer_that_is_rendered_differently_later_has_no_previous_key(counter: Folder) -> None:
+def test_answer_rendered_differently_in_the_next_turn_gives_no_previous_key(
+    counter: Folder,
+) -> None:
     tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
     messages = [user("why?"), assistant("so"), user("well")]
     assert known(tokens, messages=messages).prefix.previous_key == 0

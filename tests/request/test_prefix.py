@@ -226,7 +226,7 @@ def test_billing_line_of_claude_code_is_ignored(endpoint: Endpoint, in_parts: bo
         assert with_it.prompt_tokens == without.prompt_tokens
 
 
-def test_completion_of_a_text() -> None:
+def test_keys_of_a_text_completion_cover_its_whole_units() -> None:
     text = words("w", 500)
     got = prefix(Endpoint.COMPLETIONS, prompt=text)
     assert got.keys.size == len(text) // UNIT_BYTES
@@ -235,7 +235,7 @@ def test_completion_of_a_text() -> None:
     assert shared(got, longer) == got.keys.size
 
 
-def test_completion_of_token_ids() -> None:
+def test_keys_of_a_token_id_completion_cover_its_whole_units() -> None:
     ids = list(range(1_000))
     got = profile(Endpoint.COMPLETIONS, prompt=ids)
     assert got.prefix.unit == 64

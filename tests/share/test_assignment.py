@@ -112,7 +112,9 @@ async def test_new_poller_takes_over_replicas_at_its_second_heartbeat(redis_clie
     assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - left
 
 
-async def test_dead_poller_replaced(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_of_dead_poller_are_taken_over(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
     assert b.replicas < TEN

@@ -122,7 +122,7 @@ async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_clie
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
 
 
-async def test_old_poller_is_skipped(
+async def test_blocks_of_an_older_poller_are_skipped(
     redis_server: RedisServer, write: Tell, following: Router
 ) -> None:
     before = structs.replace(update_of(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
@@ -212,7 +212,9 @@ async def test_router_that_lost_blocks_reads_them_again(
     await following.holds({1, 2})
 
 
-async def test_block_gap_asks_for_all(write: Tell, following: Router, redis_client: Redis) -> None:
+async def test_lost_block_list_is_written_whole_again(
+    write: Tell, following: Router, redis_client: Redis
+) -> None:
     await redis_client.delete(Keys("test").blocks + replica(1))
     assert await write(update_of(2, {2})) == {replica(1)}
     await following.holds({1, 2})

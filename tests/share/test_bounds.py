@@ -47,7 +47,7 @@ async def test_full_redis_is_logged_once_and_passes_states_on(
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
-async def test_full_redis_forgets(
+async def test_full_redis_forgets_states_and_passes_removals_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     url = redis_server.url

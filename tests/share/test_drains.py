@@ -57,7 +57,7 @@ async def watched(redis: RedisServer, *replicas: Replica) -> AsyncIterator[Route
         yield seen
 
 
-async def test_undrain_takes_drain_back(redis_server: RedisServer, run: Run) -> None:
+async def test_undrained_replica_gets_requests_again(redis_server: RedisServer, run: Run) -> None:
     async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
         printed = await drained(run, seen, a)
         assert printed == f"{a.id} is draining: 2 running and 1 waiting\n"
@@ -79,7 +79,9 @@ async def test_new_poller_knows_drains_at_once(redis_server: RedisServer, run: R
             assert all(state.draining for state in seen.history if state.id == a.id)
 
 
-async def test_unreadable_drains_log(redis_server: RedisServer, run: Run, logged: Logged) -> None:
+async def test_unreadable_drains_are_logged(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
     async with serving() as a, watched(redis_server, a) as seen:
         async with connect(redis_server.url, "default") as redis:
             names = "replica:*", "lists:*", "poller:*", "poller-names"

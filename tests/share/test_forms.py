@@ -71,7 +71,9 @@ async def test_state_passes_unix_socket(tmp_path: Path) -> None:
         await share_through(f"unix://{path}?db=3")
 
 
-async def test_state_over_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
+async def test_state_passes_tls(
+    redis_server: RedisServer, certificate: Path, logged: Logged
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     async with proxied(redis_server.port, context) as proxy:
@@ -94,7 +96,7 @@ async def test_state_passes_mutual_tls(redis_server: RedisServer, certificate: P
                 await redis.ping()
 
 
-async def test_hung_sentinels_are_passed(
+async def test_hung_sentinels_delay_no_connection(
     servers: SentinelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
@@ -122,7 +124,7 @@ async def test_sentinel_failover_is_followed(servers: SentinelPair) -> None:
             assert (await promoted.info("replication"))["role"] == "master"
 
 
-async def test_demoted_primary_is_left(servers: SentinelPair) -> None:
+async def test_client_of_demoted_primary_writes_to_new_primary(servers: SentinelPair) -> None:
     url = sentinels(servers)
     async with connect(url, POOL) as redis, reading(url, POOL) as following:
         assert await following() == Snapshot(())

@@ -159,7 +159,7 @@ async def test_hanging_redis_is_noticed(
     assert logged.lines(LOST)
 
 
-async def test_mute_redis_is_noticed(
+async def test_silent_redis_is_noticed(
     redis_server: RedisServer, logged: Logged, monkeypatch: pytest.MonkeyPatch, writer: StateWriter
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
@@ -232,7 +232,9 @@ async def test_states_arrive_in_order(following: Next, writer: StateWriter) -> N
     assert [await following() for _ in states] == [Put(state) for state in states]
 
 
-async def test_reader_and_writer_cancel(redis_server: RedisServer, writer: StateWriter) -> None:
+async def test_reader_and_writer_can_be_cancelled(
+    redis_server: RedisServer, writer: StateWriter
+) -> None:
 
     async def write() -> None:
         while True:

@@ -75,5 +75,5 @@ def test_lines_may_end_with_crlf() -> None:
         ([event({"error": None, "choices": [{"text": "a"}]}), DONE], ""),
     ],
 )
-def test_problem_of_a_stream(chunks: list[bytes], problem: str) -> None:
+def test_problem_of_a_stream_is_named(chunks: list[bytes], problem: str) -> None:
     assert read(chunks, [float(at) for at in range(len(chunks))]).problem == problem

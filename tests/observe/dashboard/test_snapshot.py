@@ -236,7 +236,7 @@ def test_routers_and_pollers_are_named(services: Services) -> None:
     assert ["Pollers", "this router polls the replicas itself"] in alone["facts"]
 
 
-def test_two_pools_are_told_apart(services: Services) -> None:
+def test_tables_and_warnings_name_their_pool(services: Services) -> None:
     other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
     other.fleet.pollers = ["there:1"]
     found = decode(encode(asyncio.run(snapshot([services, other]))))
