@@ -66,8 +66,11 @@ class Subscription:
             return  # Envoy sent this request before it got the last response
         names = frozenset(request.resource_names)
         if unknown := sorted(names - self._names - self._catalog.pools.keys()):
-            extra = {"requested": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
-            logger.warning("envoy asks for unknown pools: set pools", extra=extra | self._envoy)
+            pools = {"requested": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
+            logger.warning(
+                "envoy asks for pools that are not configured: add them to 'pools'",
+                extra=pools | self._envoy,
+            )
         self._names = names
         if not self._answered and request.error_detail is not None:
             extra = self._envoy | {"reason": request.error_detail.message}

@@ -221,7 +221,7 @@ class GrpcServer:
             try:
                 answer = exchange.end_if_hung(hung)
             except Exception:  # the other requests must end all the same
-                logger.exception("a request on a hung replica did not end")
+                logger.exception("a request on a hung replica could not be ended")
                 continue
             if answer is not None:
                 writes.append(exchange.write(answer))

@@ -25,7 +25,7 @@ from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
 REFUSED = "envoy refused the replicas and keeps its old ones"
-UNKNOWN = "envoy asks for unknown pools: set pools"
+UNKNOWN = "envoy asks for pools that are not configured: add them to 'pools'"
 
 
 def request(*names: str, answering: DiscoveryResponse | None = None, refusal: str = "") -> bytes:
