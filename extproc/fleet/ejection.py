@@ -4,12 +4,12 @@ Envoy calls this mechanism outlier detection.
 """
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf, log2
 
 TOLERATED = 3  # consecutive failures that eject a replica
 FIRST_EJECTION_S = 1.0  # doubles with every failure that follows
 LONGEST_EJECTION_S = 30.0
-_MOST_DOUBLINGS = 5
+_MOST_DOUBLINGS = ceil(log2(LONGEST_EJECTION_S / FIRST_EJECTION_S))  # until the longest is reached
 
 
 @dataclass(slots=True)

@@ -18,8 +18,11 @@ class Exclusions:
     def __init__(self) -> None:
         self._excluded: dict[str, tuple[str, float]] = {}  # reason, and since when
 
-    def look(self, fleet: Fleet, now: float) -> None:
-        """Compares the fleet with the last look; ``now``: seconds since the epoch."""
+    def look(self, fleet: Fleet, now: float) -> dict[str, str]:
+        """Compares the fleet with the last look; ``now``: seconds since the epoch.
+
+        Returns the reason of each excluded replica.
+        """
         reasons = dict(fleet.eligibility.exclusions())
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
@@ -36,6 +39,7 @@ class Exclusions:
                 logger.info(f"replica {replica} excluded: draining")
             elif reason not in _NOT_LOGGED:
                 logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
+        return reasons
 
     def since(self, replica: str) -> str:
         """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""

@@ -87,7 +87,9 @@ async def admit(
     else:
         if decision is None:
             _refuse_unserved(services, profile, exchange.has_fallback)
-        exchange.dispatch(headers.request_id, decision)
+            exchange.leave_unrouted()
+        else:
+            exchange.dispatch(headers.request_id, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
     return exchange.reply(phase, decision, partial, leave_body=unread_model != "")
 

@@ -178,17 +178,19 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         CounterLog(logger, _REFUSED, metrics.refused, clock, _OF_CLIENTS),
     )
     while True:
+        excluded: list[tuple[str, str]] = []
         for pool in pools:
             pool.fleet.drop_stale(TTL_S)
-            usable = len(pool.fleet.members) - len(dict(pool.fleet.eligibility.exclusions()))
+            reasons = pool.exclusions.look(pool.fleet, pool.wall())
+            excluded += reasons.items()
+            usable = len(pool.fleet.members) - len(reasons)
             needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers), usable)
             metrics.replicas_needed.labels(pool.config.pool).set(needed)
-            pool.exclusions.look(pool.fleet, pool.wall())
             external = pool.fleet.external_requests
             metrics.external_requests.labels(pool.config.pool).set(external)
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
-        metrics.set_excluded(pair for fleet in fleets for pair in fleet.eligibility.exclusions())
+        metrics.set_excluded(excluded)
         metrics.set_speeds(states)
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)

@@ -223,38 +223,39 @@ class Exchange:
         await self.write(reply)
 
     def dispatch(
-        self, request_id: str, decision: Decision | None, waited: float = 0.0, reason: str = ""
+        self, request_id: str, decision: Decision, waited: float = 0.0, reason: str = ""
     ) -> None:
         """Adds the request to the ledger after ``waited`` seconds in the queue, for the reason
-        ``reason``. Without a decision, Envoy chooses the replica."""
-        services, trace = self.services, self._trace
-        if decision is not None:
-            pool = services.config.pool
-            outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
-            self._destination = self.destination(decision)
-            self._in_flight = InFlight(
-                services, decision, self._destination, outcome, self.response_visible
-            )
-            services.metrics.requests.add("routed")
-            services.metrics.decisions.add(decision.policy, decision.replica)
-            if waited:
-                outcome.queued_s, outcome.queue_reason = waited, reason
-                services.metrics.queued_seconds.observe(waited)
-            if trace is not None:
-                trace.sent(decision, request_id, services.config.pool, waited)
-            return
-        services.metrics.requests.add("unrouted")
-        if trace is not None:
-            trace.ended("unrouted")
+        ``reason``."""
+        services, pool = self.services, self.services.config.pool
+        outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+        self._destination = self.destination(decision)
+        self._in_flight = InFlight(
+            services, decision, self._destination, outcome, self.response_visible
+        )
+        services.metrics.requests.add("routed")
+        services.metrics.decisions.add(decision.policy, decision.replica)
+        if waited:
+            outcome.queued_s, outcome.queue_reason = waited, reason
+            services.metrics.queued_seconds.observe(waited)
+        if self._trace is not None:
+            self._trace.sent(decision, request_id, pool, waited)
+
+    def leave_unrouted(self) -> None:
+        """Leaves the choice to Envoy, because no replica is usable."""
+        self._left_to_envoy("unrouted")
 
     def observe(self, request_id: str, decision: Decision | None) -> None:
         """Leaves the choice to Envoy; ``decision``: what the router would have chosen, if known."""
         if decision is not None:
             samples = not self._envoy_waits
             self._in_flight = Observed(self.services, decision, request_id, samples)
-        self.services.metrics.requests.add("observed")
+        self._left_to_envoy("observed")
+
+    def _left_to_envoy(self, result: str) -> None:
+        self.services.metrics.requests.add(result)
         if self._trace is not None:
-            self._trace.ended("observed")
+            self._trace.ended(result)
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
         """Waits in the queue, and asks Envoy to wait for the reply.
