@@ -12,20 +12,21 @@ from redis.asyncio import Redis
 
 from extproc.config import Config
 from extproc.poll.destination import Destination
-from extproc.poll.into_redis import IntoRedis
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateReader, StateWriter
+from tests.conftest import RedisServer
 from tests.poll.replica import serving
+from tests.share.servers import publishing
 from tests.waiting import PATIENCE_S, until_read
 
 RETURNED, LEFT, NEW = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))
 
 
 @asynccontextmanager
-async def running(poll: IntoRedis | Poller) -> AsyncIterator[None]:
-    task = asyncio.create_task(poll.run())
+async def running(poller: Poller) -> AsyncIterator[None]:
+    task = asyncio.create_task(poller.run())
     try:
         yield
     finally:
@@ -34,21 +35,22 @@ async def running(poll: IntoRedis | Poller) -> AsyncIterator[None]:
 
 
 @pytest.mark.process
-async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(redis_client: Redis) -> None:
+async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
     await StateWriter(redis_client, "test", ttl_s=60).put([RETURNED, LEFT])
-    into = IntoRedis(redis_client, Config(pool="test"), "", Random(1))
-    for state in (RETURNED, LEFT):
-        into.put(state)
-        into.remove(state.id)
-    into.forget(RETURNED.id)
-    into.put(NEW)
     reader = StateReader(redis_client, "test", Random(1))
 
     async def stored() -> set[str]:
         read = await reader.read([RETURNED.id, LEFT.id, NEW.id])
         return {state.id for state in read.states}
 
-    async with running(into):
+    async with publishing(redis_server.url) as into:
+        for state in (RETURNED, LEFT):  # before the first write
+            into.put(state)
+            into.remove(state.id)
+        into.forget(RETURNED.id)
+        into.put(NEW)
         await until_read(stored, lambda now: now == {RETURNED.id, NEW.id})
 
 

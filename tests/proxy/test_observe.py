@@ -167,14 +167,18 @@ async def test_router_never_replies_in_observability_mode(
     assert samples(services.metrics.requests) == {("observed",): 1.0}
 
 
-async def test_router_that_routes_cannot_steer_in_observability_mode(clock: ManualClock) -> None:
-    services = with_fleet(router_of(config_of()), clock)
+async def observes_one_request(services: Services) -> None:
     async with EnvoySide(Local(services)).stream() as stream:
         watched = Watched(stream)
         await watched.request(CHAT)
         await watched.response_headers(replica(1))
         await watched.end()
     assert samples(services.metrics.requests) == {("observed",): 1.0}
+
+
+async def test_router_that_routes_cannot_steer_in_observability_mode(clock: ManualClock) -> None:
+    services = with_fleet(router_of(config_of()), clock)
+    await observes_one_request(services)
 
 
 async def until_answered(watched: Watched, services: Services, agrees: bool) -> tuple[str, str]:
@@ -256,12 +260,7 @@ async def test_request_on_hung_replica_goes_on(services: Services) -> None:
 
 async def test_full_memory_is_no_reason_to_refuse(services: Services) -> None:
     services = replace(services, body_memory=type(services.body_memory)(10))
-    async with EnvoySide(Local(services)).stream() as stream:
-        watched = Watched(stream)
-        await watched.request(CHAT)
-        await watched.response_headers(replica(1))
-        await watched.end()
-    assert samples(services.metrics.requests) == {("observed",): 1.0}
+    await observes_one_request(services)
     assert services.body_memory.free == 10
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from extproc.config import Config, RedisSettings
 from extproc.lab.harness.processes import Process, free_port, listening, redis_binary
 from extproc.poll.into_redis import IntoRedis
+from extproc.share import assignment
 from extproc.share.connection import connect
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 HOST = "127.0.0.1"
 
@@ -212,11 +214,14 @@ async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIter
 
 @asynccontextmanager
 async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[IntoRedis]:
-    async with connect(url, pool) as redis:
-        publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
-        task = asyncio.create_task(publisher.run())
-        try:
-            yield publisher
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    """Writes as a poller, but sends no heartbeats: no pause may count as the end of one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(assignment, "LIFE_S", PATIENCE_S)
+        async with connect(url, pool) as redis:
+            publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
+            task = asyncio.create_task(publisher.run())
+            try:
+                yield publisher
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
