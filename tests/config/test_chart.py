@@ -223,7 +223,7 @@ def test_gateway_of_routers_has_to_be_named() -> None:
     objects = by_title(manifests(**values("inference_pool")))
     peers = objects["NetworkPolicy-extproc-router"]["spec"]["ingress"][0]["from"]
     assert peers == values("inference_pool")["networkPolicy"]["gateway"]
-    assert "clusterIP" not in objects["Service-extproc-router"]["spec"]
+    assert "Service-extproc-router-pods" not in objects  # only the chart's Envoy needs it
 
 
 def test_inference_pool_has_the_pods_of_the_first_source() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -160,9 +161,20 @@ def test_termination_grace_period_exceeds_drain_s(config: Config) -> None:
 
 
 def test_router_that_is_not_ready_gets_no_requests() -> None:
-    service = OBJECTS["Service-extproc-router"]["spec"]
-    assert service["clusterIP"] == "None"
-    assert "publishNotReadyAddresses" not in service
+    for name in ("extproc-router", "extproc-router-pods"):
+        assert "publishNotReadyAddresses" not in OBJECTS[f"Service-{name}"]["spec"]
+
+
+def test_envoy_asks_the_service_of_routers_while_dns_names_no_living_router() -> None:
+    (cluster,) = (item for item in envoy_clusters() if item["name"] == "router")
+    pods, service = cluster["load_assignment"]["endpoints"]
+    assert "priority" not in pods
+    assert service["priority"] == 1
+    for group, name in ((pods, "extproc-router-pods"), (service, "extproc-router")):
+        (item,) = group["lb_endpoints"]
+        assert item["endpoint"]["address"]["socket_address"]["address"] == name
+    assert OBJECTS["Service-extproc-router-pods"]["spec"]["clusterIP"] == "None"
+    assert "clusterIP" not in OBJECTS["Service-extproc-router"]["spec"]
 
 
 def test_memory_limit_of_routers_fits_their_streams(config: Config) -> None:
@@ -187,17 +199,20 @@ def test_images_have_a_tag_and_are_not_always_pulled() -> None:
     assert container(part("router"))["image"] == "extproc:0.1.0"
 
 
-def test_envoy_and_processes_use_existing_services(config: Config) -> None:
+def envoy_clusters() -> list[dict[str, Any]]:
     envoy = yaml.safe_load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"])
+    return list(envoy["static_resources"]["clusters"])
+
+
+def test_envoy_and_processes_use_existing_services(config: Config) -> None:
     known = [
         item["endpoint"]["address"]["socket_address"]
-        for cluster in envoy["static_resources"]["clusters"]
+        for cluster in envoy_clusters()
         for group in cluster.get("load_assignment", {}).get("endpoints", ())
         for item in group["lb_endpoints"]
     ]
-    for name in ("extproc-router", "extproc-eds"):
+    for name in ("extproc-router", "extproc-router-pods", "extproc-eds"):
         service = OBJECTS[f"Service-{name}"]["spec"]
-        assert service["clusterIP"] == "None"
         assert {"address": name, "port_value": service["ports"][0]["port"]} in known
     assert config.redis.options["host"] == "extproc-redis"
     (replicas,) = config.replicas
