@@ -247,8 +247,8 @@ class ServeSettings(MutualTlsSettings):
     """Seconds that open streams have to end after SIGTERM; for the first 1.5 s, new streams are
     accepted."""
     second_choice: bool | None = None
-    """Name a second replica, for retries; only Envoy's override_host policy accepts a list. null:
-    yes, except in the protocol of endpoint pickers."""
+    """Name a second replica, for retries. Only Envoy's override_host policy accepts two addresses;
+    by default the router names two, except in the protocol of endpoint pickers."""
     chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
     """Chunks of streamed responses read per second, on average, for token timing and usage; stored
     responses (Responses API) are read in full and do not count."""
@@ -458,9 +458,9 @@ class PollSettings(Section):
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica."""
     timeout_s: float = Field(default=1.0, gt=0)
-    """Seconds after which a scrape is late, and nothing is learned from it. After three times as
-    long it has failed; that time and ``interval_s`` must stay below the 5 s after which a replica
-    is stale."""
+    """Seconds after which a scrape is late, and nothing is learned from it. A scrape has failed
+    after three times this timeout. A replica is stale after 5 s, so three times the timeout plus
+    ``interval_s`` must be less."""
     admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 

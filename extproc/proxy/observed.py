@@ -12,8 +12,8 @@ from extproc.route.decision import Decision
 class Observed:
     """Learns Envoy's choice from the response's headers; from then on the request is in flight.
 
-    Until then no replica is known to have the request: the polled figures of the replica show it as
-    load of others. Has the methods of :class:`InFlight`.
+    Until then the router does not know which replica has the request, and polls show the request as
+    external load. Has the methods of :class:`InFlight`.
     """
 
     def __init__(

@@ -34,8 +34,11 @@ class Budget:
         self._as_of = 0.0
 
     def takes(self, now: float, amount: float, reserved: float = 0.0) -> bool:
-        """Spends ``amount`` and returns True if at least 1 is left, and more than the fraction
-        ``reserved`` of the limit. The rest may become negative. ``now``: seconds."""
+        """Spends ``amount``, and returns True, unless too little is left before.
+
+        The budget must hold at least 1, and more than the fraction ``reserved`` of the limit. It
+        may become negative. ``now``: seconds.
+        """
         self._left = min(self._left + (now - self._as_of) * self._per_s, self._limit)
         self._as_of = now
         if self._left < 1.0 or self._left <= reserved * self._limit:

@@ -88,8 +88,9 @@ def ending(body: bytes) -> dict[str, object]:
 def tokens_per_byte(part: bytes, of_text: float) -> float:
     """Estimate the prompt tokens per byte in the rest of a body that begins with ``part``.
 
-    The estimate depends on where the part ends: 0 inside an image or other media, the density of
-    the last token ids inside token ids, and ``of_text`` inside text.
+    If the part ends inside an image or other media, the rest has no tokens. If it ends inside a
+    list of token ids, the rest has as many per byte as the last ids. Otherwise the rest is text,
+    with ``of_text`` tokens per byte.
     """
     tail = part[-_TAIL:]
     if _BASE64.search(tail):

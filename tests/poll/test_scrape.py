@@ -177,7 +177,7 @@ async def test_models_adapters_and_context_length_are_read(
         (text("", 404), False),
     ],
 )
-async def test_vllm_versions_from_0_11_take_priorities(
+async def test_vllm_versions_from_0_11_accept_priorities(
     replica: Replica, session: ClientSession, version: Handler, takes: bool
 ) -> None:
     replica.answers["/version"] = version

@@ -141,7 +141,7 @@ async def test_client_of_demoted_primary_writes_to_new_primary(servers: Sentinel
         await until_known(following, A)
 
 
-async def test_demoted_single_server_is_reconnected(tmp_path: Path) -> None:
+async def test_connection_to_demoted_single_server_is_renewed(tmp_path: Path) -> None:
     """The name or address moves to the new primary."""
     port = free_port()
     async with (

@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Why the request failed, or else the first reason of the decision."""
+        """Why the request failed; for a routed request, the beginning of the decision's reason."""
         if self.access is not None and self.access.status != 200:
             return f"status {self.access.status}" if self.access.status else "the client left"
         if self.decision is None:
