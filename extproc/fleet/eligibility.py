@@ -260,8 +260,11 @@ class Eligibility:
         """Returns when a member was polled last, in seconds on the clock."""
         return self._members[replica].polled_at
 
-    def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
-        """Returns True if a candidate for the model lists it; ``among``: members to choose from."""
+    def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
+        """Returns True if a candidate for the model lists it.
+
+        ``among``: members to choose from; None: all.
+        """
         usable = self.candidates(model, among).ids
         return any(self._serves(model, self._members[name]) for name in usable)
 

@@ -76,7 +76,7 @@ class Peers:
 
     # -- digests ----------------------------------------------------------------------------
 
-    def receive(self, digest: Digest, age: float = 0.0) -> bool:
+    def receive(self, digest: Digest, age: float) -> bool:
         """Stores a digest that Redis received ``age`` seconds ago, unless a newer one arrived
         before.
 

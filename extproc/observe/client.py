@@ -11,7 +11,6 @@ from extproc.config import AdminSettings
 from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
 
-_OPEN = AdminSettings()
 _TIMEOUT_S = 10.0
 _MOST_BYTES = 2**24  # of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
@@ -21,7 +20,7 @@ class RouterUnavailableError(Exception):
 
 
 async def fetch_decisions(
-    router: str, request_id: str | None, most: int, access: AdminSettings = _OPEN
+    router: str, request_id: str | None, most: int, access: AdminSettings
 ) -> list[Any]:
     """Get the newest ``most`` decisions, or all decisions about one request, oldest first.
 
@@ -56,9 +55,7 @@ async def fetch_decisions(
         return found[:most]
 
 
-async def fetch_pages(
-    router: str, paths: Sequence[str], access: AdminSettings = _OPEN
-) -> list[bytes]:
+async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:
     """Get pages of a router's admin address.
 
     Raises:

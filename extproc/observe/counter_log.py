@@ -18,7 +18,7 @@ class CounterLog:
         event: str,  # message of each line
         counts: Counts,  # a counter with one label, which names the reason
         clock: Clock,
-        expected: Container[str] = (),  # reasons that are not logged
+        expected: Container[str],  # reasons that are not logged
     ) -> None:
         self._log = log
         self._event = event

@@ -59,7 +59,7 @@ class PolledReplica:
         known: ReplicaState | None = None,
         kv_stream: KvStream | None = None,
         *,
-        by_priority: bool = False,
+        by_priority: bool,
         monotonic: Clock,
         wall: Clock,
         random: Random,

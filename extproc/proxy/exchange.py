@@ -28,7 +28,7 @@ class Exchange:
     """State of an HTTP request: its protocol, its body while the router holds it, and its entry in
     the ledger."""
 
-    def __init__(self, services: Services, call: Call, trace: Trace | None = None) -> None:
+    def __init__(self, services: Services, call: Call, trace: Trace | None) -> None:
         self.services = services
         self.write: Callable[[bytes], Awaitable[None]] = call.write
         self.body = BufferedBody(services.body_memory)

@@ -58,13 +58,13 @@ def soonest(situation: Situation, equal: Indices) -> Indices:
     return equal[ttft <= least(ttft) * (1.0 + _SAME_TTFT) + step]
 
 
-def lowest(scores: Floats, random: Random, band: float = 0.0) -> int:
-    """Return the index of the lowest score, at random among those within a fraction ``band``.
+def lowest(scores: Floats, random: Random) -> int:
+    """Return the index of the lowest score, at random among equals.
 
     The first of equal replicas would otherwise receive every request until the next poll.
     """
-    near = near_lowest(scores, band)
-    return int(near[0] if len(near) == 1 else near[random.randrange(len(near))])
+    equal = near_lowest(scores)
+    return int(equal[0] if len(equal) == 1 else equal[random.randrange(len(equal))])
 
 
 def near_lowest(scores: Floats, band: float = 0.0) -> Indices:

@@ -13,7 +13,7 @@ class LoadedAdapters:
     adapter is unloaded.
     """
 
-    def __init__(self, slots: int = 1, load_s: float = 0.0) -> None:
+    def __init__(self, slots: int, load_s: float) -> None:
         self.slots = slots
         self.loads = 0
         self._load_s = load_s

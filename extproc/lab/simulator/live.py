@@ -145,7 +145,7 @@ class LiveEngine:
     """Engine whose steps end in real time, ``speed`` times as fast as the profile says, while
     :meth:`run` runs."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float = 1.0) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float) -> None:
         self.engine = engine
         self.speed = speed
         self.lateness = Lateness()
