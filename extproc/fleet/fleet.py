@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -16,7 +15,7 @@ from extproc.fleet.digest import DECODED, EXPECTED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.fleet.ledger import Ledger, Ticket
+from extproc.fleet.ledger import Generated, Ledger, Ticket
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefix_index import PrefixHits, PrefixIndex
@@ -45,16 +44,6 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _VIEW_COLUMNS = len(Columns.__annotations__)
-
-
-class Ended(NamedTuple):
-    """Output of a request that left the ledger, by its replica's step count.
-
-    Both figures are 0 if no recent poll confirmed the count.
-    """
-
-    tokens: float  # of each sequence
-    seconds: float  # since the first token
 
 
 class Fleet:
@@ -315,8 +304,8 @@ class Fleet:
             self._provisional.observe(row, usual_steps, seconds)
             self._set_hardware(row, self.members.by_row[row])
 
-    def release(self, ticket: Ticket, prefilled: bool = True) -> Ended:
-        """Removes a request from the ledger.
+    def release(self, ticket: Ticket, prefilled: bool = True) -> Generated:
+        """Removes a request from the ledger; returns its output.
 
         Args:
             ticket: returned by :meth:`dispatch`.
@@ -331,7 +320,7 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
-        return Ended(*generated)
+        return generated
 
     def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
         """Learns from the decode time of a request.

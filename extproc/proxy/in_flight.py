@@ -124,7 +124,7 @@ class InFlight:
         # A request that was sent earlier may have overtaken others of the ledger.
         prefilled = complete and not profile.stream and self._sent_now
         prefilled |= outcome.ttft_s is not None
-        ended = services.fleet.release(self._ticket, prefilled)
+        generated = services.fleet.release(self._ticket, prefilled)
         seconds = services.clock() - self._sent_at
         usage = self._usage.usage() if self._usage is not None and complete else None
         if complete:
@@ -134,7 +134,7 @@ class InFlight:
             self._learn(usage, seconds)
         # Envoy closes the stream of an observed request late (deferred_close_timeout).
         elif complete or (succeeded and self._usage is None and not self._envoy_samples):
-            services.router.learn_counted(self._forecast, self.served_by, ended, outcome.ttft_s)
+            services.router.learn_counted(self._forecast, self.served_by, generated, outcome.ttft_s)
         if services.recorder:
             skipped = unanswered and not lost and not self._response_visible
             services.recorder.ended(
@@ -142,7 +142,7 @@ class InFlight:
                 outcome,
                 self.served_by,
                 seconds,
-                ended.tokens,
+                generated.tokens,
                 failed=not (succeeded or (skipped and not profile.in_background)),
                 cut=self._usage is not None and not self._response_ended,
             )

@@ -5,7 +5,8 @@ from random import Random
 
 import numpy as np
 
-from extproc.fleet.fleet import Ended, Fleet
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Generated
 from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
@@ -236,22 +237,22 @@ class Router:
             self._learn_decode(forecast, replica, tokens, max(seconds - ttft, 0.0))
 
     def learn_counted(
-        self, forecast: Forecast, replica: str, ended: Ended, ttft: float | None
+        self, forecast: Forecast, replica: str, generated: Generated, ttft: float | None
     ) -> None:
         """Learn from the ledger's token count if the answer was not read or had no usage.
 
         No length is learned from requests of several sequences, because the count is that of the
         longest sequence, and none from retried requests, because their count began late.
         """
-        profile, tokens = forecast.profile, ended.tokens
+        profile, tokens = forecast.profile, generated.tokens
         if replica == forecast.replica and profile.sequences == 1 and tokens >= 1.0:
             bound = profile.output_bound
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
         # Counters alone tell when the first token came: a long wait blurs the decode time.
         wait = forecast.predicted_ttft
-        if ttft is not None or wait <= _SMALL * (wait + ended.seconds):
-            self._learn_decode(forecast, replica, tokens, ended.seconds)
+        if ttft is not None or wait <= _SMALL * (wait + generated.seconds):
+            self._learn_decode(forecast, replica, tokens, generated.seconds)
 
     def learn_first_token(self, forecast: Forecast, replica: str, ttft: float) -> None:
         """Learn from a first token that came ``ttft`` seconds after the decision."""
