@@ -68,18 +68,27 @@ def _with_second(file: EnvoyFile) -> list[Node]:
 def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
     obeying = {cluster["name"] for cluster in file.replica_clusters}
     named = clusters_of(route)
-    others = sorted(named & file.cluster_names - obeying)
+    missing = named - file.cluster_names if file.lists_all_clusters else set()
+    others = named & file.cluster_names - obeying
 
     def may_obey(other: Node) -> bool:
         return not clusters_of(other) or bool(clusters_of(other) & obeying)
 
-    if not others or (not named & obeying and any(map(may_obey, file.all(ROUTE)))):
+    if not named & obeying and any(map(may_obey, file.all(ROUTE))):
         return ""
-    return (
-        f"the route leads to {', '.join(map(repr, others))}, which ignores the router's choice: it "
-        f"has no policy override_host. Write cluster: {', '.join(sorted(map(repr, obeying)))}, "
-        "which has it, or give load_balancing_policy: override_host to this one"
-    )
+    write = f"Write cluster: {', '.join(sorted(map(repr, obeying)))}"
+    if missing:
+        return (
+            f"the route leads to {', '.join(sorted(map(repr, missing)))}, a cluster that the file "
+            f"lacks. {write}, which obeys the router"
+        )
+    if others:
+        return (
+            f"the route leads to {', '.join(sorted(map(repr, others)))}, which ignores the "
+            f"router's choice: it has no policy override_host. {write}, which has it, or give "
+            "load_balancing_policy: override_host to this one"
+        )
+    return ""
 
 
 def _low_limits(cluster: Node, file: EnvoyFile) -> str:

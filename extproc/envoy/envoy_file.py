@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from extproc.config import Config
-from extproc.envoy.tree import CLUSTER, FILTER, MANAGER, ROUTE, Node, Path, Tree, snake_case
+from extproc.envoy.tree import (
+    BOOTSTRAP,
+    CLUSTER,
+    FILTER,
+    MANAGER,
+    ROUTE,
+    Node,
+    Path,
+    Tree,
+    snake_case,
+)
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 _HTTP = "envoy.extensions.filters.http"
@@ -40,6 +50,11 @@ class EnvoyFile(Tree):
         another file."""
         names = (f"{kind}_config", f"{kind}_resources_locator")
         return any(name in dynamic for dynamic in self.all(_DYNAMIC) for name in names)
+
+    @cached_property
+    def lists_all_clusters(self) -> bool:
+        """True if the file is a bootstrap that has every cluster of Envoy."""
+        return bool(self.all(BOOTSTRAP)) and not self.takes("cds")
 
     @cached_property
     def cluster_names(self) -> set[str]:

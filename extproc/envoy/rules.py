@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
-from extproc.envoy.tree import BOOTSTRAP, MANAGER, Node
+from extproc.envoy.tree import MANAGER, Node
 from extproc.proxy.messages import (
     ATTEMPTS,
     DECISION_NAMESPACE,
@@ -141,7 +141,7 @@ def _skips_responses(filter: Node, file: EnvoyFile) -> str:
 # fmt: off
 FILTER_RULES = (
     Rule("router_cluster_exists", Level.ERROR,
-        lambda file: file.filters if file.all(BOOTSTRAP) and not file.takes("cds") else [],
+        lambda file: file.filters if file.lists_all_clusters else [],
         "Envoy asks the router: the cluster that ext_proc names exists.",
         _lacks_router_cluster,
         "grpc_service {}: Envoy never asks the router. "
