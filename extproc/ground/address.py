@@ -1,5 +1,6 @@
 """Network addresses as people write them: ``host:port``, ``1.2.3.4:80``, ``[::1]:80``."""
 
+import ipaddress
 import re
 
 _ADDRESS = re.compile(
@@ -15,6 +16,15 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or int(match["port"]) > _MAX_PORT:
         raise ValueError(f"{address!r} is not an address of the form host:port or [ipv6]:port")
     return match["ipv6"] or match["host"], int(match["port"])
+
+
+def is_ip(host: str) -> bool:
+    """Returns True for an IPv4 or IPv6 address, without brackets."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def with_name(address: str, name: str) -> str:

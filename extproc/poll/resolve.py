@@ -1,18 +1,14 @@
-"""Resolution of host names. Each runs on a separate thread, so that one that hangs delays no other.
-
-A lookup by the system's resolver has no timeout and cannot be cancelled. The event loop's own
-``getaddrinfo`` shares a few threads (uvloop: four), which a silent name server would occupy.
-"""
+"""Resolution of the replicas' host names; a failure keeps the last addresses."""
 
 import asyncio
 import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
 
+from extproc.ground.address import is_ip
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import in_daemon_thread
+from extproc.ground.runtime import look_up
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +25,8 @@ async def resolve_host(host: str) -> Sequence[str]:
         OSError: no name server says whether the name has addresses.
         UnicodeError: the name is no valid host name.
     """
-    ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     try:
-        return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
+        return await look_up(host)
     except socket.gaierror as error:
         if error.errno in _NO_ADDRESS:
             return []
@@ -74,7 +69,7 @@ class Host:
                 self._outage.failed("the name has no address")
 
     async def _resolved(self) -> Sequence[str]:
-        if _is_address(self._name):
+        if is_ip(self._name):
             return [self._name]
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._resolve(self._name))
@@ -85,14 +80,6 @@ class Host:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
         lookup, self._lookup = self._lookup, None
         return lookup.result()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from redis.exceptions import ClusterDownError, MovedError, ReadOnlyError, RedisE
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
-from extproc.ground.address import join_address
+from extproc.ground.address import is_ip, join_address
+from extproc.ground.runtime import look_up
 
 Node = tuple[str, int]  # host and port
 Ask = Callable[[Connection, Node], Awaitable[Node]]
@@ -64,6 +65,7 @@ class Server:
 
     async def _found_by(self, ask: Ask, node: Node) -> Node:
         host, port = node
+        await _resolve(host)
         connection = self._connection(host=host, port=port, **self._options)
         try:
             return await ask(connection, node)
@@ -104,6 +106,22 @@ def ask_cluster(key: str) -> Ask:
     return ask
 
 
+async def _resolve(host: str) -> None:
+    """Looks up a name before a connection does.
+
+    The connection's own lookup cannot be abandoned in a time limit: uvloop would log its failure,
+    which nobody awaits any more.
+
+    Raises:
+        redis.exceptions.ConnectionError: the name does not resolve.
+    """
+    if not is_ip(host):
+        try:
+            await look_up(host)
+        except (OSError, UnicodeError) as error:
+            raise RedisConnectionError(f"{host} does not resolve: {error}") from None
+
+
 class LocatedConnection(Connection):
     """Connection that ends when the server no longer accepts writes.
 
@@ -117,6 +135,7 @@ class LocatedConnection(Connection):
     async def _connect(self) -> None:
         async with asyncio.timeout(self.socket_connect_timeout):
             self.host, self.port = await self._server.find()
+            await _resolve(self.host)
         connect: Any = super()._connect  # redis-py leaves the method untyped
         await connect()
 
