@@ -11,7 +11,7 @@ from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config, MutualTlsSettings, TlsSettings
 from extproc.envoy.check import check_envoy
-from extproc.envoy.finding import Finding, Level
+from extproc.envoy.finding import Finding, Level, failed
 from extproc.envoy.live import check_live, check_replicas
 from extproc.ground import tls
 from extproc.ground.text import printable
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     file = "check an Envoy bootstrap, fragment or patch (YAML, JSON)"
     add("--envoy", type=Path, metavar="FILE", help=file)
-    add("--live", action="store_true", help="check the running Redis and replicas")
+    add(
+        "--live", action="store_true", help="check the running Redis, routers, pollers and replicas"
+    )
     admin = "as --live, and check the running Envoy that has this admin address"
     add("--envoy-admin", metavar="URL", help=admin)
     add("--json", action="store_true", help="print the findings as JSON")
@@ -52,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
         raise UsageError(error) from None
-    first = "The configuration is valid."
-    found = {first: [*doubts, *_check_empty(args.config), *check_replicas(config)]}
+    first = [*doubts, *_check_empty(args.config), *check_replicas(config)]
+    found = {
+        "The configuration has errors:" if failed(first) else "The configuration is valid.": first
+    }
     if args.envoy is not None:
         found[str(args.envoy)] = _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         for heading, part in found.items():
             lines = [printable(str(finding)) for finding in part]
             print("\n".join([heading, *lines]))
-    return int(any(finding.level is Level.ERROR for finding in findings))
+    return int(failed(findings))
 
 
 def _check_empty(file: Path | None) -> list[Finding]:

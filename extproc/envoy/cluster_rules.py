@@ -21,7 +21,7 @@ from extproc.envoy.rules import (
     wanted_sources,
 )
 from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
-from extproc.ground.address import split_address
+from extproc.ground.address import is_ip, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 # Circuit breakers, and Envoy's defaults.
@@ -133,10 +133,23 @@ def _not_retried(route: Node, _: EnvoyFile) -> str:
     return " and ".join(lacking)
 
 
-def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
-    """Return the ports of the members that the file lists for a cluster."""
-    members = file.all(_SOCKET, cluster["load_assignment"])
-    return {member["port_value"] for member in members if "port_value" in member}
+def _members(file: EnvoyFile, mapped: bool) -> list[Node]:
+    """Return the routers' addresses in the file whose port is the router's own or, with
+    ``mapped``, perhaps that of a Service of Kubernetes, which leads to another port."""
+    return [
+        member
+        for cluster in file.router_clusters
+        for member in file.all(_SOCKET, cluster["load_assignment"])
+        if "port_value" in member
+        and mapped != (is_ip(address := member["address"]) or address == "localhost")
+    ]
+
+
+def _other_port(member: Node, file: EnvoyFile) -> str:
+    listens = split_address(file.config.serve.listen)[1]
+    if member["port_value"] == listens:
+        return ""
+    return f"Envoy connects to port {member['port_value']}, and the router listens at {listens}"
 
 
 def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
@@ -279,16 +292,17 @@ CLUSTER_RULES = (
         "answers 500, clients get its failures, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
         "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
-    Rule("router_port_matches", Level.ERROR,
-        lambda file: [cluster for cluster in file.router_clusters if _ports(file, cluster)],
+    Rule("router_port_matches", Level.ERROR, lambda file: _members(file, mapped=False),
         "Envoy connects to the port at which the router listens.",
-        lambda cluster, file: (
-            (listens := split_address(file.config.serve.listen)[1])
-            not in (ports := _ports(file, cluster))
-            and f"port {', '.join(map(str, sorted(ports)))}, and the router listens at {listens}"
-        ),
-        "cluster {node[name]!r} connects to {} (serve.listen): no request reaches it. Correct one "
-        "of the two, or name the file with this port with --config"),
+        _other_port,
+        "{} (serve.listen): no request reaches it. Correct one of the two, or name the file with "
+        "this port with --config"),
+    Rule("mapped_port_leads_to_router", Level.WARNING, lambda file: _members(file, mapped=True),
+        "Envoy connects by a name to the port at which the router listens.",
+        _other_port,
+        "{} (serve.listen): unless {node[address]} is a Service that maps this port to the "
+        "router's, no request reaches it. Correct one of the two, or name the file with this port "
+        "with --config"),
     Rule("transport_matches", Level.ERROR,
         lambda file: [cluster for cluster in file.router_clusters
             if (file.config.serve.tls_cert or file.all(_TLS, cluster))

@@ -27,6 +27,11 @@ class Finding:
         return f"{self.level:<8} {place}{self.text}"
 
 
+def failed(findings: Iterable[Finding]) -> bool:
+    """Return True if there is an error among the findings."""
+    return any(finding.level is Level.ERROR for finding in findings)
+
+
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by level and drop duplicates."""
     order = list(Level)

@@ -17,6 +17,7 @@ from extproc.envoy.live_envoy import check_live_envoy
 from extproc.fleet.members import ModelNames
 from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
+from extproc.observe.client import RouterUnavailableError, fetch_pages
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import read_models
@@ -25,6 +26,7 @@ from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import living
 from extproc.share.connection import Keys, address, connect, in_time
 from extproc.share.envelope import sealed_list
+from extproc.share.reader import keys_after
 from extproc.share.replicas import Snapshot, StateReader
 
 _UNREACHABLE = (
@@ -35,6 +37,7 @@ _REFUSES = (
     "refuses a command of routers and pollers: {}. Grant their user the rights that "
     "docs/operations/secure.md lists under Redis"
 )
+_UNROUTED = "Envoy's fallback policy serves all requests"
 _DELETE = "return redis.call('DEL', KEYS[1])"
 
 Problem = tuple[Level, str]
@@ -82,7 +85,11 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
 
 async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]) -> list[Finding]:
     """Check a pool; add its replicas (``ip:port`` → name) and the models that they list."""
-    found, snapshot = await _check_redis(config) if config.state == "redis" else ([], None)
+    found, snapshot = (
+        await _check_redis(config)
+        if config.state == "redis"
+        else (await _check_lone_router(config), None)
+    )
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
     sources = [*config.replicas]
     if config.replicas_file is not None:
@@ -99,7 +106,7 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
             )
             found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
     if not names:
-        text = "no replica is known: Envoy's fallback policy serves all requests. Set replicas"
+        text = f"no replica is known: {_UNROUTED}. Set replicas"
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
     replicas |= names
     async with open_session(config.poll.give_up_s) as session:
@@ -116,7 +123,7 @@ async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
     discovery = Discovery([source], None, RESOLVE_S)
     try:
         targets = {target.id: target.name for target in await discovery.targets()}
-        return targets, "".join(f" ({problem})" for problem in discovery.problems())
+        return targets, "".join(f" ({problem})" for problem in discovery.problems().values())
     finally:
         discovery.stop()
 
@@ -139,6 +146,17 @@ def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Itera
             yield Finding("model", Level.ERROR, f"model {model}", text)
 
 
+async def _check_lone_router(config: Config) -> list[Finding]:
+    """Check a router that runs without Redis."""
+    finding = partial(Finding, "router", where=f"router {config.serve.admin}")
+    try:
+        await fetch_pages(config.serve.admin, ["/livez"], config.admin)
+    except (RouterUnavailableError, ValueError):
+        text = f"no router answers there: {_UNROUTED}. Run 'extproc serve', or correct serve.admin"
+        return [finding(level=Level.ERROR, text=text)]
+    return [finding(level=Level.OK, text="alive")]
+
+
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
     """Check the Redis of a pool and read its replicas' states; None if that failed."""
     async with connect(config.redis, config.pool) as redis:
@@ -150,15 +168,19 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
             took_s = monotonic() - began
             await _use_rights(redis, Keys(config.pool))
             pollers = await living(redis, config.pool)
+            routers = await keys_after(redis, Keys(config.pool).router)
             snapshot = await StateReader(redis, config.pool, Random()).read()
         except (RedisError, OSError) as error:
             text = _REFUSES if isinstance(error, ResponseError) else _UNREACHABLE
             return [finding(level=Level.ERROR, text=text.format(str(error).rstrip(".")))], None
     text = (
-        f"answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(pollers)} pollers alive, "
-        f"{len(snapshot.states)} replicas"
+        f"answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(routers)} routers and "
+        f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
     )
     found = [finding(level=Level.OK, text=text)]
+    if not routers:
+        text = f"no router of the pool {config.pool!r} is alive: {_UNROUTED}. Run 'extproc serve'"
+        found.append(finding(level=Level.ERROR, text=text))
     if not pollers:
         text = (
             f"no poller of the pool {config.pool!r} is alive: the states of its replicas go stale. "

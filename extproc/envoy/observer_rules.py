@@ -18,6 +18,8 @@ _SHARED = {
     "router_speaks_http2",
     "router_is_health_checked",
     "limits_are_raised",
+    "router_port_matches",
+    "mapped_port_leads_to_router",
     "transport_matches",
 }
 """Rules that hold whether Envoy waits for the router or not."""

@@ -10,14 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
+from extproc.observe.admin import serve_admin
 from extproc.share import assignment
-from extproc.share.connection import connect
+from extproc.share.connection import Keys, connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, Stack, patient
 from tests.envoy.watched_files import bootstrap, split
@@ -53,17 +55,26 @@ def long_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     async def check(settings: Config | Path, *arguments: str, status: int = 0) -> list[str]:
-        """Run ``extproc check``; return the printed findings."""
+        """Run ``extproc check`` beside the admin address of a router; return the printed
+        findings."""
         if isinstance(settings, Config):
             settings = written(tmp_path / "extproc.yaml", settings)
         argv = ["check", "--config", str(settings), *(arguments or ("--live",))]
         capsys.readouterr()
-        assert await asyncio.to_thread(main, argv) == status
+        async with serve_admin("127.0.0.1:0", CollectorRegistry()) as admin:
+            argv += [] if "--serve.admin" in argv else ["--serve.admin", admin]
+            assert await asyncio.to_thread(main, argv) == status
         output = capsys.readouterr()
         lines = output.out.splitlines()
         return [one for one in lines if re.match(r"(error|warning|ok) ", one)]
 
     return check
+
+
+async def add_router(server: RedisServer) -> None:
+    """Write the sign of life of a router, which does not expire."""
+    async with connect(server.url, "default") as redis:
+        await redis.set(Keys("default").router + "a", b"its digest")
 
 
 def bad(lines: list[str]) -> list[str]:
@@ -78,10 +89,11 @@ async def test_healthy_system_has_only_ok_findings(redis_server: RedisServer, ch
         settings = config(redis_server, one)
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
+            await add_router(redis_server)
             redis, replica = await check(settings)
     assert re.fullmatch(
         r"ok +redis 127\.0\.0\.1:\d+: answers in [\d.]+ ms; "
-        r"pool default: 1 pollers alive, 1 replicas",
+        r"pool default: 1 routers and 1 pollers alive, 1 replicas",
         redis,
     )
     assert re.fullmatch(rf"ok +replica {one.id}: scraped in \d+ ms; serves tiny, adapter", replica)
@@ -94,11 +106,24 @@ async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: 
         assert await redis.keys("*") == []
 
 
-async def test_missing_poller_is_error(redis_server: RedisServer, check: Check) -> None:
+async def test_missing_router_and_poller_are_errors(
+    redis_server: RedisServer, check: Check
+) -> None:
     async with serving() as one:
         lines = bad(await check(config(redis_server, one), status=1))
-    assert "no poller of the pool 'default' is alive" in lines[0]
-    assert f"replica {one.id}: no poller scrapes it" in lines[1]
+    assert "no router of the pool 'default' is alive" in lines[0]
+    assert "no poller of the pool 'default' is alive" in lines[1]
+    assert f"replica {one.id}: no poller scrapes it" in lines[2]
+
+
+async def test_missing_router_without_redis_is_error(check: Check) -> None:
+    async with serving() as one:
+        admin = f"127.0.0.1:{free_port()}"
+        lines = bad(await check(alone(one.id), "--live", "--serve.admin", admin, status=1))
+    assert lines == [
+        f"error    router {admin}: no router answers there: Envoy's fallback policy serves all "
+        "requests. Run 'extproc serve', or correct serve.admin"
+    ]
 
 
 async def test_unreachable_redis_is_error(stopped_redis: RedisServer, check: Check) -> None:
@@ -153,6 +178,7 @@ async def test_unhealthy_or_incomplete_replica_is_reported(
         settings = config(redis_server, one, poll=SOON)
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
+            await add_router(redis_server)
             (line,) = bad(await check(settings, status=int(problem.startswith("error"))))
     assert re.match(problem, re.sub(" +", " ", line))
 

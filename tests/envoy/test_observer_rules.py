@@ -28,9 +28,12 @@ def complaints(tree: object, config: Config = OBSERVE) -> list[tuple[str, Level]
     return [(one.rule, one.level) for one in findings if one.level is not Level.OK]
 
 
+UNJUDGED = {"transport_matches", "mapped_port_leads_to_router"}
+
+
 def test_shipped_file_passes_every_rule() -> None:
     rules = {rule.id for rule in OBSERVER_RULES} | {"is_complete"}
-    assert {finding.rule for finding in found(GOOD)} == rules - {"transport_matches"}
+    assert {finding.rule for finding in found(GOOD)} == rules - UNJUDGED
     assert complaints(GOOD) == []
 
 
