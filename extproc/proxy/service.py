@@ -118,7 +118,8 @@ class GrpcServer:
                 await self.end_hung()
             elif ready := self._is_ready:
                 await self._report_readiness()
-                logger.info("router ready: it knows a replica")
+                extra = {"mode": self._settings.mode, "share": self._settings.share}
+                logger.info("router ready: it knows a replica", extra=extra)
 
     async def stop(self, drain_s: float) -> None:
         """Stops the server; open streams have ``drain_s`` seconds to end.

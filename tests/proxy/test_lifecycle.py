@@ -56,7 +56,8 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
 
 
 async def test_router_is_ready_once_a_replica_is_known(config: Config, logged: Logged) -> None:
-    services = build(config, CollectorRegistry())
+    serve = config.serve.model_copy(update={"share": 0.05})
+    services = build(config.model_copy(update={"serve": serve}), CollectorRegistry())
     server = GrpcServer(services)
     looking = asyncio.create_task(server.watch_replicas())
     async with running(server) as channel:
@@ -64,7 +65,8 @@ async def test_router_is_ready_once_a_replica_is_known(config: Config, logged: L
         assert not logged.lines()
         put_replicas(services, healthy=False)
         await until_read(lambda: serving(channel), lambda names: len(names) == 4)
-        await logged.line("router ready: it knows a replica")
+        line = await logged.line("router ready: it knows a replica")
+        assert (line["mode"], line["share"]) == ("route", 0.05)
         services.fleet.remove(replica(1))
         services.fleet.remove(replica(2))
         assert len(await serving(channel)) == 4
