@@ -1,7 +1,7 @@
 """State of all replicas of a pool: polled figures, this router's requests, and their progress."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from uuid import uuid4
 
@@ -66,7 +66,8 @@ class Fleet:
     ) -> None:
         self.router = uuid4().hex[:16]  # this router's name among others, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
-        self.pollers: Sequence[str] | None = None  # names of the living pollers; None: not known
+        self.pollers: Mapping[str, Sequence[str]] | None = None
+        """Living pollers: name, and what each cannot look up; None: not known."""
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()

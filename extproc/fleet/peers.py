@@ -1,6 +1,6 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import inf, nan
 
 import numpy as np
@@ -63,6 +63,10 @@ class Peers:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._numbers.keys()
 
     @property
     def digest_age(self) -> float | None:

@@ -12,6 +12,7 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
+from extproc.observe.averages import Average, Pulse
 from extproc.observe.decision import (
     Candidate,
     DecisionRecord,
@@ -20,6 +21,7 @@ from extproc.observe.decision import (
     Terms,
 )
 from extproc.observe.exclusions import Exclusions
+from extproc.observe.presence import Presence
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
 from extproc.route.queue import Queue
@@ -240,7 +242,11 @@ class ObservedPool:
     clock: Clock
     wall: Clock
     accuracy: Accuracy = field(default_factory=Accuracy)
+    pulse: Pulse  # shared by all pools
+    external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)
+    routers: Presence = field(default_factory=lambda: Presence("routers"))  # the peers
+    pollers: Presence = field(default_factory=lambda: Presence("pollers"))
 
     @property
     def fleet(self) -> Fleet:

@@ -212,6 +212,10 @@ class RouterMetrics:
             "(unknown_tag) and fields (unknown_field) of a later version.",
             ["reason"],
         )
+        self.loop_delay = gauge(
+            "extproc_loop_delay_seconds",
+            "Mean delay of the router's event loop in the last half minute: it needs more CPU.",
+        )
         self.open_streams = gauge("extproc_open_streams", "Open ext_proc streams.")
 
     def skipped(self, reason: str, number: int) -> None:

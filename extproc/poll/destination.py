@@ -29,8 +29,11 @@ class Destination:
         """Stops writing the replica's state without deleting it: another poller took over the
         replica."""
 
-    async def claim(self, replicas: Collection[str]) -> Assignment:
-        """Returns those of the replicas that this poller has to scrape until the next call."""
+    async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
+        """Returns those of the replicas that this poller has to scrape until the next call.
+
+        ``problems``: sources that cannot be looked up, each with the reason.
+        """
         return Assignment(frozenset(replicas))
 
     async def release(self) -> None:
@@ -65,11 +68,12 @@ class IntoFleet(Destination):
     def remove(self, replica: str) -> None:
         self._fleet.remove(replica)
 
-    async def claim(self, replicas: Collection[str]) -> Assignment:
+    async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
         """Returns all replicas; marks the fleet's members as known once each replica was scraped or
         failed."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.members_known.set()
+        self._fleet.pollers = {"in this router": (*problems,)}
         return await super().claim(replicas)
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:

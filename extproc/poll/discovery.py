@@ -114,11 +114,11 @@ class Discovery:
         """Returns the Services of Kubernetes whose pods the API server has not listed yet."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
-    def problems(self) -> list[str]:
-        """Returns the reasons why names and Services could not be looked up."""
-        problems = [host.problem for host in self._hosts.values()]
-        problems += [service.problem for service in self._services.values()]
-        return [*filter(None, problems)]
+    def problems(self) -> dict[str, str]:
+        """Returns the names and Services that could not be looked up, with the reasons."""
+        problems = {name: host.problem for name, host in self._hosts.items()}
+        problems |= {str(wanted): watch.problem for wanted, watch in self._services.items()}
+        return {name: problem for name, problem in problems.items() if problem}
 
     def stop(self) -> None:
         self._follow(set())

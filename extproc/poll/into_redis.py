@@ -125,6 +125,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
+        metrics.redis_lost.labels(config.pool).set_function(lambda: bool(into.outage.problem))
         health.add(config.pool, into.assigner, into.outage, poller.unlisted)
         await into.read_drains()
         async with asyncio.TaskGroup() as tasks:
@@ -215,8 +216,11 @@ class IntoRedis(Destination):
         self.outage.recovered()
         return True
 
-    async def claim(self, replicas: Collection[str]) -> Assignment:
-        return await self.assigner.beat(replicas)
+    async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
+        assigned = await self.assigner.beat(replicas, problems)
+        if assigned.redis_was_emptied:
+            log.warning("redis was emptied: writing everything again")
+        return assigned
 
     async def release(self) -> None:
         await self.assigner.release()

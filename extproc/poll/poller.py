@@ -65,6 +65,9 @@ class Poller:
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
         self._leaving: set[str] = set()  # no longer discovered; their states are to be deleted
+        metrics.lookups_failing.labels(config.pool).set_function(
+            lambda: len(self._discovery.problems())
+        )
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
         metrics.healthy.labels(config.pool).set_function(
             lambda: sum(polled.replica.healthy for polled in self._polled.values())
@@ -126,7 +129,8 @@ class Poller:
         self, start: Callable[[Target, ReplicaState | None], _Polled]
     ) -> None:
         targets = self._targets
-        assigned = await self._into.claim(targets)
+        problems = [f"{name}: {why}" for name, why in self._discovery.problems().items()]
+        assigned = await self._into.claim(targets, problems)
         # After a pause another poller may have scraped the replicas: start all of them again.
         lost = {*self._polled} if assigned.paused else self._polled.keys() - assigned.replicas
         for replica in lost:

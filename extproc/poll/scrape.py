@@ -49,6 +49,19 @@ class PollMetrics:
             ["reason"],
             registry=registry,
         )
+        self.lookups_failing = Gauge(
+            "extproc_poll_lookups_failing",
+            "Host names and Services of Kubernetes that cannot be looked up: the poller keeps "
+            "their last replicas.",
+            ["pool"],
+            registry=registry,
+        )
+        self.redis_lost = Gauge(
+            "extproc_poll_redis_lost",
+            "1 while the poller cannot write its states to Redis.",
+            ["pool"],
+            registry=registry,
+        )
         self.replicas = Gauge(
             "extproc_poll_replicas", "Replicas scraped.", ["pool"], registry=registry
         )

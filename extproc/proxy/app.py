@@ -17,7 +17,7 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
-from extproc.observe.counter_log import CounterLog
+from extproc.observe.averages import Pulse
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
 from extproc.observe.metrics import RouterMetrics, build_info
@@ -27,10 +27,10 @@ from extproc.poll.discovery import names_replicas
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
 from extproc.proxy.admin import admin_routes, readiness
+from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import CHUNKS_SAVED_S, Budget, Services, parts_of_pool
 from extproc.proxy.sharing import share
-from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import SWEEP_EVERY_S
 from extproc.share.connection import connect
@@ -39,12 +39,6 @@ from extproc.share.lists import Put
 from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
-
-_HOUSEKEEPING_EVERY_S = 1.0
-_REFUSED = "requests refused: add replicas, or change the limits (docs/overload.md)"
-_OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
-"""Refusals whose cause is the request."""
-_NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 
 
 async def run_router(config: Config) -> None:
@@ -81,7 +75,7 @@ async def run_router(config: Config) -> None:
                 server.watch_replicas(),
                 dispatch_queued(pools),
                 _follow_fleets(pools, registry),
-                _housekeeping(pools),
+                Housekeeping(pools).run(),
             ),
             stopping,
         ) as tasks,
@@ -116,6 +110,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         metrics=RouterMetrics(registry),
         clock=monotonic,
         wall=wall,
+        pulse=Pulse(monotonic),
         random=random,
         chunks=Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
@@ -129,7 +124,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         parts = [
             follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
         ]
-        parts += [share(pool.config, pool.fleet, pool.metrics) for pool in pools]
+        parts += [share(pool.config, pool.fleet, pool.metrics, pool.pulse) for pool in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [
@@ -168,48 +163,6 @@ async def apply(change: Change, fleet: Fleet) -> None:
         case Removed(replica):
             fleet.remove(replica)
     await asyncio.sleep(0)
-
-
-async def _housekeeping(pools: Sequence[Services]) -> None:
-    """Removes replicas whose state is stale, and updates the gauges, every second."""
-    metrics, clock, fleets = pools[0].metrics, pools[0].clock, [pool.fleet for pool in pools]
-    logs = (
-        CounterLog(logger, _NOT_FOLLOWED, metrics.not_followed, clock, {"retry"}),
-        CounterLog(logger, _REFUSED, metrics.refused, clock, _OF_CLIENTS),
-    )
-    while True:
-        excluded: list[tuple[str, str]] = []
-        for pool in pools:
-            pool.fleet.drop_stale(TTL_S)
-            reasons = pool.exclusions.look(pool.fleet, pool.wall())
-            excluded += reasons.items()
-            usable = len(pool.fleet.members) - len(reasons)
-            needed = pool.demand.replicas(pool.queue, 1 + len(pool.fleet.peers), usable)
-            metrics.replicas_needed.labels(pool.config.pool).set(needed)
-            external = pool.fleet.external_requests
-            metrics.external_requests.labels(pool.config.pool).set(external)
-        states = [state for fleet in fleets for state in fleet.members]
-        metrics.drop_other_replicas({state.id for state in states})
-        metrics.set_excluded(excluded)
-        metrics.set_speeds(states)
-        healthy = sum(state.healthy for state in states)
-        metrics.replicas.labels("healthy").set(healthy)
-        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        waiting = [(*kind, count) for pool in pools for kind, count in pool.queue.sizes().items()]
-        shares = [pair for pool in pools for pair in pool.queue.shares().items()]
-        metrics.set_waiting(waiting, shares)
-        unserved = {pool.config.pool: pool.queue.unserved_by_model() for pool in pools}
-        metrics.set_unserved(unserved)
-        metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
-        metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
-        metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
-        # A pool that never had a replica has no updates.
-        updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
-        oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
-        metrics.state_age.set(clock() - oldest)
-        for log in logs:
-            log.look()
-        await asyncio.sleep(_HOUSEKEEPING_EVERY_S)
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:

@@ -8,9 +8,11 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock
+from extproc.observe.averages import Average
 from extproc.observe.decision_log import Accuracy, ObservedPool
 from extproc.observe.exclusions import Exclusions
 from extproc.observe.metrics import Demand, RouterMetrics
+from extproc.observe.presence import Presence
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
@@ -104,7 +106,10 @@ def parts_of_pool(
         "router": router,
         "responses": Budget(_RESPONSES_PER_S, 1.0),
         "accuracy": Accuracy(),
+        "external": Average(clock),
         "exclusions": Exclusions(),
+        "routers": Presence("routers"),
+        "pollers": Presence("pollers"),
         "demand": Demand(clock),
         "recorder": None if folder is None else Recorder(config, folder, router.fleet, clock, wall),
     }

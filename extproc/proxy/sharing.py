@@ -17,6 +17,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
+from extproc.observe.averages import Pulse
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import living
 from extproc.share.blocks import BlockReader
@@ -42,7 +43,7 @@ _ALONE_S = 0.25  # between batches of prompts that only routers which start late
 T = TypeVar("T")
 
 
-async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
+async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, pulse: Pulse) -> None:
     """Sends this router's state to the other routers and receives theirs. Sends a farewell when
     cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
@@ -50,7 +51,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
         parts = [
-            _send_digests(DigestWriter(redis, pool), fleet, metrics),
+            _send_digests(DigestWriter(redis, pool), fleet, metrics, pulse),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
             _receive_prompts(prompts, fleet, skips),
@@ -87,7 +88,9 @@ async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
             await asyncio.sleep(backoff.next())
 
 
-async def _send_digests(writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics) -> None:
+async def _send_digests(
+    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, pulse: Pulse
+) -> None:
     backoff = reconnecting(Random())
     try:
         while True:
@@ -96,7 +99,10 @@ async def _send_digests(writer: DigestWriter, fleet: Fleet, metrics: RouterMetri
             try:
                 if digest is not None:
                     await writer.send(digest)
-                    metrics.redis_seconds.observe(monotonic() - started)
+                    took_s = monotonic() - started
+                    metrics.redis_seconds.observe(took_s)
+                    pulse.redis_s.add(took_s)
+                    pulse.redis_refusal = writer.refusal
                     backoff.reset()
             except (RedisError, OSError):
                 fleet.digests.repeat()

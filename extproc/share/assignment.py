@@ -6,7 +6,7 @@ or stops, only its own replicas move.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ class Heartbeat(Struct, array_like=True, frozen=True):
     """Sign of life of a poller."""
 
     replicas: tuple[str, ...]  # ip:port of the replicas that its sources name
+    problems: tuple[str, ...] = ()  # sources that cannot be looked up, each with the reason
 
 
 HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
@@ -44,17 +45,25 @@ class Assignment:
     redis_was_emptied: bool = False
 
 
-async def living(redis: Redis, pool: str) -> list[str]:
-    """Returns the names of a pool's pollers that are alive."""
+async def living(redis: Redis, pool: str, skips: Skips | None = None) -> dict[str, tuple[str, ...]]:
+    """Returns the pollers of a pool that are alive: name, and what each cannot look up."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
     names = sorted(map(str_if_bytes, found))
-    async with in_time(), redis.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.exists(keys.poller + name)
-        alive = await pipe.execute()
-    return [name for name, is_alive in zip(names, alive, strict=True) if is_alive]
+    beats = await _heartbeats(redis, keys, names, skips or Skips()) if names else {}
+    return {name: beat.problems if beat else () for name, beat in beats.items()}
+
+
+async def _heartbeats(
+    redis: Redis, keys: Keys, names: Collection[str], skips: Skips
+) -> dict[str, Heartbeat | None]:
+    """Returns the heartbeats of those of the named pollers that are alive; None: unreadable."""
+    by_key = {keys.poller + name: name for name in names}
+    async with in_time():
+        values = await redis.mget([*by_key])
+    found = zip(by_key.items(), values, strict=True)
+    return {name: skips.open(key, value, HEARTBEAT) for (key, name), value in found if value}
 
 
 class Assigner:
@@ -106,12 +115,12 @@ class Assigner:
             self._awake_at = self._clock()
             await asyncio.sleep(BEAT_S)
 
-    async def beat(self, replicas: Collection[str]) -> Assignment:
-        """Writes a heartbeat with these replicas, and returns the assignment."""
+    async def beat(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
+        """Writes a heartbeat with these replicas and problems, and returns the assignment."""
         redis_was_emptied = is_current = False
         began = self._clock()
         try:
-            was_known, names = await self._write(replicas)
+            was_known, names = await self._write(Heartbeat((*replicas,), (*problems,)))
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
@@ -153,17 +162,16 @@ class Assigner:
         mine = _weight(self._poller, replica)
         return all(mine > _weight(name, replica) for name in rivals)
 
-    async def _write(self, replicas: Collection[str]) -> tuple[bool, list[str]]:
+    async def _write(self, heartbeat: Heartbeat) -> tuple[bool, set[str]]:
         """Writes the heartbeat. Returns True if Redis knew this poller before, and the names of the
         other pollers, living or dead.
 
         A full Redis refuses only new pollers.
         """
         life_ms = round(LIFE_S * 1000)
-        heartbeat = HEARTBEAT.seal(Heartbeat(tuple(replicas)))
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.pexpire(self._key, life_ms)
-            pipe.set(self._key, heartbeat, px=life_ms)
+            pipe.set(self._key, HEARTBEAT.seal(heartbeat), px=life_ms)
             pipe.sadd(self._keys.pollers, self._poller)
             pipe.pexpire(self._keys.pollers, life_ms)
             pipe.smembers(self._keys.pollers)
@@ -171,24 +179,16 @@ class Assigner:
         for error in (was_known, names, *(() if was_known else refused)):
             if isinstance(error, RedisError):
                 raise error
-        return bool(was_known), sorted({*map(str_if_bytes, names)} - {self._poller})
+        return bool(was_known), {*map(str_if_bytes, names)} - {self._poller}
 
-    async def _read(self, names: Collection[str]) -> dict[str, frozenset[str]]:
+    async def _read(self, names: Set[str]) -> dict[str, frozenset[str]]:
         """Returns the replica lists of those of the named pollers that are alive."""
         if not names:
             return {}
-        keys = {name: self._keys.poller + name for name in names}
-        async with in_time():
-            values = await self._redis.mget([*keys.values()])
-        found = dict(zip(names, values, strict=True))
-        if dead := [name for name, value in found.items() if value is None]:
+        beats = await _heartbeats(self._redis, self._keys, names, self._skips)
+        if dead := names - beats.keys():
             async with in_time():
                 await self._redis.srem(self._keys.pollers, *dead)
-        beats = {
-            name: self._skips.open(keys[name], value, HEARTBEAT)
-            for name, value in found.items()
-            if value
-        }
         return {name: frozenset(beat.replicas) for name, beat in beats.items() if beat}
 
 

@@ -44,6 +44,7 @@ class DigestWriter:
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self._keys = Keys(pool)
+        self.refusal = ""  # why Redis did not store the last whole digest; empty: it did
 
     async def send(self, digest: Digest) -> None:
         """Pushes a digest; a whole digest is also stored, for routers that start later.
@@ -57,7 +58,9 @@ class DigestWriter:
             elif digest.kind is fleet_digest.DigestKind.FAREWELL:
                 pipe.delete(key)
             pipe.publish(self._keys.digests, data)
-            *_, pushed = await pipe.execute(raise_on_error=False)
+            *stored, pushed = await pipe.execute(raise_on_error=False)
+        if digest.kind is fleet_digest.DigestKind.WHOLE:
+            self.refusal = "".join(str(each) for each in stored if isinstance(each, RedisError))
         if isinstance(pushed, RedisError):
             raise pushed
 

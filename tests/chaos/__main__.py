@@ -17,12 +17,12 @@ from random import Random
 import aiohttp
 
 from extproc.ground.text import Column, table
-from extproc.lab.harness.stack import Stack
 from tests.chaos.figures import HEADINGS, SceneFigures, Times
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
 from tests.chaos.scenes import SCENES, Scene
-from tests.chaos.system import REPLICAS, LoadedSystem
+from tests.chaos.stack import ChaosStack
+from tests.chaos.system import FaultySystem, LoadedSystem
 from tests.waiting import until
 
 RATE = 50.0
@@ -32,7 +32,7 @@ _PATIENCE_S = 30.0
 _LEDGER_S = 5.0
 
 
-async def play(scene: Scene, system: LoadedSystem) -> Times:
+async def play(scene: Scene, system: FaultySystem) -> Times:
     """Make a part fail and repair it; return after the recovery, or after 30 s without one."""
     began = time.monotonic()
     await asyncio.sleep(_BEFORE_S)
@@ -47,7 +47,7 @@ async def play(scene: Scene, system: LoadedSystem) -> Times:
     return Times(began, failed, mended, recovered, time.monotonic())
 
 
-async def _recovery(scene: Scene, system: LoadedSystem, since: float) -> float | None:
+async def _recovery(scene: Scene, system: FaultySystem, since: float) -> float | None:
     with suppress(TimeoutError):
         await until(lambda: scene.recovered(system, since), _PATIENCE_S)
         return time.monotonic()
@@ -66,12 +66,12 @@ async def _ledgers(system: LoadedSystem) -> dict[str, int]:
 async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
     """Play the scenes and print their figures; return the problems."""
     async with (
-        Stack(directory, REPLICAS, routers=2, pollers=2) as stack,
+        ChaosStack(directory) as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
         played = []
         load = SteadyLoad(stack.url, RATE, Random(1))
-        system = LoadedSystem(stack, load, session)
+        system = FaultySystem(stack, load, session)
         watching = asyncio.create_task(system.watch_ages())
         async with load:
             for scene in scenes:

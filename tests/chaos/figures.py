@@ -8,9 +8,6 @@ from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.traffic import Answer
 from tests.chaos.scenes import Scene
 
-MOST_SHARE = 0.02
-"""Greatest share of the requests that the failing replica may get after ``Scene.excluded_s``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -109,7 +106,7 @@ class SceneFigures:
         found = []
         if lost := len(self.failed) - len(self.excused):
             found.append(f"{lost} requests failed that the failing part was not answering")
-        if self.share is not None and self.share >= MOST_SHARE:
+        if self.share is not None and self.share >= self.scene.most_share:
             found.append(f"the failing replica still got {self.share:.1%} of the requests")
         if self.recovery_s is None:
             found.append("the system did not recover")

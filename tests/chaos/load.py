@@ -1,4 +1,4 @@
-"""Short requests at a steady rate, by the demo's load client."""
+"""Requests at a steady rate, by the demo's load client."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,15 +10,19 @@ from extproc.lab.harness.stack import MODEL
 from extproc.lab.harness.traffic import Answer, Client, TimedRequest, to_send
 
 _GIVE_UP_S = 60.0
-_SHORT = SampleKind("short", 1.0, Lengths(60, 0.7, 20, 200), Lengths(25, 0.6, 8, 64))
+_PROMPT = Lengths(60, 0.7, 20, 200)
+SHORT = SampleKind("short", 1.0, _PROMPT, Lengths(25, 0.6, 8, 64))
+LONG = SampleKind("long", 1.0, _PROMPT, Lengths(120, 0.6, 40, 300))
 
 
 class SteadyLoad:
     """Sends requests inside the block; at its end waits for all responses."""
 
-    def __init__(self, url: str, per_second: float, random: Random) -> None:
+    def __init__(
+        self, url: str, per_second: float, random: Random, kind: SampleKind = SHORT
+    ) -> None:
         self._client = Client(url, _GIVE_UP_S)
-        self._samples = samples(MODEL, per_second, random, [_SHORT])
+        self._samples = samples(MODEL, per_second, random, [kind])
         self._stopped = False
 
     @property

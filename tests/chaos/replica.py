@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from extproc.cli import simulate
+from extproc.lab.simulator.metrics import CONTENT_TYPE
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import ReplicaServer
 
@@ -30,6 +31,7 @@ class MetricsPage(StrEnum):
     GARBAGE = "garbage"
     HUGE = "huge"  # 200 MB, as fast as the reader takes them
     ENDLESS = "endless"  # a line every 50 ms, without end
+    FROZEN = "frozen"  # always the figures of the first scrape that finds requests
 
 
 class MisbehavingServer(ReplicaServer):
@@ -38,6 +40,7 @@ class MisbehavingServer(ReplicaServer):
     def __init__(self, replica: Replica, random: Random) -> None:
         super().__init__(replica, random)
         self._page = MetricsPage.GOOD
+        self._frozen = b""
 
     def app(self) -> web.Application:
         app = super().app()
@@ -47,6 +50,7 @@ class MisbehavingServer(ReplicaServer):
 
     async def _misbehave(self, request: web.Request) -> web.Response:
         self._page = MetricsPage(request.query["metrics"])
+        self._frozen = b""
         return web.Response()
 
     @web.middleware
@@ -55,6 +59,11 @@ class MisbehavingServer(ReplicaServer):
             return await handler(request)
         if self._page is MetricsPage.GARBAGE:
             return web.Response(body=_GARBAGE)
+        if self._page is MetricsPage.FROZEN:
+            if not self._frozen and not self._in_flight:
+                return await handler(request)
+            self._frozen = self._frozen or self.replica.metrics.page().encode()
+            return web.Response(body=self._frozen, headers={"content-type": CONTENT_TYPE})
         response = web.StreamResponse()
         await response.prepare(request)
         if self._page is MetricsPage.HUGE:

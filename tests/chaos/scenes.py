@@ -1,18 +1,32 @@
-"""Faults of parts, and the conditions under which the system has recovered."""
+"""Faults of parts, the conditions under which the system has recovered, and how it names them.
+
+The table :data:`SCENES` has the same names as the table in docs/failure-modes.md.
+"""
 
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from tests.chaos.replica import MetricsPage
-from tests.chaos.system import LoadedSystem
+from tests.chaos.system import FaultySystem
 
-Act = Callable[[LoadedSystem], Awaitable[None]]
-Recovered = Callable[[LoadedSystem, float], Awaitable[bool]]
+Act = Callable[[FaultySystem], Awaitable[None]]
+Recovered = Callable[[FaultySystem, float], Awaitable[bool]]
 """Condition of recovery since a monotonic time."""
 
 
-async def _nothing(system: LoadedSystem) -> None: ...
+async def _nothing(system: FaultySystem) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Signs of a fault that the running system has to show; an empty field: none is due."""
+
+    page: str  # regular expression, in the page and in `extproc top`
+    metric: str  # PromQL expression that has a result
+    log: str  # regular expression, in a line of a router or poller
+    alert: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,70 +38,192 @@ class Scene:
     hold_s: float
     mend: Act
     recovered: Recovered
+    signs: Signs
     victim: str = ""  # name of the replica that fails
     stopped: str = ""  # name of the router that is stopped, and continues with its old state
     loses_answers: bool = False  # responses in progress at the failure may be lost
     tidy: Act = _nothing  # after the recovery
     excluded_s: float = 4.0  # time until the failing replica must be excluded
+    most_share: float = 0.02
+    """Greatest share of the requests that the failing replica may get after that time."""
     most_age_s: float = 2.0
     """Greatest age of states that routers have of the other replicas; a dead poller is replaced
     within this time."""
 
 
-def _kill(name: str) -> Act:
-    return lambda system: system.stack.kill(name)
+def _kill(*names: str) -> Act:
+    async def act(system: FaultySystem) -> None:
+        for name in names:
+            await system.stack.kill(name)
+
+    return act
 
 
-def _start(name: str) -> Act:
-    return lambda system: system.stack.start(name)
+def _start(*names: str) -> Act:
+    async def act(system: FaultySystem) -> None:
+        for name in names:
+            await system.stack.start(name)
+
+    return act
 
 
 def _signal(name: str, number: signal.Signals) -> Act:
-    async def act(system: LoadedSystem) -> None:
+    async def act(system: FaultySystem) -> None:
         system.stack.process(name).signal(number)
 
     return act
 
 
-def _simulate(name: str, status: int) -> Act:
-    return lambda system: system.post(name, "/simulate", json={"fail": status})
+def _slow_down(name: str, run_s: float, stop_s: float) -> Act:
+    async def act(system: FaultySystem) -> None:
+        system.slow_down(name, run_s, stop_s)
+
+    return act
+
+
+def _speed_up(name: str) -> Act:
+    return lambda system: system.speed_up(name)
+
+
+def _redis(*words: object) -> Act:
+    return lambda system: system.stack.redis_command(*words)
+
+
+def _admit_pollers(admitted: bool) -> Act:
+    return lambda system: system.stack.admit_pollers(admitted)
+
+
+def _simulate(name: str, **faults: float) -> Act:
+    return lambda system: system.post(name, "/simulate", json=faults)
+
+
+def _post(name: str, path: str) -> Act:
+    return lambda system: system.post(name, path)
 
 
 def _metrics(name: str, page: MetricsPage) -> Act:
     return lambda system: system.post(name, "/misbehave", params={"metrics": page})
 
 
+def _names(resolve: bool) -> Act:
+    async def act(system: FaultySystem) -> None:
+        system.stack.resolve_names(resolve)
+
+    return act
+
+
+async def _stop_api(system: FaultySystem) -> None:
+    await system.stack.api.stop()
+
+
+async def _start_api(system: FaultySystem) -> None:
+    await system.stack.api.start()
+
+
+def _envoy(change: Callable[[Bootstrap], None]) -> Act:
+    async def act(system: FaultySystem) -> None:
+        bootstrap = system.stack.right_envoy()
+        change(bootstrap)
+        system.stack.configure_envoy(bootstrap)
+
+    return act
+
+
+def _wrong_port(bootstrap: Bootstrap) -> None:
+    _cluster(bootstrap, "router")["load_assignment"]["endpoints"] = endpoints(["127.0.0.1:1"])
+
+
+def _without_filter(bootstrap: Bootstrap) -> None:
+    filters = manager_of(bootstrap)["http_filters"]
+    filters[:] = [each for each in filters if each["name"] != "envoy.filters.http.ext_proc"]
+    routes = manager_of(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
+    for route in routes:
+        route.get("typed_per_filter_config", {}).pop("envoy.filters.http.ext_proc", None)
+
+
+def _without_override(bootstrap: Bootstrap) -> None:
+    cluster = _cluster(bootstrap, "replicas")
+    policy = cluster["load_balancing_policy"]["policies"][0]["typed_extension_config"]
+    cluster["load_balancing_policy"] = policy["typed_config"]["fallback_policy"]
+
+
+def _cluster(bootstrap: Bootstrap, name: str) -> Bootstrap:
+    clusters: list[Bootstrap] = bootstrap["static_resources"]["clusters"]
+    return next(cluster for cluster in clusters if cluster["name"] == name)
+
+
+def _right(_: Bootstrap) -> None: ...
+
+
 def _serves(name: str) -> Recovered:
-    async def recovered(system: LoadedSystem, since: float) -> bool:
+    async def recovered(system: FaultySystem, since: float) -> bool:
         return system.served_by(name, since)
 
     return recovered
 
 
-def _routes(name: str) -> Recovered:
-    return lambda system, since: system.routed_by(name, since)
+def _routes(*names: str) -> Recovered:
+    async def recovered(system: FaultySystem, since: float) -> bool:
+        return all([await system.routed_by(name, since) for name in names])
+
+    return recovered
 
 
-async def _fresh(system: LoadedSystem, since: float) -> bool:
+async def _followed(system: FaultySystem, since: float) -> bool:
+    return system.followed(since)
+
+
+async def _fresh(system: FaultySystem, since: float) -> bool:
     return await system.scraped(since)
+
+
+def _excluded(name: str, reason: str, text: str) -> Signs:
+    return Signs(
+        f"{name} is excluded: .*{text}",
+        f'extproc_replica_excluded{{reason="{reason}"}}',
+        f"excluded: {reason}",
+        "ExtprocReplicaExcluded",
+    )
 
 
 def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0) -> Scene:
     bad, good = _metrics("r4", page), _metrics("r4", MetricsPage.GOOD)
-    recovered = _serves("r4")
-    return Scene(f"metrics-{page}", bad, hold_s, good, recovered, "r4", excluded_s=excluded_s)
+    return Scene(
+        f"metrics-{page}",
+        bad,
+        hold_s,
+        good,
+        _serves("r4"),
+        _excluded("r4", "unhealthy", "metrics"),
+        victim="r4",
+        excluded_s=excluded_s,
+    )
 
+
+_ROUTER_GONE = Signs(
+    "gone: ", "extproc_other_routers == 0", "routers of the pool", "ExtprocProcessDown"
+)
+_POLLER_GONE = Signs("gone: ", 'up{job="poller"} == 0', "pollers of the pool", "ExtprocProcessDown")
+_NO_STATE = Signs(
+    "Stale state", "extproc_state_age_seconds > 5", "redis is lost", "ExtprocStateStale"
+)
 
 SCENES = (
-    Scene("redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh, most_age_s=12.0),
-    Scene("router-killed", _kill("router-2"), 5.0, _start("router-2"), _routes("router-2")),
-    Scene("poller-killed", _kill("poller"), 0.0, _nothing, _fresh, tidy=_start("poller")),
     Scene(
-        "poller-stopped",
-        _signal("poller", signal.SIGSTOP),
+        "router-killed",
+        _kill("router-2"),
         5.0,
-        _signal("poller", signal.SIGCONT),
-        _fresh,
+        _start("router-2"),
+        _routes("router-2"),
+        _ROUTER_GONE,
+    ),
+    Scene(
+        "routers-killed",
+        _kill("router", "router-2"),
+        5.0,
+        _start("router", "router-2"),
+        _routes("router", "router-2"),
+        Signs("no router answers", "absent(extproc_open_streams)", "", "ExtprocNoRouter"),
     ),
     Scene(
         "router-stopped",
@@ -95,10 +231,95 @@ SCENES = (
         5.0,
         _signal("router", signal.SIGCONT),
         _routes("router"),
+        _ROUTER_GONE,
         stopped="router",
     ),
     Scene(
-        "replica-killed", _kill("r1"), 6.0, _start("r1"), _serves("r1"), "r1", loses_answers=True
+        "router-slow",
+        _slow_down("router", 0.02, 0.18),
+        10.0,
+        _speed_up("router"),
+        _routes("router"),
+        Signs(
+            "This router is slow",
+            "extproc_loop_delay_seconds > 0.03",
+            "This router is slow",
+            "ExtprocRouterSlow",
+        ),
+        stopped="router",
+    ),
+    Scene(
+        "redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh, _NO_STATE, most_age_s=12.0
+    ),
+    Scene(
+        "redis-slow",
+        _slow_down("redis", 0.005, 0.095),
+        10.0,
+        _speed_up("redis"),
+        _fresh,
+        Signs(
+            "Redis is slow",
+            "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
+            "Redis is slow",
+            "ExtprocRedisSlow",
+        ),
+    ),
+    Scene(
+        "redis-full",
+        _redis("CONFIG", "SET", "maxmemory", "1"),
+        10.0,
+        _redis("CONFIG", "SET", "maxmemory", "0"),
+        _fresh,
+        Signs(
+            "Redis stores nothing",
+            "extproc_poll_redis_lost > 0",
+            "redis is lost",
+            "ExtprocPollerWithoutRedis",
+        ),
+    ),
+    Scene(
+        "redis-emptied",
+        _redis("FLUSHALL"),
+        5.0,
+        _nothing,
+        _fresh,
+        Signs("", "", "redis was emptied"),
+    ),
+    Scene(
+        "poller-killed",
+        _kill("poller"),
+        0.0,
+        _nothing,
+        _fresh,
+        _POLLER_GONE,
+        tidy=_start("poller"),
+    ),
+    Scene(
+        "poller-stopped",
+        _signal("poller", signal.SIGSTOP),
+        5.0,
+        _signal("poller", signal.SIGCONT),
+        _fresh,
+        _POLLER_GONE,
+    ),
+    Scene(
+        "pollers-cut-off",
+        _admit_pollers(False),
+        10.0,
+        _admit_pollers(True),
+        _fresh,
+        _NO_STATE,
+        most_age_s=12.0,
+    ),
+    Scene(
+        "replica-killed",
+        _kill("r1"),
+        6.0,
+        _start("r1"),
+        _serves("r1"),
+        _excluded("r1", "unhealthy", ""),
+        victim="r1",
+        loses_answers=True,
     ),
     Scene(
         "replica-stopped",
@@ -106,12 +327,133 @@ SCENES = (
         10.0,
         _signal("r2", signal.SIGCONT),
         _serves("r2"),
-        "r2",
+        _excluded("r2", "stalled", "answered nothing"),
+        victim="r2",
         loses_answers=True,
     ),
-    Scene("replica-500", _simulate("r3", 500), 10.0, _simulate("r3", 0), _serves("r3"), "r3"),
+    Scene(
+        "replica-500",
+        _simulate("r3", fail=500),
+        10.0,
+        _simulate("r3", fail=0),
+        _serves("r3"),
+        Signs(
+            "r3 is excluded: ejected",
+            'extproc_replica_excluded{reason="failing"}',
+            "ejected for",
+            "ExtprocReplicaFails",
+        ),
+        victim="r3",
+    ),
+    Scene(
+        "replica-full",
+        _simulate("r3", fail=503),
+        10.0,
+        _simulate("r3", fail=0),
+        _serves("r3"),
+        Signs("full|ejected", "rate(extproc_failures_total[1m]) > 0", "", "ExtprocReplicaFails"),
+        victim="r3",
+        most_share=0.2,
+    ),
+    Scene(
+        "replica-slow",
+        _simulate("r3", slow=4.0),
+        10.0,
+        _simulate("r3", slow=1.0),
+        _serves("r3"),
+        Signs(
+            "r3 is much slower",
+            "extproc_replica_speed_ratio < 0.67",
+            "much slower",
+            "ExtprocReplicaSlow",
+        ),
+        victim="r3",
+        most_share=0.2,
+    ),
+    Scene(
+        "replica-asleep",
+        _post("r3", "/sleep"),
+        6.0,
+        _post("r3", "/wake_up"),
+        _serves("r3"),
+        _excluded("r3", "asleep", "sleep"),
+        victim="r3",
+        loses_answers=True,
+    ),
     _bad_metrics(MetricsPage.GARBAGE),
     _bad_metrics(MetricsPage.HUGE),
     # Two scrapes of three timeouts each pass until the exclusion.
     _bad_metrics(MetricsPage.ENDLESS, hold_s=12.0, excluded_s=8.0),
+    Scene(
+        "metrics-frozen",
+        _metrics("r4", MetricsPage.FROZEN),
+        20.0,
+        _metrics("r4", MetricsPage.GOOD),
+        _serves("r4"),
+        Signs("r4.*(gauges|progress)", "", "", ""),
+        victim="r4",
+        most_share=1.0,
+    ),
+    Scene(
+        "envoy-wrong-port",
+        _envoy(_wrong_port),
+        10.0,
+        _envoy(_right),
+        _routes("router", "router-2"),
+        Signs(
+            "no router sent",
+            "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",
+            "no router sent",
+            "ExtprocFailOpen",
+        ),
+    ),
+    Scene(
+        "envoy-bypassing",
+        _envoy(_without_filter),
+        10.0,
+        _envoy(_right),
+        _routes("router", "router-2"),
+        Signs(
+            "no router sent",
+            "extproc_external_requests > 1",
+            "no router sent",
+            "ExtprocExternalLoad",
+        ),
+    ),
+    Scene(
+        "envoy-not-following",
+        _envoy(_without_override),
+        10.0,
+        _envoy(_right),
+        _followed,
+        Signs(
+            "Envoy did not follow decisions",
+            "rate(extproc_not_followed_total[1m]) > 0",
+            "Envoy did not follow decisions",
+            "ExtprocNotFollowed",
+        ),
+    ),
+    Scene(
+        "dns-down",
+        _names(False),
+        10.0,
+        _names(True),
+        _fresh,
+        Signs(
+            "r3.test", "extproc_poll_lookups_failing > 0", "does not resolve", "ExtprocLookupFails"
+        ),
+    ),
+    Scene(
+        "api-server-down",
+        _stop_api,
+        10.0,
+        _start_api,
+        _fresh,
+        Signs(
+            "API server",
+            "extproc_poll_lookups_failing > 0",
+            "Service cannot be watched",
+            "ExtprocLookupFails",
+        ),
+    ),
 )

@@ -1,6 +1,7 @@
 """The running system under load: answers of its admin addresses, and Envoy's access log."""
 
 import asyncio
+import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -10,16 +11,12 @@ from typing import Any
 import aiohttp
 
 from extproc.lab.harness.envoy_config import Access, AccessLog
-from extproc.lab.harness.stack import SimulatedReplica, Stack
+from extproc.lab.harness.stack import Stack
 from tests.chaos.load import SteadyLoad
+from tests.chaos.stack import ChaosStack
 from tests.waiting import until
 
 _LOOK_AT_AGES_S = 0.2
-
-PROGRAM = ("tests.chaos.replica",)
-REPLICAS = tuple(
-    SimulatedReplica(f"r{number}", "llama-8b-h100", program=PROGRAM) for number in range(1, 5)
-)
 
 
 class LoadedSystem:
@@ -48,6 +45,13 @@ class LoadedSystem:
             access.upstream == address and access.status == 200 and sent[name].sent_at > since
             for name, access in self.accesses.items()
         )
+
+    def followed(self, since: float) -> bool:
+        """Return True once Envoy sent ten requests in a row, all begun after ``since``, to the
+        routers' choice."""
+        sent = self.load.answers
+        later = [each for name, each in self.accesses.items() if sent[name].sent_at > since][-10:]
+        return len(later) == 10 and all(each.upstream in each.destination for each in later)
 
     async def routed_by(self, router: str, since: float) -> bool:
         """Return True once the router has routed a request that was sent after ``since``."""
@@ -116,3 +120,28 @@ class LoadedSystem:
     async def _get(self, name: str, path: str) -> Any:
         async with self._session.get(self.stack.admin(name) + path) as response:
             return await response.json()
+
+
+class FaultySystem(LoadedSystem):
+    """The system of the scenes."""
+
+    stack: ChaosStack
+    _slowing: asyncio.Task[None]
+
+    def slow_down(self, name: str, run_s: float, stop_s: float) -> None:
+        """Let a process run only for ``run_s`` at a time, and stop it for ``stop_s``, as on a
+        machine without CPU."""
+
+        async def slow() -> None:
+            while True:
+                self.stack.process(name).signal(signal.SIGSTOP)
+                await asyncio.sleep(stop_s)
+                self.stack.process(name).signal(signal.SIGCONT)
+                await asyncio.sleep(run_s)
+
+        self._slowing = asyncio.create_task(slow())
+
+    async def speed_up(self, name: str) -> None:
+        self._slowing.cancel()
+        await asyncio.wait([self._slowing])
+        self.stack.process(name).signal(signal.SIGCONT)

@@ -17,7 +17,8 @@ import aiohttp
 from extproc.lab.harness.stack import Stack
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
-from tests.chaos.system import REPLICAS, LoadedSystem
+from tests.chaos.stack import REPLICAS
+from tests.chaos.system import LoadedSystem
 
 RATE = 20.0
 _BETWEEN_S = 3.0

@@ -17,6 +17,7 @@ FOLDER = DOCS / "observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 COMPOSE = yaml.safe_load((DOCS.parent / "compose.yaml").read_text(encoding="utf-8"))["services"]
 BY_PROMETHEUS = {"instance", "job", "le"}
+OF_PROMETHEUS: dict[str, tuple[bool, set[str]]] = {"up": (False, set())}
 OF_COUNTERS = {"rate of a range", "increase of a range"}
 OF_ENVOY: dict[str, tuple[bool, set[str]]] = {
     "envoy_http_ext_proc_failure_mode_allowed": (True, set()),
@@ -71,7 +72,7 @@ def test_expression_uses_existing_metrics_and_labels(name: str, text: str) -> No
     used = list(selectors(promql.parse(text)))
     assert used
     for metric, named, function in used:
-        is_counter, labels = (series() | OF_ENVOY)[metric]
+        is_counter, labels = (series() | OF_ENVOY | OF_PROMETHEUS)[metric]
         assert (function in OF_COUNTERS) == is_counter, metric
         assert named <= labels | BY_PROMETHEUS
 
@@ -132,6 +133,14 @@ def mounted(service: str) -> set[str]:
 
 
 FIRES = {
+    "ExtprocProcessDown": {
+        "up{instance='a',job='router'}": "1 1 0x10",
+        "extproc_build_info{instance='a',job='router'}": "1 1 _x10",
+        "up{instance='b',job='node'}": "0x10",
+    },
+    "ExtprocPollerWithoutRedis": {"extproc_poll_redis_lost{instance='a',pool='p'}": "1x10"},
+    "ExtprocRouterSlow": {"extproc_loop_delay_seconds{instance='a'}": "0.1x10"},
+    "ExtprocLookupFails": {"extproc_poll_lookups_failing{instance='a',pool='p'}": "1x10"},
     "ExtprocStateStale": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
     "ExtprocFailOpen": {
         "envoy_http_ext_proc_failure_mode_allowed{instance='e'}": "0+10x10",

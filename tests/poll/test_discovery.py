@@ -131,7 +131,7 @@ async def test_name_without_addresses_keeps_replicas_that_answer(
     for _ in range(10):
         pool.clock.advance(60)
         assert await pool.draining() == {"10.0.0.1:80": False}
-    assert pool.discovery.problems() == ["the name has no address"]
+    assert pool.discovery.problems() == {"vllm": "the name has no address"}
     pool.dead.add("10.0.0.1:80")
     assert await pool.draining() == {}
     assert logged.lines()[0]["error"] == "the name has no address"

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.share import assignment
-from extproc.share.assignment import Assigner, Assignment, living
+from extproc.share.assignment import Assigner, Assignment, Heartbeat, living
 from extproc.share.connection import Keys, connect, outage
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -193,8 +193,8 @@ async def test_pause_counts_until_a_later_heartbeat_is_answered(
             else:
                 send = a.assigner._write
 
-                async def answer_before_pause(replicas: Collection[str]) -> tuple[bool, list[str]]:
-                    answer = await send(replicas)
+                async def answer_before_pause(beat: Heartbeat) -> tuple[bool, set[str]]:
+                    answer = await send(beat)
                     clock.advance(LIFE_S)
                     return answer
 
@@ -257,13 +257,15 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
 
 
 async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
-    assert await living(redis_client, POOL) == []
+    assert await living(redis_client, POOL) == {}
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
     await redis_client.sadd(Keys(POOL).pollers, "dead")
-    assert await living(redis_client, POOL) == ["a", "b"]
+    assert await living(redis_client, POOL) == {"a": (), "b": ()}
     await a.assigner.release()
-    assert await living(redis_client, POOL) == ["b"]
+    assert await living(redis_client, POOL) == {"b": ()}
+    await b.assigner.beat(b.listed, ["vllm: no name server answers"])
+    assert await living(redis_client, POOL) == {"b": ("vllm: no name server answers",)}
     await redis_server.kill()
     with pytest.raises((RedisError, OSError)):
         await living(redis_client, POOL)

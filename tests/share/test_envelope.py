@@ -176,7 +176,7 @@ def test_message_fields_match_version() -> None:
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)
     found["update"] = " ".join(BlockUpdate.__struct_fields__)
-    assert VERSION == 4
+    assert VERSION == 5
     assert found == {
         "put": "state",
         "put listed": "state lists",
@@ -188,7 +188,7 @@ def test_message_fields_match_version() -> None:
         "blocks": "replica update",
         "update": "number previous block_size stored removed",
         "drain": "drains",
-        "heartbeat": "replicas",
+        "heartbeat": "replicas problems",
         "state": (
             "id name profile learned measured models listed adapters max_loras adapters_in_use "
             "max_model_len takes_priority by_priority healthy problem draining unanswered_s "

@@ -17,6 +17,7 @@ from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
+from extproc.observe.presence import Presence
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
 from extproc.route.waiting import Waiting
@@ -245,17 +246,21 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
         routers = "this router alone"
         if others := len(fleet.peers):
-            routers = f"this router and {others} more"
+            routers = f"this router and {others} more: {', '.join(fleet.peers.names)}"
             if fleet.peers.digest_age is not None:
                 routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
-        yield f"Routers{of}", routers
+        yield f"Routers{of}", _with_gone(routers, pool.routers)
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"
         elif fleet.pollers is None:
             pollers = "unknown: Redis does not answer"
         else:
             pollers = ", ".join(fleet.pollers) or "none"
-        yield f"Pollers{of}", pollers
+        yield f"Pollers{of}", _with_gone(pollers, pool.pollers)
+
+
+def _with_gone(alive: str, presence: Presence) -> str:
+    return f"{alive}; gone: {presence.gone}" if presence.gone else alive
 
 
 def _decisions(log: DecisionLog) -> PageTable:

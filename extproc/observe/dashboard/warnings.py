@@ -31,6 +31,9 @@ _NOT_FOLLOWED = {
     NotFollowed.OTHER_FILTER: "another filter changed the choice after ext_proc",
 }
 _NEARLY = 0.9  # share of a limit
+_SLOW_LOOP_S = 0.03  # mean delay of the event loop: a request needs it several times
+_SLOW_REDIS_S = 0.02  # mean round trip
+_EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by less
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
@@ -40,6 +43,21 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
         yield (
             f"This router is nearly full: at {most} requests in flight (serve.max_streams) Envoy "
             "goes on with further requests without it. Run more routers."
+        )
+    pulse = pools[0].pulse
+    if pulse.loop_delay_s.value > _SLOW_LOOP_S:
+        yield (
+            "This router is slow: its event loop runs late. Give it more CPU, or run more routers."
+        )
+    elif pulse.redis_s.value > _SLOW_REDIS_S:
+        yield (
+            "Redis is slow: routers learn late of each other's requests. Use a nearer Redis, or "
+            "give it more CPU."
+        )
+    if pulse.redis_refusal:
+        yield (
+            f"Redis stores nothing, so that a router that starts now knows no replica: "
+            f"{pulse.redis_refusal.rstrip('.')}. Give it more memory (maxmemory)."
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
@@ -53,12 +71,19 @@ def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
     """Yield warnings about a pool; ``view`` has all its replicas, ``ended`` its last requests."""
-    yield from _stale(pool)
     yield from _excluded(pool, view)
     yield from _not_followed(pool)
+    yield from _cold_caches(view, ended)
+    yield from figure_warnings(pool, view)
+
+
+def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
+    """Yield those warnings about a pool that no event of the log reports."""
+    yield from _stale(pool)
+    yield from _pollers(pool)
+    yield from _external(pool)
     yield from _slow(pool)
     yield from _drifts(view)
-    yield from _cold_caches(view, ended)
     yield from _full_queue(pool)
 
 
@@ -74,6 +99,21 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         yield f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s."
     if fleet.peers.stale:
         yield "Stale state of other routers: their requests in flight are known from polls only."
+
+
+def _pollers(pool: ObservedPool) -> Iterator[str]:
+    """Yield what pollers cannot look up."""
+    for poller, problems in (pool.fleet.pollers or {}).items():
+        for problem in problems:
+            yield f"Poller {poller} keeps the last known replicas of {problem}."
+
+
+def _external(pool: ObservedPool) -> Iterator[str]:
+    if pool.external.value > _EXTERNAL:
+        yield (
+            "The replicas serve requests that no router sent: Envoy goes on without the router "
+            "(extproc check --envoy-admin names the cause), or other clients use them."
+        )
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:

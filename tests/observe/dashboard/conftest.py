@@ -32,7 +32,7 @@ def clock() -> Clock:
 def services(clock: Clock) -> Services:
     config = Config.model_validate({"route": {"seed": 1}, "hold": {"most": 10}})
     fleet = Fleet(OutputLengths(), clock)
-    fleet.pollers = ["here:1"]
+    fleet.pollers = {"here:1": ()}
     queue = Queue(fleet, config.hold, clock)
     made = replace(
         build(config, CollectorRegistry()),

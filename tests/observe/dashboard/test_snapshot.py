@@ -238,7 +238,7 @@ def test_routers_and_pollers_are_named(services: Services) -> None:
 
 def test_tables_and_warnings_name_their_pool(services: Services) -> None:
     other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
-    other.fleet.pollers = ["there:1"]
+    other.fleet.pollers = {"there:1": ()}
     found = decode(encode(asyncio.run(snapshot([services, other]))))
     unknown = "Pool other: No replica is known yet: Envoy's fallback policy chooses."
     assert found["warnings"] == [unknown]
@@ -313,7 +313,7 @@ def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> No
 
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
-    services.fleet.pollers = []
+    services.fleet.pollers = {}
     assert warnings(services) == ["No poller is alive: start extproc poll."]
     services.fleet.pollers = None
     (warning,) = warnings(services)

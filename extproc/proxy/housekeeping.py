@@ -1,0 +1,92 @@
+"""Work that a router does every second: stale replicas, gauges, and log lines about changes."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from extproc.observe.counter_log import CounterLog
+from extproc.observe.dashboard.warnings import figure_warnings, router_warnings
+from extproc.observe.warning_log import WarningLog
+from extproc.proxy.services import Services
+from extproc.replica_state import TTL_S
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_WARNINGS_EVERY = 5  # seconds
+_REFUSED = "requests refused: add replicas, or change the limits (docs/overload.md)"
+_OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
+"""Refusals whose cause is the request."""
+_NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
+
+
+class Housekeeping:
+    """Removes replicas whose state is stale, updates gauges, and logs what has changed."""
+
+    def __init__(self, pools: Sequence[Services]) -> None:
+        first, self._pools = pools[0], pools
+        self._clock, self._metrics, self._pulse = first.clock, first.metrics, first.pulse
+        self._counters = (
+            CounterLog(logger, _NOT_FOLLOWED, first.metrics.not_followed, first.clock, {"retry"}),
+            CounterLog(logger, _REFUSED, first.metrics.refused, first.clock, _OF_CLIENTS),
+        )
+        self._warnings = WarningLog(first.clock)
+
+    async def run(self) -> NoReturn:
+        """Look at everything once a second, until cancelled."""
+        turn, due = 0, self._clock()
+        while True:
+            self._pulse.loop_delay_s.add(max(self._clock() - due, 0.0))
+            excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
+            self._metrics.set_excluded(excluded)
+            self._set_gauges()
+            for counter in self._counters:
+                counter.look()
+            if turn % _WARNINGS_EVERY == _WARNINGS_EVERY - 1:  # not right after the start
+                self._warnings.look(self._unlogged_warnings())
+            turn, due = turn + 1, self._clock() + _EVERY_S
+            await asyncio.sleep(_EVERY_S)
+
+    def _look_at(self, pool: Services) -> Iterator[tuple[str, str]]:
+        """Update what is known of a pool; yield its excluded replicas, with the reasons."""
+        fleet, name, now = pool.fleet, pool.config.pool, pool.wall()
+        fleet.drop_stale(TTL_S)
+        excluded = pool.exclusions.look(fleet, now)
+        usable = len(fleet.members) - len(excluded)
+        needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
+        self._metrics.replicas_needed.labels(name).set(needed)
+        self._metrics.external_requests.labels(name).set(fleet.external_requests)
+        pool.external.add(fleet.external_requests)
+        pool.routers.look(fleet.peers.names, now)
+        if fleet.pollers is not None:
+            pool.pollers.look(fleet.pollers, now)
+        yield from excluded.items()
+
+    def _set_gauges(self) -> None:
+        pools, metrics = self._pools, self._metrics
+        fleets = [pool.fleet for pool in pools]
+        states = [state for fleet in fleets for state in fleet.members]
+        metrics.drop_other_replicas({state.id for state in states})
+        metrics.set_speeds(states)
+        healthy = sum(state.healthy for state in states)
+        metrics.replicas.labels("healthy").set(healthy)
+        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        waiting = [(*kind, count) for pool in pools for kind, count in pool.queue.sizes().items()]
+        shares = [pair for pool in pools for pair in pool.queue.shares().items()]
+        metrics.set_waiting(waiting, shares)
+        metrics.set_unserved({pool.config.pool: pool.queue.unserved_by_model() for pool in pools})
+        metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
+        metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
+        metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
+        # A pool that never had a replica has no updates.
+        updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
+        oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
+        metrics.state_age.set(self._clock() - oldest)
+        metrics.loop_delay.set(self._pulse.loop_delay_s.value)
+
+    def _unlogged_warnings(self) -> Iterator[str]:
+        yield from router_warnings(self._pools)
+        for pool in self._pools:
+            for warning in figure_warnings(pool, pool.fleet.overview()):
+                yield f"pool {pool.config.pool}: {warning}"

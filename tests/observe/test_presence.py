@@ -1,0 +1,51 @@
+"""Routers and pollers that left are shown with since when, and changes are logged."""
+
+from datetime import datetime
+
+from extproc.observe.averages import Average
+from extproc.observe.presence import Presence
+from extproc.observe.warning_log import WarningLog
+from tests.conftest import Logged
+from tests.fakes import ManualClock
+
+
+def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
+    pollers = Presence("pollers")
+    pollers.look({"a", "b"}, 1000.0)
+    assert pollers.gone == ""
+    pollers.look({"b", "c"}, 1001.0)
+    pollers.look({"b", "c"}, 1600.0)
+    assert pollers.gone == f"a (since {datetime.fromtimestamp(1001):%H:%M:%S})"
+    pollers.look({"b", "c"}, 1601.0)
+    assert pollers.gone == ""
+    (line,) = logged.lines()
+    assert (line["msg"], line["joined"], line["left"]) == ("pollers of the pool changed", "c", "a")
+
+
+def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
+    routers = Presence("routers")
+    for alive in ({"a"}, set[str](), {"a"}):
+        routers.look(alive, 1000.0)
+    assert routers.gone == ""
+    assert [(line["joined"], line["left"]) for line in logged.lines()] == [("", "a"), ("a", "")]
+
+
+def test_warning_is_logged_when_it_appears_and_when_it_is_over(logged: Logged) -> None:
+    clock = ManualClock(0.0)
+    log = WarningLog(clock)
+    for warnings in (["r1 is slow"], [], ["r1 is slow"], []):
+        log.look(warnings)
+        clock.advance(50.0)
+    log.look([])
+    begin, end = logged.lines()
+    assert (begin["levelname"], begin["msg"]) == ("WARNING", "warning of the page: r1 is slow")
+    assert (end["levelname"], end["msg"]) == ("INFO", "warning of the page is over: r1 is slow")
+
+
+def test_average_weighs_values_by_their_time() -> None:
+    clock = ManualClock(0.0)
+    average = Average(clock)
+    for seconds, value in ((300.0, 1.0), (0.001, 100.0)):
+        clock.advance(seconds)
+        average.add(value)
+    assert 1.0 < average.value < 1.01
