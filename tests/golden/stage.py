@@ -1,5 +1,6 @@
 """Golden files' texts, from routers, a poller and constant replicas as processes."""
 
+import io
 import json
 import os
 import queue
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from hashlib import sha256
@@ -17,12 +18,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import grpc
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
+from extproc.cli import main
 from extproc.lab.harness.processes import redis_binary
 from tests.golden.conversations import (
     CONVERSATIONS,
@@ -221,11 +224,13 @@ def _is_ready(name: str, admin: str) -> bool:
 
 def _help() -> str:
     pages = []
-    for words in COMMANDS:
-        command = [sys.executable, "-m", "extproc", *words.split(), "--help"]
-        done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
-        text = done.stdout + done.stderr  # a removed command names its replacement on stderr
-        pages.append(f"$ extproc {words} --help\n{text}")
+    with patch.dict(os.environ, _environment(), clear=True):
+        for words in COMMANDS:
+            text = io.StringIO()
+            # A removed command names its replacement on stderr.
+            with redirect_stdout(text), redirect_stderr(text), suppress(SystemExit):
+                main([*words.split(), "--help"])
+            pages.append(f"$ extproc {words} --help\n{text.getvalue()}")
     return "\n".join(pages)
 
 

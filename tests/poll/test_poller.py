@@ -334,7 +334,7 @@ LIVES = {
         Phase(DOWN, {"healthy": False}),
         Phase(
             UP | metrics(steps=1000, model="large") | {"/v1/models": hang},
-            {"healthy": True},
+            {"healthy": True, "steps": 1000},  # a scrape may have got the metrics before
             {"models": ("large",), "max_model_len": None, "listed": False},
         ),
     ],
@@ -448,6 +448,7 @@ async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
         await router.until(lambda states: set(states) == {replica.id, dead.id})
         async with connect(redis_server.url, "default") as redis:
             assert len(await redis.keys("*:replica:*")) == 2
+        await logged.line("redis is back", times=2)
     assert len(logged.lines("redis is lost, retrying")) == len(logged.lines("redis is back")) == 2
     assert 'extproc_poll_replicas{pool="default"} 2.0' in page_of_poller
     assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in page_of_poller
