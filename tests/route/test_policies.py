@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
+from extproc.predict.step import PROFILES
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
@@ -52,6 +54,20 @@ def test_equal_idle_replicas_share_the_requests(policy: str) -> None:
         chosen[decision.replica] += 1
     assert len(chosen) == 4
     assert min(chosen.values()) > 25
+
+
+@pytest.mark.parametrize("cached", [0, 1])
+def test_wrong_prefill_time_does_not_keep_requests_from_an_idle_replica(cached: int) -> None:
+    clock, request = ManualClock(), replace(beginning(cached), prompt_tokens=400)
+    fleet = fleet_of(clock, A10, A10, A10, A10)
+    step = PROFILES[A10].step
+    slow = replace(step, c_prefill=step.c_prefill * 1.2)
+    fleet.put(structs.replace(state(1, A10, clock), learned=slow))
+    for number in range(1, 5):
+        sent(fleet, number, request)
+    router = Router(fleet, "completion", random.Random(5))
+    chosen = Counter(decision.replica for _ in range(200) if (decision := router.decide(request)))
+    assert min(chosen[replica(number)] for number in range(1, 5)) > 25
 
 
 POLLED = ("least_kv", "queue_kv")
