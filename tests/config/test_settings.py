@@ -149,7 +149,7 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
     [
         ("a: [1", "", "not YAML: line 1, column 6: "),
         ("pool: 2024-13-45", "", "line 1, column 7: not a valid timestamp"),
-        ("a: " + "[" * 3000, "", "nested too deeply"),
+        ("a: " + "[" * 1000, "", "nested too deeply"),
         ("a: &a {b: *a}", "", "recursive"),
         ("serve: {drain_s: 2}\nroute:\n  policy: lmetric\nserve:\n", "",
          "line 4, column 1: the key 'serve' is already there in line 1"),
@@ -317,7 +317,7 @@ def test_unreadable_file_is_one_line(tmp_path: Path) -> None:
     assert problems(file=file) == [f"{file}: not YAML: byte 10 is not UTF-8"]
 
 
-@pytest.mark.parametrize("text", ["[a:1", "[2024-13-45]", "[" * 3000])
+@pytest.mark.parametrize("text", ["[a:1", "[2024-13-45]", "[" * 1000])
 def test_flag_with_invalid_yaml_is_one_line(text: str) -> None:
     (problem,) = problems(flags={"replicas": text})
     assert problem.startswith("--replicas: not YAML: ")

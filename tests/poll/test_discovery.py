@@ -282,7 +282,7 @@ async def test_changed_replicas_file_is_read_again(tmp_path: Path) -> None:
         (b"- no-port", "host:port"),
         (b"- https://x:80", "host:port"),
         (b"- 2024-13-45", "line 1, column 3: not a valid timestamp"),
-        (b"[" * 3000, "nested too deeply"),
+        (b"[" * 1000, "nested too deeply"),
         (b"&a [*a]", "recursive"),
         (b"[{kubernetes: {service: vllm, port: 80}}]", "pip install 'extproc[kubernetes]'"),
         (None, "No such file"),
