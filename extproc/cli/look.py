@@ -26,7 +26,7 @@ _WORST_FIRST = ("down", "excluded", "draining", "ok")
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
     **dict.fromkeys(("count", "load", "tokens"), count),
-    **dict.fromkeys(("seconds", "age", "ratio"), figure),
+    **dict.fromkeys(("seconds", "milliseconds", "age", "ratio"), figure),
     "share": share,
 }
 
@@ -121,6 +121,7 @@ def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
         yield from _table(pool["replicas"], width)
         yield from paragraph(pool["accuracy"]["words"], 0, width=width)
         yield from _table(pool["waiting"], width)
+    yield from _table(snapshot["history"], width)
     yield from _table(snapshot["decisions"], width)
 
 

@@ -21,6 +21,7 @@ from extproc.observe.decision import (
     Terms,
 )
 from extproc.observe.exclusions import Exclusions
+from extproc.observe.history import History
 from extproc.observe.presence import Presence
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
@@ -243,6 +244,7 @@ class ObservedPool:
     wall: Clock
     accuracy: Accuracy = field(default_factory=Accuracy)
     pulse: Pulse  # shared by all pools
+    history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)
     routers: Presence = field(default_factory=lambda: Presence("routers"))  # the peers

@@ -33,14 +33,14 @@ class PredictedSeconds:
         self, name: str, duration: str, bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         by = "model", "objective"
-        self._seconds = Spread(f"extproc_{name}_seconds", f"{duration}.", bounds, registry, by)
+        self.seconds = Spread(f"extproc_{name}_seconds", f"{duration}.", bounds, registry, by)
         text = f"{duration}: predicted ÷ actual, of requests that the chosen replica served."
         self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
         """Count a duration in seconds; ``predicted`` is None if another replica served the
         request."""
-        self._seconds.observe(actual, model, objective)
+        self.seconds.observe(actual, model, objective)
         if predicted is not None and actual > 0.0:
             self._ratio.observe(predicted / actual, model, objective)
 
@@ -274,7 +274,7 @@ class Demand:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._work = self._seconds = 0.0  # replica seconds, and seconds of time; both fade
+        self._work = self.seconds = 0.0  # replica seconds, and seconds of time; both fade
         self._at = clock()
 
     def arrived(self, decision: Decision) -> None:
@@ -296,7 +296,7 @@ class Demand:
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}
         self._fade()
-        arriving = self._work / max(self._seconds, 1.0)
+        arriving = self._work / max(self.seconds, 1.0)
         long_ago = self._clock() - _MOMENT_S
         if any(request.unserved_since is None and request.since < long_ago for request in waiting):
             arriving = max(arriving, usable / routers)
@@ -307,5 +307,5 @@ class Demand:
         now = self._clock()
         faded = exp((self._at - now) / _DEMAND_FADES_S)
         self._work *= faded
-        self._seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self._seconds)
+        self.seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self.seconds)
         self._at = now

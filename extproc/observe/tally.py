@@ -64,7 +64,7 @@ class Spread(Collector):
     ) -> None:
         """``bounds``: ascending upper bounds of all buckets except the last."""
         self._family = partial(HistogramMetricFamily, name, documentation, labels=labels)
-        self._bounds = bounds
+        self.bounds = bounds
         self._labels = labels
         self._counts: dict[tuple[str, ...], list[int]] = {}
         self._sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
@@ -75,17 +75,22 @@ class Spread(Collector):
     def observe(self, value: float, *labels: str) -> None:
         if labels not in self._counts:
             labels = self._enter(labels)
-        self._counts[labels][bisect_left(self._bounds, value)] += 1
+        self._counts[labels][bisect_left(self.bounds, value)] += 1
         self._sums[labels] += value
+
+    def totals(self) -> list[int]:
+        """Return the number of values in each bucket, of all combinations of labels."""
+        buckets = zip(*self._counts.values(), strict=True)
+        return [sum(counts) for counts in buckets] or [0] * (len(self.bounds) + 1)
 
     def _enter(self, labels: tuple[str, ...]) -> tuple[str, ...]:
         entered = labels if len(self._counts) < _MOST else (OTHER,) * len(labels)
-        self._counts.setdefault(entered, [0] * (len(self._bounds) + 1))
+        self._counts.setdefault(entered, [0] * (len(self.bounds) + 1))
         return entered
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = self._family()
-        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        ends = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         for labels, counts in self._counts.items():
             buckets = list(zip(ends, accumulate(counts), strict=True))
             family.add_metric(labels, buckets, self._sums[labels])

@@ -20,6 +20,7 @@ from extproc.observe.admin import serve_admin
 from extproc.observe.averages import Pulse
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
+from extproc.observe.history import History
 from extproc.observe.metrics import RouterMetrics, build_info
 from extproc.observe.traces import Traces
 from extproc.poll.destination import IntoFleet
@@ -103,11 +104,13 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         OSError, ValueError: as :func:`run_router`.
     """
     random, names = Random(config.route.seed), ModelNames(config.route.models)
+    metrics = RouterMetrics(registry)
     return Services(
         **parts_of_pool(config, names, random, monotonic, wall),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
-        metrics=RouterMetrics(registry),
+        metrics=metrics,
+        history=History(metrics, monotonic),
         clock=monotonic,
         wall=wall,
         pulse=Pulse(monotonic),

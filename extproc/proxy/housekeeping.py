@@ -27,6 +27,7 @@ class Housekeeping:
     def __init__(self, pools: Sequence[Services]) -> None:
         first, self._pools = pools[0], pools
         self._clock, self._metrics, self._pulse = first.clock, first.metrics, first.pulse
+        self._history = first.history
         self._counters = (
             CounterLog(logger, _NOT_FOLLOWED, first.metrics.not_followed, first.clock, {"retry"}),
             CounterLog(logger, _REFUSED, first.metrics.refused, first.clock, _OF_CLIENTS),
@@ -41,6 +42,7 @@ class Housekeeping:
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
             self._set_gauges()
+            self._history.look()
             for counter in self._counters:
                 counter.look()
             if turn % _WARNINGS_EVERY == _WARNINGS_EVERY - 1:  # not right after the start

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
+from extproc.observe.history import History
 from extproc.observe.presence import Presence
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
@@ -90,6 +91,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             *observed.facts,
         ],
         "pools": shown,
+        "history": _history(first.history),
         "decisions": _decisions(first.log),
     }
 
@@ -261,6 +263,31 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 def _with_gone(alive: str, presence: Presence) -> str:
     return f"{alive}; gone: {presence.gone}" if presence.gone else alive
+
+
+def _history(history: History) -> PageTable:
+    """Compare the last minute, ten minutes and hour."""
+    names = ["minute", "10 minutes", "hour"]
+    rate, failed, refused, *times = map(list, zip(*history.rows(), strict=True))
+    columns = [
+        PageColumn("Last", "name", names),
+        PageColumn("Requests/s", "ratio", rate),
+        PageColumn("5xx", "count", failed),
+        PageColumn("429", "count", refused),
+    ]
+    titles = [f"{time} {q}" for time in ("TTFT", "TPOT", "Completion") for q in ("p50", "p99")]
+    columns += [
+        PageColumn(title, "seconds" if "TPOT" not in title else "milliseconds", values)
+        for title, values in zip(titles, _shown(times), strict=True)
+    ]
+    return PageTable("Last hour", names, columns)
+
+
+def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
+    """Yield the values of each column of times: null without a time, and TPOT in milliseconds."""
+    factors = (1.0, 1.0, 1e3, 1e3, 1.0, 1.0)
+    for values, factor in zip(times, factors, strict=True):
+        yield [None if isnan(value) else round(value * factor, 3) for value in values]
 
 
 def _decisions(log: DecisionLog) -> PageTable:

@@ -76,7 +76,7 @@ function comparisonOf({ facts, candidates, legend, excluded }) {
   return excluded.length ? [...parts, heading("Excluded"), listed(excluded)] : parts;
 }
 
-export function show({ router, warnings, figures, facts, pools, decisions }) {
+export function show({ router, warnings, figures, facts, pools, history, decisions }) {
   const captioned = pools.length > 1;
   write($("router"), router);
   showWarnings(warnings);
@@ -87,5 +87,6 @@ export function show({ router, warnings, figures, facts, pools, decisions }) {
     showTable("queued", waiting, { captioned });
   }
   showAccuracy(pools);
+  showTable("history", history);
   showTable("decisions", decisions, { className: "cards dense", open: openComparison });
 }

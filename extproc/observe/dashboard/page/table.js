@@ -43,6 +43,7 @@ const UNITS = {
   tokens: { format: short },
   seconds: { format: (value) => `${value >= 100 ? whole(value) : value.toFixed(value >= 10 ? 1 : 2)} s` },
   age: { format: (value) => `${value.toFixed(1)} s` },
+  milliseconds: { format: (value) => `${value.toFixed(1)} ms` },
   ratio: { format: (value) => value.toFixed(2) },
 };
 

@@ -1,0 +1,72 @@
+"""Requests and times of the last minute, ten minutes and hour, from the router's metrics."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from extproc.ground.clock import Clock
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.inputs import Floats
+
+SPANS_S = (60.0, 600.0, 3600.0)
+QUANTILES = (0.5, 0.99)
+
+_EVERY_S = 10.0
+_ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
+_TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
+
+
+class History:
+    """Totals of the metrics every ten seconds; the difference of two is a period."""
+
+    def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._times = metrics.ttft.seconds, metrics.tpot.seconds, metrics.completion.seconds
+        most = round(SPANS_S[-1] / _EVERY_S) + 1
+        self._totals = deque([(clock(), self._now())], maxlen=most)
+
+    def look(self) -> None:
+        """Store the totals, if the last ones are ten seconds old."""
+        now = self._clock()
+        if now - self._totals[-1][0] >= _EVERY_S:
+            self._totals.append((now, self._now()))
+
+    def rows(self) -> list[tuple[float, ...]]:
+        """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
+
+        A row has requests a second, responses with 5xx, refusals with 429, and the
+        :data:`QUANTILES` of seconds to first token, per token and to completion; NaN: no times.
+        """
+        return [self._row(span) for span in SPANS_S]
+
+    def _row(self, span: float) -> tuple[float, ...]:
+        now, totals = self._clock(), self._now()
+        at, before = next(each for each in self._totals if now - each[0] <= span + _EVERY_S)
+        (requests, failed, refused), *spread = (
+            new - old for new, old in zip(totals, before, strict=True)
+        )
+        times = [
+            quantile(spread_of.bounds, counts, q)
+            for spread_of, counts in zip(self._times, spread, strict=True)
+            for q in QUANTILES
+        ]
+        return float(requests) / max(now - at, 1.0), float(failed), float(refused), *times
+
+    def _now(self) -> tuple[Floats, ...]:
+        metrics = self._metrics
+        counts = (
+            sum(count for (name,), count in metrics.requests.items() if name not in _ENDED_IN),
+            sum(count for (status,), count in metrics.responses.items() if status == "5xx"),
+            sum(count for (reason,), count in metrics.refused.items() if reason in _TOO_MANY),
+        )
+        return tuple(map(np.array, (counts, *(spread.totals() for spread in self._times))))
+
+
+def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:
+    """Return the q-th quantile of a histogram, linear within a bucket; NaN: it is empty."""
+    if not (total := counts.sum()):
+        return float("nan")
+    edges = np.array([0.0, *bounds, bounds[-1]])
+    return float(np.interp(q * total, np.concatenate(([0.0], counts.cumsum())), edges))

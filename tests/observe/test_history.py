@@ -1,0 +1,52 @@
+"""Rates and quantiles of the last minute, ten minutes and hour."""
+
+from math import isnan
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.observe.history import History, quantile
+from extproc.observe.metrics import RouterMetrics
+from tests.fakes import ManualClock
+
+
+def test_each_row_covers_its_span() -> None:
+    clock, metrics = ManualClock(0.0), RouterMetrics(CollectorRegistry())
+    history = History(metrics, clock)
+    for second in range(7200):
+        metrics.requests.add("routed")
+        if second >= 7200 - 300:  # the last five minutes
+            metrics.requests.add("refused")
+            metrics.refused.add("saturated")
+            metrics.completion.observe(2.0, None, "m", "")
+        clock.advance(1.0)
+        history.look()
+    minute, ten_minutes, hour = history.rows()
+    assert [row[0] for row in (minute, ten_minutes, hour)] == pytest.approx(
+        [2.0, 1.5, 1.08], rel=0.02
+    )
+    assert minute[2] == pytest.approx(60, abs=10)
+    assert ten_minutes[2] == hour[2] == 300
+    assert all(map(isnan, hour[3:7]))
+    assert 1.0 <= hour[7] <= hour[8] <= 2.5
+
+
+def test_young_router_shows_its_life() -> None:
+    clock, metrics = ManualClock(0.0), RouterMetrics(CollectorRegistry())
+    history = History(metrics, clock)
+    metrics.requests.add("routed", by=20)
+    metrics.requests.add("unanswered", by=5)
+    metrics.responses.add("5xx", by=3)
+    clock.advance(10.0)
+    for requests, failed, *_ in history.rows():
+        assert (requests, failed) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(("q", "expected"), [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
+def test_quantile_is_linear_within_a_bucket(q: float, expected: float) -> None:
+    assert quantile((1.0, 2.0), np.array([5, 5, 0]), q) == expected
+
+
+def test_values_beyond_the_last_bound_count_as_that_bound() -> None:
+    assert quantile((1.0, 2.0), np.array([0, 0, 4]), 0.99) == 2.0
