@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -25,7 +26,7 @@ from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem, LoadedSystem
 from tests.waiting import until
 
-RATE = 50.0
+_RATE = 50.0  # a second
 _BEFORE_S = 3.0
 _AFTER_S = 2.0
 _PATIENCE_S = 30.0
@@ -48,8 +49,13 @@ async def play(scene: Scene, system: FaultySystem) -> Times:
 
 
 async def _recovery(scene: Scene, system: FaultySystem, since: float) -> float | None:
+    async def recovered() -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError):  # a busy part answers late
+            return await scene.recovered(system, since)
+        return False
+
     with suppress(TimeoutError):
-        await until(lambda: scene.recovered(system, since), _PATIENCE_S)
+        await until(recovered, _PATIENCE_S)
         return time.monotonic()
     return None
 
@@ -63,14 +69,14 @@ async def _ledgers(system: LoadedSystem) -> dict[str, int]:
     return await system.ledgers()
 
 
-async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
+async def run(scenes: Sequence[Scene], rate: float, directory: Path) -> list[str]:
     """Play the scenes and print their figures; return the problems."""
     async with (
         ChaosStack(directory) as stack,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
     ):
         played = []
-        load = SteadyLoad(stack.url, RATE, Random(1))
+        load = SteadyLoad(stack.url, rate, Random(1))
         system = FaultySystem(stack, load, session)
         watching = asyncio.create_task(system.watch_ages())
         async with load:
@@ -122,10 +128,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     known = {scene.name: scene for scene in SCENES}
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help=", ".join(known))
-    chosen = parser.parse_args().scenes or list(known)
+    parser.add_argument(
+        "--rate", type=float, default=_RATE, help="requests/s (default: %(default)g)"
+    )
+    args = parser.parse_args()
+    chosen = args.scenes or list(known)
     if unknown := set(chosen) - known.keys():
         parser.error(f"no such scene: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return report(lambda directory: run([known[name] for name in chosen], directory))
+    return report(partial(run, [known[name] for name in chosen], args.rate))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ RATE = 4.0
 NAMED_S = 60.0
 _SCRAPES_S = 20.0
 """Time before a fault in which Prometheus scrapes a healthy system."""
-_LATE_S = 30.0  # time for the scrape before and the evaluation after an alert's ``for``
+_LATE_S = 60.0  # longest window of an alert's figure before its ``for`` begins
 _LOOK_S = 1.0
 _RECOVERY_S = 60.0
 _SETTLE_S = 10.0
