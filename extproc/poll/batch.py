@@ -1,4 +1,6 @@
-"""Figures of an engine's batch that ``/metrics`` does not report, inferred from consecutive polls.
+"""State of a replica after a scrape, with figures of the engine's batch that ``/metrics`` lacks.
+
+Consecutive scrapes tell two figures:
 
 - *Limit of sequences* (``max_num_seqs``). The highest number of sequences that ran at once since
   the process started. This number counts as the limit once two consecutive polls show that requests
@@ -11,6 +13,8 @@
 from math import exp
 from typing import Any
 
+from msgspec import structs
+
 from extproc.poll.metrics_text import EngineFigures
 from extproc.replica_state import ReplicaState
 
@@ -20,23 +24,31 @@ _MOST_PER_STEP = 8.0  # tokens of a sequence per step: longer drafts are seldom 
 _MEMORY = 1000.0  # generated tokens during which the weight of a ratio falls by a factor e
 
 
-def batch_fields(before: ReplicaState, now: EngineFigures | ReplicaState) -> dict[str, Any]:
-    """Returns the fields of a ``ReplicaState`` that describe the batch.
+def scraped_state(
+    base: ReplicaState, before: ReplicaState | None, figures: EngineFigures, **others: Any
+) -> ReplicaState:
+    """Returns the state of a replica after a scrape.
 
-    ``before``: state after the last poll of the same process; a default state for a new process.
+    Args:
+        base: fields that no scrape changes.
+        before: state after the last scrape of the same process; None for a new process.
+        figures: figures of this scrape.
+        others: further fields, which replace those of ``figures``.
     """
-    most = max(before.most_running, now.running)
+    before = before or ReplicaState(id=base.id)
+    most = max(before.most_running, figures.running)
     limit = before.max_num_seqs if most == before.most_running else 0
-    if most in (before.running, now.running) and _is_full(before, now):
+    if most in (before.running, figures.running) and _is_full(before, figures):
         limit = most
-    return {
+    batch = {
         "most_running": most,
         "max_num_seqs": limit,
-        "tokens_per_step": _tokens_per_step(before, now),
+        "tokens_per_step": _tokens_per_step(before, figures),
     }
+    return structs.replace(base, **{**figures.fields(), **batch, **others})
 
 
-def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
+def _is_full(before: ReplicaState, now: EngineFigures) -> bool:
     """Returns True if requests wait only because the batch is full.
 
     Both polls must show waiting requests, because those of a single poll may just have arrived.
@@ -53,7 +65,7 @@ def _is_full(before: ReplicaState, now: EngineFigures | ReplicaState) -> bool:
     return waiting and steps >= _FEWEST_STEPS and decoded > run - steps / 2.0
 
 
-def _tokens_per_step(before: ReplicaState, now: EngineFigures | ReplicaState) -> float:
+def _tokens_per_step(before: ReplicaState, now: EngineFigures) -> float:
     """Returns the tokens that a sequence gets from a step.
 
     With short answers the figure is too high: vLLM also counts accepted drafts beyond the end of an

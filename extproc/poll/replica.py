@@ -13,7 +13,7 @@ from msgspec import structs
 from extproc.config import POLL_JITTER, PollSettings
 from extproc.ground.clock import Clock
 from extproc.ground.runtime import Backoff
-from extproc.poll.batch import batch_fields
+from extproc.poll.batch import scraped_state
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
@@ -150,7 +150,7 @@ class PolledReplica:
         else:  # the figures' time is too uncertain to learn step times
             self._metrics.late.inc()
             self._estimator.interrupted()
-        self._succeeded(figures, batch_fields(before or self._blank(), figures), seconds)
+        self._succeeded(figures, before, seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = self._monotonic() - started
@@ -168,7 +168,9 @@ class PolledReplica:
             self._health_asked_at = now
         return due
 
-    def _succeeded(self, figures: EngineFigures, batch: dict[str, Any], seconds: float) -> None:
+    def _succeeded(
+        self, figures: EngineFigures, before: ReplicaState | None, seconds: float
+    ) -> None:
         if not self.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
@@ -177,9 +179,11 @@ class PolledReplica:
         self._figures = figures
         # Several engines have separate caches, and the events do not say whose.
         kv_stream = self._kv_stream if figures.engines == 1 else None
-        values = {**figures.fields(), **self._models.fields, **batch}
-        state = self._blank(
-            **values,
+        state = scraped_state(
+            self._blank(),
+            before,
+            figures,
+            **self._models.fields,
             learned=self._estimator.model,
             measured=self._estimator.measured,
             scraped_at=self._wall(),

@@ -11,7 +11,7 @@ from extproc.ground.runtime import Backoff
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import TOKENS
 from extproc.lab.simulator.steps import Histogram, Sequence, StepOutcome
-from extproc.poll.batch import batch_fields
+from extproc.poll.batch import scraped_state
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import HardwareProfile, StepModel
@@ -160,19 +160,16 @@ class MachinePoller:
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
         figures = self._figures()
-        restarted = figures.steps < self._state.steps
-        if restarted and self._believed is not None:
+        before = None if figures.steps < self._state.steps else self._state
+        if before is None and self._believed is not None:
             self._estimator = Estimator(self._believed)
-        estimator = self._estimator
         learned, measured = self.base.learned or self._machine.step_model, True
-        if estimator is not None:
-            estimator.poll(figures.counts(now), self._prior.prior)
-            self._prior.report(self._machine.name, estimator.evidence)
-            learned, measured = estimator.model, estimator.measured
-        update = {"learned": learned, "measured": measured, "scraped_at": now}
-        before = ReplicaState(id=self.base.id) if restarted else self._state
-        update |= batch_fields(before, figures)
-        return structs.replace(self.base, **(figures.fields() | update))
+        if self._estimator is not None:
+            self._estimator.poll(figures.counts(now), self._prior.prior)
+            self._prior.report(self._machine.name, self._estimator.evidence)
+            learned, measured = self._estimator.model, self._estimator.measured
+        known = {"learned": learned, "measured": measured, "scraped_at": now}
+        return scraped_state(self.base, before, figures, **known)
 
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine
