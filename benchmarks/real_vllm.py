@@ -31,14 +31,14 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
-from benchmarks.processes import AttachedStack, decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address
 from extproc.ground.text import Column, table
+from extproc.lab.harness.pages import decisions, get_json
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.harness.samples import Lengths, Sample, SampleKind, samples
-from extproc.lab.harness.stack import Stack
+from extproc.lab.harness.stack import Stack, attached_replicas
 from extproc.lab.harness.traffic import Answer, send_all
 from extproc.lab.replay.figures import distribution, rank_correlation
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES, StepModel
@@ -168,7 +168,8 @@ async def _compare(
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
-    async with AttachedStack(logs, servers, dict.fromkeys(servers, args.profile)) as stack:
+    replicas = attached_replicas(servers, dict.fromkeys(servers, args.profile))
+    async with Stack(logs, replicas) as stack:
         for name, policy, planned in plan:
             runs.append(await measure(stack, policy, name, planned))
             _print(name, runs[-1])

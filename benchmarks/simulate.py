@@ -132,7 +132,7 @@ def _results(
     }
     names = [result.simulation.policy for result in played]
     return {
-        "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
+        "simulate": setting | about("benchmarks.simulate", argv),
         "runs": [
             {
                 "run": {"name": name, "reference": name == "oracle"},

@@ -5,8 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import together
-from extproc.lab.harness.processes import Process, answers, pick_ports
+from extproc.lab.harness.processes import Process, answers, flags, pick_ports, together
 from extproc.predict.step import StepModel
 
 MODEL = "model"  # name of the model on the servers
@@ -59,14 +58,13 @@ def vllm_command(
         "num-gpu-blocks-override": _KV_BLOCKS,
         "dtype": "float32",  # bfloat16 is 30 times slower on processors without it
     }
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     env = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
-    return ["vllm", "serve", str(model), *flags, "--enforce-eager"], env
+    return ["vllm", "serve", str(model), *flags(options), "--enforce-eager"], env
 
 
 def described(step: StepModel) -> str:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logs = Path(tempfile.mkdtemp(prefix="extproc-compare-"))
     turns = _Turns()
-    origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
+    origin = about("benchmarks.compare", argv)
     try:
         file = fleet.read(args.fleet)
         contenders, turns.without_part = _with_part(args.fault, _contenders(args, file))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.fleet import FleetFile, ReplicaGroup
-from benchmarks.processes import get_json, together
-from extproc.lab.harness.processes import Process, answers, pick_ports
+from extproc.lab.harness.pages import get_json
+from extproc.lab.harness.processes import Process, answers, pick_ports, together
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0

@@ -10,9 +10,16 @@ import yaml
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.discrete import poll_interval
-from benchmarks.processes import AttachedStack, decisions, drop_ext_proc, get_text
-from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
+from extproc.lab.harness.envoy_config import (
+    Bootstrap,
+    add_access_log,
+    addressed,
+    drop_ext_proc,
+    manager_of,
+)
+from extproc.lab.harness.pages import decisions, get_text
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
+from extproc.lab.harness.stack import Stack, attached_replicas
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
@@ -160,7 +167,8 @@ class ObservedContender:
             "route": {"seed": seed},
             "serve": {"mode": "observe", "decisions_kept": _DECISIONS_KEPT},
         }
-        observed = _ObservedStack(directory, servers, fleet.profiles, settings)
+        replicas = attached_replicas(servers, fleet.profiles)
+        observed = _ObservedStack(directory, replicas, settings)
         observed.policy = self._policy
         async with observed as stack:
 
@@ -195,13 +203,14 @@ class RouterContender:
             "poll": {"interval_s": poll_interval(self._policy)},
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
-        async with _RouterStack(directory, servers, fleet.profiles, settings) as stack:
+        replicas = attached_replicas(servers, fleet.profiles)
+        async with _NamingStack(directory, replicas, settings) as stack:
             complaints = partial(self._complaints, stack)
             records = partial(decisions, stack.router_admin)
             parts = {part: stack.process(name) for part, name in _PARTS.items()}
             yield Front(stack.url, complaints, records, parts)
 
-    async def _complaints(self, stack: AttachedStack, requests: Requests) -> list[str]:
+    async def _complaints(self, stack: Stack, requests: Requests) -> list[str]:
         found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
         records = await decisions(stack.router_admin)
         decided = {record["request_id"] for record in records}
@@ -224,25 +233,21 @@ class RouterContender:
         return found + [f"{count} requests {event}" for event, count in counts.items() if count]
 
 
-class _ObservedStack(AttachedStack):
-    policy = "least_request"  # of Envoy
+class _NamingStack(Stack):
+    """Stack whose Envoy names the replica in each response."""
 
     def _bootstrap(self) -> Bootstrap:
-        bootstrap = addressed(
-            listen=self.address("envoy"),
-            admin=self.address("envoy-admin"),
-            routers=map(self.address, self.routers),
-            replicas=self.names,
-            template=_OBSERVE,
-        )
-        _, replicas = bootstrap["static_resources"]["clusters"]
-        replicas["load_balancing_policy"] = _balancing(self.policy)
+        bootstrap = super()._bootstrap()
         name_replicas(bootstrap)
         return bootstrap
 
 
-class _RouterStack(AttachedStack):
+class _ObservedStack(_NamingStack):
+    template = _OBSERVE
+    policy = "least_request"  # of Envoy
+
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
-        name_replicas(bootstrap)
+        _, replicas = bootstrap["static_resources"]["clusters"]
+        replicas["load_balancing_policy"] = _balancing(self.policy)
         return bootstrap

@@ -13,8 +13,8 @@ from pathlib import Path
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
-from benchmarks.processes import get_json, get_samples
-from extproc.lab.harness.processes import Process, pick_ports
+from extproc.lab.harness.pages import get_json, get_samples
+from extproc.lab.harness.processes import Process, flags, pick_ports
 
 INSTALLED = Path(__file__).parents[2] / ".peers"  # of `make peers`
 
@@ -118,14 +118,13 @@ class ProxyContender:
     def _command(self, ports: Mapping[str, int]) -> list[str]:
         options = {
             "host": "127.0.0.1",
-            "port": str(ports["proxy"]),
+            "port": ports["proxy"],
             "policy": self._policy,
             "prometheus-host": "127.0.0.1",
-            "prometheus-port": str(ports["metrics"]),
+            "prometheus-port": ports["metrics"],
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
         product = self._product
-        command = [str(product.command), *product.words, *words, *product.options]
+        command = [str(product.command), *product.words, *flags(options), *product.options]
         return [*command, "--worker-urls"]
 
     def _complaints(self, samples: Sequence[Sample], requests: int) -> list[str]:

@@ -14,8 +14,8 @@ from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.compare.envoy import envoy_stats, start_envoy
-from benchmarks.processes import get_samples
 from extproc.lab.harness.envoy_config import Bootstrap, socket_address
+from extproc.lab.harness.pages import get_samples
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
 _READY_S = 30.0

@@ -18,10 +18,10 @@ from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFl
 from benchmarks.compare.validity import around, hits, observing, validity
 from benchmarks.fleet import imbalance
 from benchmarks.load.__main__ import SENDING
-from benchmarks.processes import get_json
 from benchmarks.report.results import Fault
 from extproc.ground.clock import wall
-from extproc.lab.harness.processes import Process, ProcessError
+from extproc.lab.harness.pages import get_json
+from extproc.lab.harness.processes import Process, ProcessError, flags
 
 TIMEOUT_S = 45.0  # of an answer, in a turn with a fault
 _SLOWER = 4.0  # factor of every step's time on a slow replica
@@ -121,7 +121,7 @@ def load_arguments(args: argparse.Namespace, repeat: int) -> list[str]:
         "seed": args.seed + repeat,
         "timeout": TIMEOUT_S if args.fault else _TIMEOUT_S,
     }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return flags(options)
 
 
 async def play(

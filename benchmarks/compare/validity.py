@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.compare.contenders import Servers, lateness
 from benchmarks.load.summary import LATE_S
-from benchmarks.processes import get_text
 from extproc.ground.clock import Clock
+from extproc.lab.harness.pages import get_text
 from extproc.poll.metrics_text import read_metrics
 
 _INTERVAL_S = 1.0

@@ -38,13 +38,13 @@ from benchmarks.fit.replay import (
     read_recording,
     write_recording,
 )
-from benchmarks.processes import get_json
 from benchmarks.trace import TracedRequest
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero
 from extproc.ground.clock import monotonic
 from extproc.ground.text import Column, table
 from extproc.lab.harness import traffic
+from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.replay.figures import FIGURES
 from extproc.poll.scrape import ScrapeError, open_session, scrape

@@ -34,10 +34,10 @@ from benchmarks.load.plan import (
     with_urgent,
 )
 from benchmarks.load.summary import Effort, record, summary, table
-from benchmarks.processes import allow_many_connections
 from extproc.cli.arguments import above_zero, probability
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.traffic import POLICY_HEADER, Client
+from extproc.lab.harness.usage import allow_many_connections
 from extproc.lab.replay.figures import progress
 
 SENDING = "sending"  # printed before the first request
@@ -45,7 +45,6 @@ _EVERY_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     args = _arguments(argv)
     try:
         arguments.check_outputs(args)

@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from benchmarks import arguments
 from benchmarks.arguments import about
 from benchmarks.overhead.client import ClientReport
-from benchmarks.overhead.stack import Cores, OverheadStack, Setup, running
-from benchmarks.processes import allow_many_connections
+from benchmarks.overhead.stack import Cores, OverheadStack, Setup, running_on
 from extproc.lab.harness.envoy_config import TEMPLATE
 from extproc.lab.harness.processes import ProcessError
+from extproc.lab.harness.usage import allow_many_connections
 
 _CLOSED_LOOP = 64  # requests in flight while the throughput is measured
 _RATE = 300  # requests a second while the latency is measured
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ProcessError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    command = about("benchmarks.overhead", sys.argv[1:] if argv is None else argv)
+    command = about("benchmarks.overhead", argv)
     setup_figures = [figures.to_json() for figures in measured]
     arguments.keep(args, {"overhead": command, "setups": setup_figures})
     return int(any(figures.failed for figures in measured))
@@ -121,8 +121,9 @@ async def _measure_all(
     )
     measured: list[SetupFigures] = []
     for setup in setups:
-        with TemporaryDirectory() as directory:
-            async with running(setup, Path(directory), cores, in_flight / _RAMP + HELD_S) as stack:
+        hold_s = in_flight / _RAMP + HELD_S
+        with TemporaryDirectory() as directory, running_on(cores.others):
+            async with OverheadStack(setup, Path(directory), cores.router, hold_s) as stack:
                 measured.append(await _measure(stack, setup.name, seconds, in_flight))
         print(measured[-1].line(measured[0]), flush=True)
     return measured

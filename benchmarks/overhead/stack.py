@@ -1,34 +1,31 @@
-"""Processes of a measurement, and the cores they run on."""
+"""Stack of a measurement, with a single server in place of all replicas, and the cores of its
+processes."""
 
 import json
 import os
-import sys
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from benchmarks.overhead.client import ClientReport
-from benchmarks.processes import cpu_s, drop_ext_proc, get_text, memory_kb
-from benchmarks.states import addresses
-from extproc.lab.harness.envoy_config import TEMPLATE, addressed, manager_of
-from extproc.lab.harness.processes import (
-    Check,
-    Process,
-    answers,
-    envoy_command,
-    listening,
-    pick_ports,
-    start_redis,
-)
+from benchmarks.states import PROFILE, addresses
+from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
+from extproc.lab.harness.processes import Check, Process, envoy_command, free_port, listening
+from extproc.lab.harness.stack import Stack, attached_replicas
+from extproc.lab.harness.usage import cpu_s, memory_kb
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
-_PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
 _POOL = "overhead"
 _INTERVAL_S = 0.2  # between two states of a replica, as pollers are configured by default
-_READY_S = 60.0
+_STARTED = {
+    "none": ["upstream", "envoy"],
+    "proceed": ["upstream", "router", "envoy"],
+    "extproc": ["upstream", "states", "router", "envoy"],  # states start Redis
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,83 +59,9 @@ class Cores:
         return f"router on core {router}; Envoy, upstream, client and Redis on {others}"
 
 
-class OverheadStack:
-    def __init__(self, directory: Path, port: int, cores: Cores, router: Process | None) -> None:
-        self._directory = directory
-        self._port = port
-        self._cores = cores
-        self._router = router
-
-    async def load(self, *arguments: str) -> ClientReport:
-        log = self._directory / "client.log"
-        log.unlink(missing_ok=True)
-        argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
-        with _on(self._cores.others):
-            client = await Process.start("client", argv, log=log)
-        async with client:
-            if await client.wait():
-                raise RuntimeError(f"the client failed:\n{client.last_lines()}")
-        return ClientReport(**json.loads(client.last_lines(1)))
-
-    def cpu_s(self) -> float:
-        return cpu_s(self._router.pid) if self._router else 0.0
-
-    def memory_kb(self) -> float:
-        return memory_kb(self._router.pid) if self._router else 0.0
-
-
-@asynccontextmanager
-async def running(
-    setup: Setup, directory: Path, cores: Cores, hold_s: float
-) -> AsyncIterator[OverheadStack]:
-    """Runs the processes of a setup until the block ends; raises ProcessError if one fails.
-
-    The upstream answers requests with the header ``x-hold`` after ``hold_s`` seconds.
-    """
-    ports = pick_ports(dict.fromkeys(_PORTS, 0))
-    replicas = addresses(setup.replicas, ports["upstream"])
-    upstream, front = directory / "upstream.yaml", directory / "envoy.yaml"
-    upstream.write_text(_upstream(ports["upstream"], hold_s))
-    front.write_text(_front(setup, ports, replicas))
-    async with AsyncExitStack() as stack:
-
-        async def start(name: str, argv: Sequence[str | Path], ready: Check | None) -> Process:
-            log = directory / f"{name}.log"
-            process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
-            return await stack.enter_async_context(process)
-
-        with _on(cores.others):
-            await start("upstream", envoy_command(upstream, 1), listening(ports["upstream"]))
-        router = None
-        if setup.router == "proceed":
-            with _on(cores.router):
-                argv = _python("benchmarks.overhead.proceed", str(ports["router"]))
-                router = await start("proceed", argv, listening(ports["router"]))
-        elif setup.router == "extproc":
-            with _on(cores.others):
-                await stack.enter_async_context(await start_redis(directory, ports["redis"]))
-                url = f"redis://127.0.0.1:{ports['redis']}/0"
-                words = [url, _POOL, *map(str, (setup.replicas, ports["upstream"], _INTERVAL_S))]
-                await start("states", _python("benchmarks.states", *words), None)
-            config = directory / "extproc.yaml"
-            config.write_text(_configuration(url, ports))
-            with _on(cores.router):
-                argv = _python("extproc", "serve", "--config", str(config))
-                all_known = f'extproc_replicas{{health="healthy"}} {float(setup.replicas)}'
-                ready = _page_has(ports["router-admin"], "metrics", all_known)
-                router = await start("router", argv, ready)
-        with _on(cores.others):
-            ready = answers(f"http://127.0.0.1:{ports['envoy-admin']}/ready")
-            await start("envoy", envoy_command(front, 1), ready)
-        if router is not None:
-            healthy = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
-            await router.wait_ready(_page_has(ports["envoy-admin"], "clusters", healthy), _READY_S)
-        yield OverheadStack(directory, ports["envoy"], cores, router)
-
-
 @contextmanager
-def _on(cores: Collection[int]) -> Iterator[None]:
-    """Runs the processes that are started inside the block on these cores."""
+def running_on(cores: Collection[int]) -> Iterator[None]:
+    """Runs this process, and processes that it starts inside the block, on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -147,44 +70,90 @@ def _on(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-# -- configurations -------------------------------------------------------------------------
+class OverheadStack(Stack):
+    """Stack of a setup. The server ``upstream`` answers requests with the header ``x-hold`` after
+    ``hold_s`` seconds; ``states`` takes the place of the poller."""
 
+    envoy_workers = 1
+    logs_accesses = False
 
-def _python(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]
+    def __init__(
+        self, setup: Setup, directory: Path, router_cores: Collection[int], hold_s: float
+    ) -> None:
+        self._setup = setup
+        self._router_cores = ",".join(map(str, router_cores))
+        self._hold_s = hold_s
+        self._upstream = free_port()
+        self._upstream_file = directory / "upstream.yaml"
+        self.template = setup.envoy
+        served = {address: address for address in addresses(setup.replicas, self._upstream)}
+        super().__init__(directory, attached_replicas(served, dict.fromkeys(served, PROFILE)))
 
+    @property
+    def process_names(self) -> list[str]:
+        return _STARTED[self._setup.router]
 
-def _upstream(port: int, hold_s: float) -> str:
-    bootstrap = yaml.safe_load(_UPSTREAM.read_text())
-    (listener,) = bootstrap["static_resources"]["listeners"]
-    listener["address"]["socket_address"]["port_value"] = port
-    fault, _ = manager_of(bootstrap)["http_filters"]
-    fault["typed_config"]["delay"]["fixed_delay"] = f"{hold_s:.3f}s"
-    return yaml.safe_dump(bootstrap)
+    async def load(self, *arguments: str) -> ClientReport:
+        log = self.directory / "client.log"
+        log.unlink(missing_ok=True)
+        port = self.ports["envoy"]
+        argv = self._command("benchmarks.overhead.client", str(port), *arguments)
+        async with await Process.start("client", argv, log=log) as client:
+            if await client.wait():
+                raise RuntimeError(f"the client failed:\n{client.last_lines()}")
+        return ClientReport(**json.loads(client.last_lines(1)))
 
+    def cpu_s(self) -> float:
+        return 0.0 if self._setup.router == "none" else cpu_s(self.process("router").pid)
 
-def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
-    """Envoy configuration of the setup, without ext_proc filter if Envoy is alone."""
-    bootstrap = addressed(
-        listen=f"127.0.0.1:{ports['envoy']}",
-        admin=f"127.0.0.1:{ports['envoy-admin']}",
-        routers=[f"127.0.0.1:{ports['router']}"],
-        replicas=replicas,
-        template=setup.envoy,
-    )
-    if setup.router == "none":
-        drop_ext_proc(bootstrap)
-    return yaml.safe_dump(bootstrap)
+    def memory_kb(self) -> float:
+        return 0.0 if self._setup.router == "none" else memory_kb(self.process("router").pid)
 
+    async def start(self, name: str) -> None:
+        """Start Redis before the states, whose process ends if it cannot connect."""
+        if name == "states":
+            await super().start("redis")
+        await super().start(name)
 
-def _configuration(redis_url: str, ports: dict[str, int]) -> str:
-    keys = {"listen": "router", "admin": "router-admin"}
-    serve = {key: f"127.0.0.1:{ports[name]}" for key, name in keys.items()}
-    return yaml.safe_dump({"pool": _POOL, "redis": {"url": redis_url}, "serve": serve})
+    async def wait_routing(self) -> None:
+        if self._setup.router != "none":
+            await super().wait_routing()
 
+    async def _routers_know_replicas(self) -> bool:
+        return self._setup.router == "proceed" or await super()._routers_know_replicas()
 
-def _page_has(port: int, page: str, line: str) -> Check:
-    async def check() -> bool:
-        return line in await get_text(f"http://127.0.0.1:{port}/{page}")
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
+        if name == "upstream":
+            return envoy_command(self._upstream_file, 1), listening(self._upstream)
+        if name == "states":
+            words = self.redis_url, _POOL, self._setup.replicas, self._upstream, _INTERVAL_S
+            argv = self._command("benchmarks.states", *map(str, words))
+            return argv, listening(self.ports["redis"])
+        if name != "router":
+            return super()._recipe(name)
+        pinned = ["taskset", "--cpu-list", self._router_cores]
+        if self._setup.router == "proceed":
+            port = self.ports["router"]
+            argv = self._command("benchmarks.overhead.proceed", str(port))
+            return [*pinned, *argv], listening(port)
+        command, ready = super()._recipe(name)
+        return [*pinned, *command], ready
 
-    return check
+    def _write_configurations(self) -> None:
+        super()._write_configurations()
+        upstream = yaml.safe_load(_UPSTREAM.read_text())
+        (listener,) = upstream["static_resources"]["listeners"]
+        listener["address"]["socket_address"]["port_value"] = self._upstream
+        fault, _ = manager_of(upstream)["http_filters"]
+        fault["typed_config"]["delay"]["fixed_delay"] = f"{self._hold_s:.3f}s"
+        self._upstream_file.write_text(yaml.safe_dump(upstream))
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        if self._setup.router == "none":
+            drop_ext_proc(bootstrap)
+        return bootstrap
+
+    def _configuration(self) -> dict[str, Any]:
+        whole = super()._configuration()
+        return {"pool": _POOL, "redis": whole["redis"], "serve": whole["serve"]}

@@ -21,8 +21,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from benchmarks import arguments
-from benchmarks.processes import cpu_s
 from extproc.lab.harness.processes import Process, free_port, start_redis
+from extproc.lab.harness.usage import cpu_s
 from extproc.share.connection import connect
 
 _POOL = "scale"

@@ -15,8 +15,8 @@ from benchmarks import trace
 from benchmarks.load.__main__ import main
 from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, LoadTarget, Planned, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
-from benchmarks.processes import get_samples
 from benchmarks.trace import TracedRequest
+from extproc.lab.harness.pages import get_samples
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client
 from tests.benchmarks.conftest import complaint_of

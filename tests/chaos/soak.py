@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import memory_kb
 from extproc.lab.harness.stack import SimulatedReplica, Stack
+from extproc.lab.harness.usage import memory_kb
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
 

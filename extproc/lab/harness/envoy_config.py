@@ -14,6 +14,8 @@ TEMPLATE = Path(__file__).with_name("envoy.yaml")  # in a clone a link to `envoy
 
 Bootstrap = dict[str, Any]  # Envoy's configuration as a YAML tree
 
+_ROUTING_FILTERS = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
+
 
 def addressed(
     *,
@@ -49,6 +51,14 @@ def manager_of(bootstrap: Bootstrap) -> dict[str, Any]:
     """Return the HTTP connection manager of the only listener."""
     (manager,) = managers(bootstrap)
     return manager
+
+
+def drop_ext_proc(bootstrap: Bootstrap) -> None:
+    """Remove ext_proc and the filters that depend on its answer."""
+    filters = manager_of(bootstrap)["http_filters"]
+    filters[:] = [
+        entry for entry in filters if entry["name"].rpartition(".")[2] not in _ROUTING_FILTERS
+    ]
 
 
 def socket_address(address: str) -> dict[str, Any]:

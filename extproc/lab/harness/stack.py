@@ -6,20 +6,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import aiohttp
 import yaml
 
-from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed
+from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, add_access_log, addressed
+from extproc.lab.harness.pages import get_json, get_text
 from extproc.lab.harness.processes import (
     Check,
     Process,
     answers,
     envoy_command,
+    flags,
     pick_ports,
     start_redis,
 )
@@ -27,19 +27,19 @@ from extproc.lab.harness.traffic import POLICY_HEADER
 
 MODEL = "llama-8b"  # served by every replica
 
-_ENVOY_WORKERS = 2
 _FLUSH_MS = 100  # interval at which Envoy writes its access log to disk
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReplica:
-    """Process of a stack that simulates a replica."""
+    """Replica of a stack: a process that simulates it, or a server at ``address``."""
 
     name: str
     profile: str  # hardware profile, simulated and configured
     arguments: tuple[str, ...] = ()  # added to the program's command line
     program: tuple[str, ...] = ("extproc", "simulate")  # run by `python -m`
     kv_events_ports: tuple[int, int] | None = None  # of KV events and of their replay
+    address: str = ""  # `ip:port` of a server that the stack neither starts nor stops
 
 
 FLEET = (
@@ -48,6 +48,19 @@ FLEET = (
     SimulatedReplica("slow-1", "llama-8b-a10"),
     SimulatedReplica("slow-2", "llama-8b-a10"),
 )
+
+
+def attached_replicas(
+    servers: Mapping[str, str], profiles: Mapping[str, str]
+) -> list[SimulatedReplica]:
+    """Return a stack's replicas for servers that run already.
+
+    ``servers`` has the ``ip:port``, ``profiles`` the hardware profile of each name.
+    """
+    return [
+        SimulatedReplica(name, profiles[name], address=address) for name, address in servers.items()
+    ]
+
 
 # Default ports of the programs.
 USUAL_PORTS: Mapping[str, int] = MappingProxyType(
@@ -62,6 +75,10 @@ class Stack:
     ``envoy``, and the names of the replicas. A restarted process keeps its ports.
     """
 
+    template = TEMPLATE  # Envoy's configuration before addresses are set
+    envoy_workers = 2
+    logs_accesses = True  # Envoy writes ``access_log``
+
     def __init__(
         self,
         directory: Path,
@@ -75,7 +92,7 @@ class Stack:
 
         Args:
             directory: folder of configurations and logs.
-            replicas: simulated replicas.
+            replicas: simulated or running replicas.
             settings: keys of the configuration file, by section.
             usual_ports: ports by name that are used if they are free.
             routers: number of routers.
@@ -85,9 +102,9 @@ class Stack:
         self.replicas = replicas
         self.routers = _names("router", routers)
         self.pollers = _names("poller", pollers)
-        admins = [f"{name}-admin" for name in (*self.routers, *self.pollers)]
-        names = ["envoy", "envoy-admin", "redis", *self.routers, *admins]
-        names += [replica.name for replica in replicas]
+        self._addresses = {replica.name: replica.address for replica in replicas}
+        admins = [f"{name}-admin" for name in ("envoy", *self.routers, *self.pollers)]
+        names = ["redis", *self.routers, *admins, *self.process_names]
         self.ports = pick_ports({**dict.fromkeys(names, 0), **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
@@ -102,6 +119,12 @@ class Stack:
         self._dismissed: set[str] = set()
 
     @property
+    def process_names(self) -> list[str]:
+        """Names of the processes that the stack starts."""
+        replicas = [replica.name for replica in self.replicas if not replica.address]
+        return [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
+
+    @property
     def router_command(self) -> str:
         return shlex.join(self._service("router"))
 
@@ -114,8 +137,8 @@ class Stack:
         return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
-        """``ip:port`` of a name in ``ports``."""
-        return f"127.0.0.1:{self.ports[name]}"
+        """``ip:port`` of a replica or of a name in ``ports``."""
+        return self._addresses.get(name) or f"127.0.0.1:{self.ports[name]}"
 
     def name_of(self, address: str) -> str:
         """Name of the replica at ``ip:port``; the address itself if no replica has it."""
@@ -141,11 +164,9 @@ class Stack:
         """Start all processes at once; return when every replica can get requests."""
         started = time.monotonic()
         self._write_configurations()
-        replicas = [replica.name for replica in self.replicas]
-        names = [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
         try:
             async with asyncio.TaskGroup() as tasks:
-                for name in names:
+                for name in self.process_names:
                     tasks.create_task(self.start(name))
             await self.wait_routing()
         except BaseException as error:
@@ -183,8 +204,7 @@ class Stack:
 
     async def wait_routing(self) -> None:
         """Return when every router knows every replica, and Envoy uses every router."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
-            await self._processes["router"].wait_ready(partial(self._routes, session))
+        await self._processes["router"].wait_ready(self._routes)
 
     async def _stop_all(self) -> None:
         self._dismissed.update(self._processes)
@@ -195,14 +215,14 @@ class Stack:
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         """Command line of a process, and the check that tells when the process is ready."""
         if name == "envoy":
-            command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
-            flags = ("--file-flush-interval-msec", str(_FLUSH_MS))
-            return [*command, *flags], answers(f"{self.envoy_admin}/ready")
+            command = envoy_command(self.directory / "envoy.yaml", self.envoy_workers)
+            interval = flags({"file-flush-interval-msec": _FLUSH_MS})
+            return [*command, *interval], answers(f"{self.envoy_admin}/ready")
         if name in (*self.routers, *self.pollers):
             return self._service(name), answers(f"{self.admin(name)}/healthz")
         replica = next(replica for replica in self.replicas if replica.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
-        words = _flags(options)
+        words = flags(options)
         if replica.kv_events_ports:
             words += ["--kv-events-ports", *map(str, replica.kv_events_ports)]
         argv = self._command(*replica.program, *words, *replica.arguments)
@@ -214,7 +234,7 @@ class Stack:
         if command == "serve":
             own["serve.listen"] = self.address(name)
         shared = self._command("extproc", command, "--config", self.config_file)
-        return shared if name in ("router", "poller") else [*shared, *_flags(own)]
+        return shared if name in ("router", "poller") else [*shared, *flags(own)]
 
     def _command(self, *program: str | Path) -> list[str]:
         return [sys.executable, "-m", *map(str, program)]
@@ -223,7 +243,8 @@ class Stack:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.config_file.write_text(yaml.safe_dump(self._configuration(), sort_keys=False))
         bootstrap = self._bootstrap()
-        add_access_log(bootstrap, self.access_log)
+        if self.logs_accesses:
+            add_access_log(bootstrap, self.access_log)
         (self.directory / "envoy.yaml").write_text(yaml.safe_dump(bootstrap, sort_keys=False))
 
     def _bootstrap(self) -> Bootstrap:
@@ -232,6 +253,7 @@ class Stack:
             admin=self.address("envoy-admin"),
             routers=map(self.address, self.routers),
             replicas=self.names,
+            template=self.template,
         )
 
     def _configuration(self) -> dict[str, Any]:
@@ -251,18 +273,19 @@ class Stack:
         ]
         return {"replicas": replicas, **sections}
 
-    async def _routes(self, session: aiohttp.ClientSession) -> bool:
-        try:
-            for router in self.routers:
-                async with session.get(f"{self.admin(router)}/fleet") as response:
-                    fleet = (await response.json())["replicas"]
-                healthy = {replica["name"] for replica in fleet if replica["healthy"]}
-                if healthy != {replica.name for replica in self.replicas}:
-                    return False
-            async with session.get(f"{self.envoy_admin}/clusters") as response:
-                members = await response.text()
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+    async def _routes(self) -> bool:
+        return await self._routers_know_replicas() and await self._envoy_uses_routers()
+
+    async def _routers_know_replicas(self) -> bool:
+        for router in self.routers:
+            fleet = await get_json(f"{self.admin(router)}/fleet") or {"replicas": ()}
+            healthy = {replica["id"] for replica in fleet["replicas"] if replica["healthy"]}
+            if healthy != self.names.keys():
+                return False
+        return True
+
+    async def _envoy_uses_routers(self) -> bool:
+        members = await get_text(f"{self.envoy_admin}/clusters")
         return all(
             f"::{self.address(router)}::health_flags::healthy" in members for router in self.routers
         )
@@ -270,7 +293,3 @@ class Stack:
 
 def _names(first: str, count: int) -> tuple[str, ...]:
     return (first, *(f"{first}-{number}" for number in range(2, count + 1)))
-
-
-def _flags(options: Mapping[str, object]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
