@@ -325,6 +325,9 @@ class Eligibility:
             self._of(ids, [excluded.get(name, "") for name in ids], model),
             unknown=bool(serving) and all_listed and not any(serving),
             only_some=any(serving) and not all(serving),
+            everywhere=frozenset(self._names.served(model)).intersection(
+                *(member.models for member in self._members.values())
+            ),
         )
 
     def _on_trial(self, members: Iterable[str], model: str) -> str | None:
@@ -351,6 +354,7 @@ class Eligibility:
             np.array([self._rows[name] for name in ids], dtype=np.intp),
             ids,
             [state.name or state.id for state in usable],
+            [self._names.named(model, state.models) for state in usable],
             adapters if any(adapters) else (),
             tuple(Excluded(state.id, state.name or state.id, why) for state, why in found if why),
         )

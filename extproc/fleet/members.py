@@ -29,6 +29,10 @@ class ModelNames:
         """Returns the first of the model's names that is among a replica's ``names``."""
         return next((name for name in self.served(model) if name in names), None)
 
+    def named(self, model: str, names: Container[str]) -> str:
+        """Returns :meth:`known`, or the model's first name if the replica lists none of them."""
+        return self.known(model, names) or self.served(model)[0]
+
     def requestable(self, served: Iterable[str]) -> list[str]:
         """Returns the names that clients may request if replicas serve ``served``, configured names
         first."""
@@ -120,13 +124,6 @@ class Members:
         return known(model, lately) is not None or any(
             known(model, state.models) is not None for state in self
         )
-
-    def name_on(self, replica: str, model: str) -> str:
-        known = self.names.known(model, self.models_on(replica))
-        return known or self.names.served(model)[0]
-
-    def all_serve(self, name: str) -> bool:
-        return all(name in state.models for state in self)
 
     @property
     def all_take_priority(self) -> bool:

@@ -55,11 +55,13 @@ class Candidates:
     rows: Indices  # row of each replica in the fleet's table
     ids: list[str]  # ``ip:port`` of each replica
     names: list[str]  # name of each replica in the configuration
+    models: Sequence[str] = ()  # name of the model on each replica
     adapters: Sequence[str] = ()
     """LoRA adapter that the request needs on each replica, "" for none; (): none on all."""
     excluded: tuple[Excluded, ...] = ()
     unknown: bool = False  # all members have listed their models, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
+    everywhere: frozenset[str] = frozenset()  # names under which every member serves the model
 
 
 class Columns:

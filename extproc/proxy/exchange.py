@@ -299,8 +299,8 @@ class Exchange:
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.queued_s))
 
     def destination(self, decision: Decision) -> str:
-        second, members = decision.second, self.services.fleet.members
-        only_some = decision.name and not members.all_serve(decision.name)
+        second, everywhere = decision.second, decision.situation.view.candidates.everywhere
+        only_some = decision.name and decision.name not in everywhere
         if second is None and (only_some or decision.profile.previous_response):
             # Envoy would retry on any replica, and this request needs the chosen one.
             second = decision.replica

@@ -1,6 +1,7 @@
 """Headers of a request, and the answer to ``GET /v1/models``."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from pydantic_core import to_json
@@ -53,7 +54,12 @@ def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHead
 
 def header_names(config: Config) -> frozenset[str]:
     """Names of the request headers to read: reading all headers takes twice as long."""
-    return _STANDARD | config.headers | {RESPONSE_SKIPPED}
+    return _with_standard(config.headers)
+
+
+@cache
+def _with_standard(configured: frozenset[str]) -> frozenset[str]:
+    return _STANDARD | configured | {RESPONSE_SKIPPED}
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:

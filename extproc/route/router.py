@@ -90,7 +90,7 @@ class Router:
             choice = self._choose(situation, policy)
             if waits:
                 choice = _without_idle_wait(choice, prediction, place)
-        name = fleet.members.name_on(view.ids[choice.first], profile.model)
+        name = view.candidates.models[choice.first]
         second = self._second(situation, choice, name)
         age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:
