@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from extproc.fleet.prefix_index import PrefixHits
 from extproc.lab.replay.machine import Machine
@@ -86,7 +87,7 @@ class Oracle(Routers):
         situation = Situation(profile, view, held, prediction, sequences, self._random, {})
         choice = self._policy.choose(situation)
         second = None if choice.second is None else view.ids[choice.second]
-        return Decision(situation, choice, output, second)
+        return Decision(situation, choice, view.ids[choice.first], output, second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
         """Ignores events: the oracle sees the engines."""
@@ -104,7 +105,7 @@ class Oracle(Routers):
         """Adds to a prediction the true rest of each step in progress."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
-        return replace(
+        return structs.replace(
             prediction,
             admission=prediction.admission + rest,
             ttft=prediction.ttft + rest,

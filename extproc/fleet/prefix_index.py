@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 
 import numpy as np
+from msgspec import Struct
 
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
@@ -55,8 +56,7 @@ class ReplicaBitmaps:
         return list(map(self._bitmaps.get, keys, repeat(0)))
 
 
-@dataclass(slots=True)
-class PrefixHits:
+class PrefixHits(Struct, eq=False):
     """Tokens of a prompt in the prefix caches of the candidates, by candidate."""
 
     expected: Floats  # tokens, by the prompts that were sent there

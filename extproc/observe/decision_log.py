@@ -7,6 +7,7 @@ from itertools import count, islice, takewhile
 from math import isfinite
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from extproc.config import Config
@@ -41,8 +42,7 @@ class LiveOutcome(RequestOutcome):
     overloaded: bool = False  # Envoy answered 503 itself: a circuit breaker was full
 
 
-@dataclass(slots=True)
-class LoggedDecision:
+class LoggedDecision(msgspec.Struct, eq=False):
     """Decision with its candidates and its outcome so far."""
 
     number: int  # counts decisions from 1
@@ -51,7 +51,7 @@ class LoggedDecision:
     decision: Decision
     pool: str = ""
     observed: bool = False  # Envoy alone chose the replica
-    outcome: LiveOutcome = field(default_factory=LiveOutcome)
+    outcome: LiveOutcome = msgspec.field(default_factory=LiveOutcome)
 
     @property
     def compared(self) -> int:

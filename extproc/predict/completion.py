@@ -1,17 +1,16 @@
 """Completion time: predicts a request on all candidates at once, in one expression."""
 
-from dataclasses import dataclass
 from math import inf
 from typing import cast
 
 import numpy as np
+from msgspec import Struct
 
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
 
-@dataclass(slots=True)
-class Prediction:
+class Prediction(Struct, eq=False):
     """Predicted times in seconds; arrays have an entry for each candidate of the view."""
 
     output_tokens: float  # expected length of each sequence of the request
@@ -243,8 +242,7 @@ def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
     return np.maximum(sums.searchsorted(before + wanted), first)
 
 
-@dataclass(slots=True)
-class AdapterTimes:
+class AdapterTimes(Struct, eq=False):
     """Times that a LoRA adapter adds, in seconds, for each candidate of a view."""
 
     wait: Floats  # until the batch has a slot for the adapter

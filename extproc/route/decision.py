@@ -1,10 +1,11 @@
 """Decision: its inputs, the choice, and the forecast that is kept until the request ends."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 import numpy as np
+from msgspec import Struct, structs
 
 from extproc.fleet.prefix_index import PrefixHits
 from extproc.predict.completion import AdapterTimes, Prediction, work
@@ -13,8 +14,7 @@ from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 
 
-@dataclass(slots=True)
-class Situation:
+class Situation(Struct, eq=False):
     """A request and the fleet at the moment of a decision."""
 
     profile: RequestProfile
@@ -37,8 +37,7 @@ class Situation:
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(Struct, eq=False):
     """Choice of a policy or of an override: indices of candidates in the view."""
 
     policy: str
@@ -60,8 +59,7 @@ def runner_up(scores: Floats, first: int) -> int | None:
     return second if others[second] < np.inf else None
 
 
-@dataclass(slots=True)
-class Forecast:
+class Forecast(Struct, eq=False):
     """Figures of the chosen replica, kept until the request ends.
 
     The decision itself is too large to keep for thousands of requests in flight: the figures of a
@@ -84,12 +82,12 @@ class Forecast:
     first_step_s: float | None  # to the first token by steps alone; None: the request has to wait
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(Struct, eq=False):
     """Chosen replica of a request, with all inputs of the choice."""
 
     situation: Situation
     choice: Choice
+    replica: str  # ip:port of the chosen replica
     p90_output_tokens: float  # nine of ten sequences like these generate no more
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
@@ -105,10 +103,6 @@ class Decision:
         """Reason for the choice as text; composed anew at each access."""
         reason = self.choice.reason(self.choice)
         return f"{self.fallback}: {reason}" if self.fallback else reason
-
-    @property
-    def replica(self) -> str:
-        return self.situation.view.ids[self.choice.first]
 
     @property
     def profile(self) -> RequestProfile:
@@ -146,7 +140,8 @@ class Decision:
         ids = self.situation.view.ids
         if replica not in ids:
             return None
-        return replace(self, choice=replace(self.choice, first=ids.index(replica)))
+        choice = structs.replace(self.choice, first=ids.index(replica))
+        return structs.replace(self, choice=choice, replica=replica)
 
     def drop_large_parts(self) -> None:
         """Drop large parts that nothing needs after the dispatch, because decisions are kept for
@@ -159,18 +154,19 @@ class Decision:
             self.situation.profile = replace(self.profile, prefix=without_ids)
 
     def forecast(self) -> Forecast:
-        first, situation, prediction = self.choice.first, self.situation, self.prediction
-        view, adapter = situation.view, situation.adapter
+        first, situation = self.choice.first, self.situation
+        view, prediction, adapter = situation.view, situation.prediction, situation.adapter
+        ttft = prediction.ttft.item(first)
         wait = 0.0 if adapter is None else adapter.wait.item(first)
         stretch = view.stretch.item(first)
         later = max(prediction.output_tokens - 1.0, 1.0)
         waits = view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
-        by_steps = not waits and adapter is None and not self.profile.fetches
+        by_steps = not waits and adapter is None and not situation.profile.fetches
         return Forecast(
-            self.profile,
+            situation.profile,
             self.replica,
-            self.predicted_ttft,
-            self.predicted_completion,
+            ttft,
+            prediction.completion.item(first),
             prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
             situation.held.depths.item(first),
@@ -180,5 +176,5 @@ class Decision:
             stretch,
             usual_step(view, first),
             view.decode_step.item(first),
-            self.predicted_ttft - prediction.outside_steps.item(first) if by_steps else None,
+            ttft - prediction.outside_steps.item(first) if by_steps else None,
         )

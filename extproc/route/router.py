@@ -1,9 +1,9 @@
 """Router: predicts when each candidate would finish a request, and lets a policy choose."""
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
+from msgspec.structs import replace
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
@@ -95,7 +95,8 @@ class Router:
         age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:
             fallback = f"the newest digest of other routers is {seconds(age)} old, so none counts"
-        return Decision(situation, choice, p90, second, name, age, fallback)
+        replica = view.ids[choice.first]
+        return Decision(situation, choice, replica, p90, second, name, age, fallback)
 
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool

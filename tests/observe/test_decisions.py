@@ -1,11 +1,11 @@
 """Decision records have all candidates and terms; the log of decisions is bounded."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from msgspec.json import decode, encode
+from msgspec.structs import replace
 
 from extproc.observe.decision_log import DecisionLog, LoggedDecision
 from extproc.predict.inputs import Excluded
@@ -43,8 +43,9 @@ def test_best_candidates_and_the_chosen_replica_are_shown_of_many() -> None:
     first, worst = 30, 31
     scores = np.arange(40.0)
     scores[worst] = np.inf
-    entry = logged(replace(made, choice=replace(made.choice, first=first, scores=scores)))
     ids = made.situation.view.ids
+    choice = replace(made.choice, first=first, scores=scores)
+    entry = logged(replace(made, choice=choice, replica=ids[first]))
     made.situation.view.excluded = (Excluded(replica(41), "r41", "draining"),) * 10
     for most, rows in ((5, [*range(5), first]), (None, range(40)), (40, range(40))):
         record = entry.record(most)

@@ -1,9 +1,9 @@
 """Lengths and speeds are learned from the end of requests whose answers the router did not read."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from extproc.fleet.fleet import Fleet
 from extproc.request.profile import RequestProfile
