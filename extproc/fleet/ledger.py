@@ -61,6 +61,7 @@ class Ledger:
             context=each,
             remaining=max(lengths.expected(kind, bound), least),
             priority=profile.priority,
+            generated=0.0,
             sent_at=now,
             prompt=new,
             each=each,
@@ -68,11 +69,14 @@ class Ledger:
             parts=profile.parts,
             turn=turn,
             steps_before=inf,
+            began_at=0.0,
             bound=bound,
             least_output=least,
+            until=0.0,
             replica=replica,
             ticket=ticket,
             lengths=begin,
+            alive=0,
             cut=cut,
         )
         count(self._replicas, self._requests, row, 1)

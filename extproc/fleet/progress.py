@@ -91,20 +91,22 @@ class Progress:
         """Computes the sums of a replica anew after a poll has corrected its counts; ``own``: rows
         of its requests, which are updated, too."""
         requests, replicas = self._requests, self._replicas
-        done = requests.prompt_end[own] <= replicas.prefilled[row] + _ROUNDING
-        decoding = requests.steps_before[own] < inf
-        self._start(own[done & ~decoding])
-        self._requeue(own[decoding & ~done])
-        generated = self._set_generated(own)
-        kv = float(requests.weight[own] @ generated)
-        kv += replicas.held[row] + replicas.kv_unattributed[row]
-        batch = replicas.decoding[row] + replicas.external[row]
+        kv = 0.0
+        if len(own):
+            done = requests.prompt_end[own] <= replicas.prefilled[row] + _ROUNDING
+            decoding = requests.steps_before[own] < inf
+            self._start(own[done & ~decoding])
+            self._requeue(own[decoding & ~done])
+            kv = float(requests.weight[own] @ self._set_generated(own))
+        kv += replicas.held.item(row) + replicas.kv_unattributed.item(row)
+        batch = replicas.decoding.item(row) + replicas.external.item(row)
         if self._peers.counted:
-            batch += replicas.peers_decoding[row]
-            kv += replicas.peers_kv[row]
+            batch += replicas.peers_decoding.item(row)
+            kv += replicas.peers_kv.item(row)
         replicas.batch[row], replicas.kv_used[row] = batch, max(kv, 0.0)
         self._set_step(row)
-        self._look_ahead(own)
+        if len(own):
+            self._look_ahead(own)
 
     def refresh(self) -> None:
         """Computes all requests and sums anew from the replicas' counts."""
@@ -192,10 +194,13 @@ class Progress:
     def _start(self, rows: Indices) -> None:
         requests, replicas = self._requests, self._replicas
         for row in rows.tolist():
-            count(replicas, requests, row, -1)
-            requests.steps_before[row] = replicas.steps[requests.replica[row]] - 1.0
+            on, weight = requests.replica.item(row), requests.weight.item(row)
+            replicas.queued[on] -= 1.0
+            replicas.joining[on] -= requests.prompt.item(row)
+            replicas.decoding[on] += weight
+            replicas.held[on] += weight * requests.each.item(row)
+            requests.steps_before[row] = replicas.steps.item(on) - 1.0
             requests.began_at[row] = self._as_of
-            count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
         for row in rows.tolist():

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 
 from extproc.fleet.peers import Peers
-from extproc.fleet.tables import COSTS, Replicas, Requests
+from extproc.fleet.tables import Replicas, Requests
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
@@ -30,9 +30,10 @@ class Reconciliation:
     def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
         """Sets step times and limits of a replica from its state, or else from its profile."""
         replicas, profile = self._replicas, profile_or_default(state.profile)
-        for name in COSTS:
-            getattr(replicas, name)[row] = getattr(step, name)
         replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
+        replicas.c_prefill[row] = step.c_prefill
+        replicas.c_batch[row] = step.c_batch
+        replicas.c_kv[row] = step.c_kv
         if not replicas.decode_step[row]:  # a replica that just joined
             replicas.decode_step[row] = replicas.c0[row]
         # A profile's limits are those of one engine, and a prompt has to fit into one engine.
@@ -122,6 +123,10 @@ class Reconciliation:
         tokens, but the replica will need them as well.
         """
         replicas, requests = self._replicas, self._requests
+        polled = state.kv_usage * replicas.kv_capacity.item(row)
+        replicas.kv_unattributed[row] = polled - replicas.peers_kv.item(row)
+        if not len(at_poll):
+            return
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
         run = at_poll[requests.parts[at_poll].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
@@ -130,7 +135,7 @@ class Reconciliation:
         start = end - requests.prompt[run]
         part = np.clip(prefilled - self._prefill_rate(row) * age - start, 0.0, requests.prompt[run])
         known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
-        replicas.kv_unattributed[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
+        replicas.kv_unattributed[row] = polled - known
 
     # -- prefills ---------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class Table:
             [name for name, kind in columns if kind is Floats],
             [name for name, kind in columns if kind is Indices],
         ]
+        self._columns = [*self._names[0], *self._names[1]]
         self._floats: Floats = np.zeros((len(self._names[0]), _FIRST_CAPACITY))
         self._indices: Indices = np.zeros((len(self._names[1]), _FIRST_CAPACITY), dtype=np.intp)
         self._views: dict[int, dict[str, NDArray[Any]]] = {}
@@ -44,14 +45,18 @@ class Table:
         return self._length
 
     def append(self, **values: float) -> int:
-        """Adds a row, zero where no value is given, and returns its index."""
+        """Adds a row and returns its index; ``values``: of all columns in their order, or none for
+        a row of zeros."""
+        assert not values or [*values] == self._columns, "a value is missing, or out of order"
         row = self._length
         if row == self._floats.shape[1]:
             self._views.clear()
             self._floats = np.hstack([self._floats, np.zeros_like(self._floats)])
             self._indices = np.hstack([self._indices, np.zeros_like(self._indices)])
         self._resize(row + 1)
-        self.write(row, **values)
+        figures, floats = [*values.values()], len(self._floats)
+        self._floats[:, row] = figures[:floats] or 0.0
+        self._indices[:, row] = figures[floats:] or 0
         return row
 
     def write(self, row: int, **values: float) -> None:
