@@ -573,6 +573,9 @@ def _beside(
         remaining: tokens that these sequences will still generate together.
     """
     there = weight.nonzero()[0]
-    weight = weight[there]
-    entries = weight, tokens[there] / weight, remaining[there] / weight, np.full(len(there), inf)
-    return np.concatenate([on, there]), np.hstack([figures, entries])
+    added = np.empty((POLICY_COLUMNS, len(there)))
+    added[0] = weight = weight[there]
+    added[1] = tokens[there] / weight
+    added[2] = remaining[there] / weight
+    added[3] = inf
+    return np.concatenate((on, there)), np.concatenate((figures, added), axis=1)

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import repeat
+from itertools import filterfalse, repeat
 
 import numpy as np
 from msgspec import Struct
@@ -167,7 +167,7 @@ class PrefixIndex:
         if not keys or prefix.unit <= 0.0:
             return
         recent = cache.recent
-        new = [key for key in keys if key not in recent]
+        new = [*filterfalse(recent.__contains__, keys)]
         if known := len(keys) - len(new):
             cache.expected[cache.depth(keys[known - 1])] += known * prefix.unit
         if prefix.whole:

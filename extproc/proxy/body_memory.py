@@ -83,9 +83,10 @@ class BufferedBody:
         return self._chunks[0]
 
     def replace(self, data: bytes) -> None:
-        self.changed = data is not self.data
-        self._chunks = [data]
-        self._resize(len(data))
+        if data is not self.data:
+            self.changed = True
+            self._chunks = [data]
+            self._resize(len(data))
 
     def take(self) -> bytes:
         """Hands the bytes over to the caller; they still count until :meth:`release`."""
@@ -99,9 +100,10 @@ class BufferedBody:
             self.evicted.set_result(NoMemory())
 
     def release(self) -> None:
-        self.evicted = None
-        self._chunks = []
-        self._resize(0)
+        if self._size or self.evicted is not None:
+            self.evicted = None
+            self._chunks = []
+            self._resize(0)
 
     def _resize(self, size: int, more_comes: bool = False) -> None:
         by, self._size = size - self._size, size

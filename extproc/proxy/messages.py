@@ -203,14 +203,17 @@ def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str
     """Values of the named headers that Envoy sends as ``request_attributes`` with the body."""
     if _ATTRIBUTES not in message.attributes:
         return {}
-    fields = message.attributes[_ATTRIBUTES].fields
-    present = [(name, key) for name, key in _expressions(names) if key in fields]
-    return {name: fields[key].string_value.decode("utf-8", "replace") for name, key in present}
+    fields, named = message.attributes[_ATTRIBUTES].fields, _by_expression(names)
+    return {
+        named[key]: fields[key].string_value.decode("utf-8", "replace")
+        for key in fields
+        if key in named
+    }
 
 
 @cache
-def _expressions(names: frozenset[str]) -> list[tuple[str, str]]:
-    return [(name, expression_of(name)) for name in names]
+def _by_expression(names: frozenset[str]) -> dict[str, str]:
+    return {expression_of(name): name for name in names}
 
 
 def expression_of(header: str) -> str:

@@ -156,7 +156,7 @@ class GrpcServer:
         (https://github.com/grpc/grpc/issues/43360).
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        serving = asyncio.ensure_future(self._serve(context, ended))
+        serving = asyncio.create_task(self._serve(context, ended))
         # ``_serve`` has logged its errors: retrieve them, or asyncio logs them again.
         serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
