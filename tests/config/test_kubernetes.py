@@ -142,6 +142,8 @@ def test_probes_use_the_admin_port(config: Config) -> None:
 def test_slow_start_is_no_reason_to_restart(deployment: Manifest) -> None:
     probe = container(deployment)["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
+    for name in ("startupProbe", "livenessProbe"):
+        assert container(deployment)[name]["timeoutSeconds"] >= 5
 
 
 def test_envoy_is_ready_when_it_knows_the_replicas() -> None:

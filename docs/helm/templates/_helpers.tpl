@@ -109,11 +109,11 @@ that of a volume. With TLS, the part's Secret is added, and then the volumes of 
 {{- concat $made (include "extproc.options" (list .root .part) | fromJson).volumes | default list | toJson -}}
 {{- end }}
 
-{{- /* Probes, from their handlers. A busy node may take a minute to start a process. */ -}}
+{{- /* Probes, from their handlers. A busy node may take a minute to start a process, and seconds to run a command. */ -}}
 {{- define "extproc.probes" -}}
-startupProbe: {{ merge (dict "periodSeconds" 1 "failureThreshold" 60) .live | toJson }}
+startupProbe: {{ merge (dict "periodSeconds" 1 "timeoutSeconds" 5 "failureThreshold" 60) .live | toJson }}
 readinessProbe: {{ merge (dict "periodSeconds" 1) .ready | toJson }}
-livenessProbe: {{ merge (dict "periodSeconds" 5) .live | toJson }}
+livenessProbe: {{ merge (dict "periodSeconds" 5 "timeoutSeconds" 5) .live | toJson }}
 {{- end }}
 
 {{- define "extproc.budget" -}}
