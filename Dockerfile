@@ -10,7 +10,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY envoy/envoy.yaml envoy/
 COPY extproc extproc
 RUN /opt/extproc/bin/pip install --quiet --no-deps --no-build-isolation . \
- && /opt/extproc/bin/pip uninstall --quiet --yes pip setuptools
+ && /opt/extproc/bin/pip uninstall --quiet --yes pip setuptools \
+ && find /opt/extproc -type d -name tests -prune -exec rm -r {} +
 
 FROM python:3.11-slim
 COPY --from=build /opt/extproc /opt/extproc

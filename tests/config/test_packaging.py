@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "extproc"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -36,6 +38,14 @@ def pinned(name: str) -> set[tuple[str, str]]:
 def names(*requirements: str) -> set[str]:
     found = (re.match(r"[A-Za-z0-9-]+", one) for one in requirements)
     return {match[0].lower() for match in found if match}
+
+
+def test_package_chart_and_changelog_name_one_version() -> None:
+    chart = yaml.safe_load((ROOT / "docs/helm/Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["version"] == chart["appVersion"] == PROJECT["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## (\S+) \(\d{4}-\d{2}-\d{2}\)$", changelog, re.MULTILINE)
+    assert released[0] == PROJECT["version"]
 
 
 def test_image_has_tested_versions_and_no_test_tools() -> None:

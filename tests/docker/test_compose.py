@@ -108,6 +108,17 @@ async def test_killed_envoy_routes_again(system: ComposeSystem) -> None:
     assert await system.routed()
 
 
+@pytest.mark.parametrize("part", ["router", "poller", "fast"])
+async def test_process_is_not_root_and_cannot_write(system: ComposeSystem, part: str) -> None:
+    with closing(docker.from_env()) as engine:
+        container = system.containers(engine, part)[0]
+        user = await asyncio.to_thread(container.exec_run, ["id", "-u"])
+        assert user.output.strip() == b"65532"
+        written = await asyncio.to_thread(container.exec_run, ["touch", "/tmp/file"])
+        assert written.exit_code == 1
+        assert b"Read-only file system" in written.output
+
+
 async def test_router_and_poller_report_metrics(system: ComposeSystem) -> None:
     assert await answers(f"{system.router_admin}/metrics")()
     assert await answers(f"{system.poller_admin}/metrics")()
