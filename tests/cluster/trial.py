@@ -197,6 +197,8 @@ class Trial:
         yield TrialStep("stuck upgrade", self.stuck_upgrade)
         yield TrialStep("roll the stuck upgrade back", lambda: self.helm("rollback", "--wait"))
         yield TrialStep("kill a replica without grace", lambda: self.kill("app=vllm,gpu=fast"))
+        yield TrialStep("roll replicas to pods without preStop", self.drop_pre_stop)
+        yield TrialStep("roll pods without preStop", lambda: self.restart("vllm-fast"))
 
     def rolled_out(self, deployment: str) -> None:
         kubectl("rollout", "status", f"deployment/{deployment}", "--timeout=4m")
@@ -204,6 +206,12 @@ class Trial:
     def restart(self, deployment: str) -> None:
         kubectl("rollout", "restart", f"deployment/{deployment}")
         self.rolled_out(deployment)
+
+    def drop_pre_stop(self) -> None:
+        path = "/spec/template/spec/containers/0/lifecycle"
+        patch = json.dumps([{"op": "remove", "path": path}])
+        kubectl("patch", "deployment/vllm-fast", "--type=json", f"--patch={patch}")
+        self.rolled_out("vllm-fast")
 
     def scale(self, deployment: str, replicas: int) -> None:
         kubectl("scale", f"deployment/{deployment}", f"--replicas={replicas}")
