@@ -54,9 +54,11 @@ class Log:
                 if line.startswith("{"):
                     self.lines.append(json.loads(line))
             process.wait()
-            pod = kubectl("get", "pod", self.pod, "--output=name", check=False)
-            reachable = kubectl("get", "namespace", NAMESPACE, "--output=name", check=False)
-            if reachable and not pod:
+            found = subprocess.run(
+                ["kubectl", "--namespace", NAMESPACE, "get", "pod", self.pod, "--ignore-not-found"],
+                check=False, capture_output=True,
+            )  # fmt: skip
+            if not found.returncode and not found.stdout:
                 return
             time.sleep(0.5)
 
