@@ -10,7 +10,7 @@ from extproc.lab.harness.processes import answers
 from tests.docker.conftest import ComposeSystem, image_of, require_image
 from tests.observe.test_observability import targets
 from tests.observe.test_reference import rules
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
@@ -33,12 +33,27 @@ async def prometheus(system: ComposeSystem) -> str:
     await system.ready()
 
     async def has_rates() -> bool:
-        await asyncio.gather(*(system.stream("hello " * 500) for _ in range(8)))
+        await traffic(system)
         found = await query(system, "rate(extproc_tpot_predicted_ratio_count[1m]) > 0")
         return bool(found) and not await query(system, "up == 0")
 
     await until(has_rates, 120)
     return system.prometheus
+
+
+async def traffic(system: ComposeSystem) -> None:
+    await asyncio.gather(*(system.stream("hello " * 500) for _ in range(8)))
+
+
+def expressions() -> dict[str, str]:
+    """Return the queries with what Grafana puts in the place of its variables."""
+    values = {"$__rate_interval": "1m", "$instance": ".*", "$model": ".*", "$objective": ".*"}
+    made = {}
+    for name, target in targets():
+        made[name] = target["expr"]
+        for variable, value in values.items():
+            made[name] = made[name].replace(variable, value)
+    return made
 
 
 async def query(system: ComposeSystem, expression: str) -> list[Any]:
@@ -52,15 +67,12 @@ async def test_each_query_of_the_dashboard_has_a_result(
     system: ComposeSystem, prometheus: str
 ) -> None:
     del prometheus
-    without = set[str]()
-    for name, target in targets():
-        # What Grafana puts in the place of its variables.
-        expression = target["expr"].replace("$__rate_interval", "1m")
-        for variable in ("$instance", "$model", "$objective"):
-            expression = expression.replace(variable, ".*")
-        if not await query(system, expression):
-            without.add(name)
-    assert without <= EMPTY.keys()
+
+    async def without_result() -> set[str]:
+        await traffic(system)  # a rate needs two samples of each series
+        return {name for name, text in expressions().items() if not await query(system, text)}
+
+    await until_read(without_result, lambda names: names <= EMPTY.keys())
 
 
 async def test_prometheus_evaluates_each_rule_and_none_fires(
