@@ -37,7 +37,7 @@ bench: venv
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
 
-# Instructions of 1,000 decisions, counted by valgrind: fails if they grew by more than 5%.
+# Instructions of a decision and of a request, counted by valgrind: fails if they grew by over 5%.
 bench-decision: venv
 	$(BIN)/python -m benchmarks.instructions $(ARGS)
 

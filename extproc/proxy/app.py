@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
-from extproc.ground.clock import monotonic, wall
+from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
 from extproc.observe.averages import Pulse
@@ -97,7 +97,9 @@ async def run_router(config: Config) -> None:
             task.result()
 
 
-def build(config: Config, registry: CollectorRegistry) -> Services:
+def build(
+    config: Config, registry: CollectorRegistry, clock: Clock = monotonic, wall: Clock = wall
+) -> Services:
     """Builds the parts of a router from its configuration.
 
     Raises:
@@ -106,14 +108,14 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     random, names = Random(config.route.seed), ModelNames(config.route.models)
     metrics = RouterMetrics(registry)
     return Services(
-        **parts_of_pool(config, names, random, monotonic, wall),
+        **parts_of_pool(config, names, random, clock, wall),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=metrics,
-        history=History(metrics, monotonic),
-        clock=monotonic,
+        history=History(metrics, clock),
+        clock=clock,
         wall=wall,
-        pulse=Pulse(monotonic),
+        pulse=Pulse(clock),
         random=random,
         chunks=Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
