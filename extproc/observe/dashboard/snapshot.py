@@ -17,7 +17,6 @@ from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
-from extproc.observe.history import History
 from extproc.observe.presence import Presence
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
@@ -56,7 +55,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     A thousand replicas take 15 ms; other tasks run between two pools.
     """
     first = pools[0]
-    dispatched, seconds = _dispatched(first)
+    dispatched, history = _dispatched(first), first.history.rows()
     shown, warnings, usable, replicas = [], [*router_warnings(pools)], 0, 0
     for pool in pools:
         view, name = pool.fleet.overview(), pool.config.pool
@@ -82,7 +81,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             ("replicas in use", f"{usable} of {replicas}"),
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
             ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
-            ("decisions a second", f"{dispatched.total() / seconds:.1f}"),
+            ("requests a second", f"{history[0][0]:.1f}"),
             *observed.figures,
         ],
         "facts": [
@@ -91,7 +90,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             *observed.facts,
         ],
         "pools": shown,
-        "history": _history(first.history),
+        "history": _history(history),
         "decisions": _decisions(first.log),
     }
 
@@ -177,16 +176,10 @@ def _natural(name: str) -> list[int | str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
-def _dispatched(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
-    """Count recent decisions by pool and replica; also return the seconds that these decisions
-    cover."""
-    now = pool.wall()
-    records = pool.log.since(now - _RECENT_S)
-    counts = Counter((record.pool, record.decision.replica) for record in records)
-    oldest = pool.log.after(0, 1)
-    if records and records[-1].number == oldest[0].number > 1:  # the log dropped older decisions
-        return counts, max(now - records[-1].decided_at, 1.0)
-    return counts, _RECENT_S
+def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
+    """Count the decisions of the last minute by pool and replica."""
+    records = pool.log.since(pool.wall() - _RECENT_S)
+    return Counter((record.pool, record.decision.replica) for record in records)
 
 
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
@@ -265,10 +258,10 @@ def _with_gone(alive: str, presence: Presence) -> str:
     return f"{alive}; gone: {presence.gone}" if presence.gone else alive
 
 
-def _history(history: History) -> PageTable:
+def _history(rows: Sequence[tuple[float, ...]]) -> PageTable:
     """Compare the last minute, ten minutes and hour."""
     names = ["minute", "10 minutes", "hour"]
-    rate, failed, refused, *times = map(list, zip(*history.rows(), strict=True))
+    rate, failed, refused, *times = map(list, zip(*rows, strict=True))
     columns = [
         PageColumn("Last", "name", names),
         PageColumn("Requests/s", "ratio", rate),

@@ -12,7 +12,8 @@ from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.decision_log import DecisionLog, LoggedDecision
+from extproc.observe.decision_log import LoggedDecision
+from extproc.observe.history import History
 from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX
@@ -114,7 +115,6 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
     assert {key: row["Share"] for key, row in rows(found["replicas"]).items()} == {
         replica(number): round(chosen.count(replica(number)) / 9, 3) for number in range(1, 5)
     }
-    assert found["figures"]["decisions a second"] == "0.1"  # 9 in 60 s
     newest = next(iter(rows(found["decisions"]).values()))
     assert newest["request"] == "8"
     assert newest["model: why"].startswith("llama: ")
@@ -161,19 +161,6 @@ def test_page_says_which_requests_are_steered(
     assert dict(page(services)["facts"])["Policy"] == f"completion{remark}"
 
 
-def test_decision_rate_covers_logged_decisions(services: Services, clock: ManualClock) -> None:
-    few = replace(services, log=DecisionLog(4))
-    for number in range(8):
-        clock.advance(2.0)
-        dispatch(few, str(number))
-    clock.advance(2.0)
-    found = page(few)
-    assert found["figures"]["decisions a second"] == "0.5"  # 4 in 8 s
-    shares = [row["Share"] for row in rows(found["replicas"]).values()]
-    assert sum(shares) == 1.0
-    assert {share * 4 % 1 for share in shares} == {0.0}
-
-
 def test_queue_is_grouped_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
     empty = page(services)["waiting"]
     assert (empty["keys"], empty["note"][:13]) == ([], "Nothing waits")
@@ -200,6 +187,18 @@ def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClo
     assert (len(found["waiting"]["keys"]), found["waiting"]["note"]) == (50, "And 10 more.")
     assert found["figures"]["waiting at this router"] == "60"
     assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
+
+
+def test_request_rate_is_of_the_life_of_a_young_router(
+    services: Services, clock: ManualClock
+) -> None:
+    services = replace(services, history=History(services.metrics, clock))
+    clock.advance(4.0)
+    for _ in range(6):
+        services.metrics.requests.add("routed")
+    found = page(services)
+    assert found["figures"]["requests a second"] == "1.5"
+    assert rows(found["history"])["minute"]["Requests/s"] == 1.5
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
