@@ -76,7 +76,7 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
 
     if not named & obeying and any(map(may_obey, file.all(ROUTE))):
         return ""
-    write = f"Write cluster: {', '.join(sorted(map(repr, obeying)))}"
+    write = f"Write cluster: {' or '.join(sorted(map(repr, obeying)))}"
     if missing:
         return (
             f"the route leads to {', '.join(sorted(map(repr, missing)))}, a cluster that the file "
@@ -133,23 +133,32 @@ def _not_retried(route: Node, _: EnvoyFile) -> str:
     return " and ".join(lacking)
 
 
-def _members(file: EnvoyFile, mapped: bool) -> list[Node]:
-    """Return the routers' addresses in the file whose port is the router's own or, with
-    ``mapped``, perhaps that of a Service of Kubernetes, which leads to another port."""
-    return [
-        member
-        for cluster in file.router_clusters
-        for member in file.all(_SOCKET, cluster["load_assignment"])
-        if "port_value" in member
-        and mapped != (is_ip(address := member["address"]) or address == "localhost")
-    ]
+def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
+    """Return the ports of the members that the file lists for a cluster."""
+    members = file.all(_SOCKET, cluster["load_assignment"])
+    return {member["port_value"] for member in members if "port_value" in member}
 
 
-def _other_port(member: Node, file: EnvoyFile) -> str:
+def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
+    """Return the routers' clusters that list members: those with host names, or the others.
+
+    A host name may be a Service of Kubernetes, which maps its port to another one.
+    """
+
+    def has_name(cluster: Node) -> bool:
+        hosts = (member["address"] for member in file.all(_SOCKET, cluster["load_assignment"]))
+        return not all(is_ip(host) or host == "localhost" for host in hosts)
+
+    clusters = [cluster for cluster in file.router_clusters if _ports(file, cluster)]
+    return [cluster for cluster in clusters if has_name(cluster) == named]
+
+
+def _other_ports(cluster: Node, file: EnvoyFile) -> str:
     listens = split_address(file.config.serve.listen)[1]
-    if member["port_value"] == listens:
+    if listens in (ports := _ports(file, cluster)):
         return ""
-    return f"Envoy connects to port {member['port_value']}, and the router listens at {listens}"
+    listed = ", ".join(map(str, sorted(ports)))
+    return f"Envoy connects to port {listed}, and the router listens at {listens}"
 
 
 def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
@@ -292,17 +301,17 @@ CLUSTER_RULES = (
         "answers 500, clients get its failures, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
         "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
-    Rule("router_port_matches", Level.ERROR, lambda file: _members(file, mapped=False),
+    Rule("router_port_matches", Level.ERROR, lambda file: _listed_routers(file, named=False),
         "Envoy connects to the port at which the router listens.",
-        _other_port,
+        _other_ports,
         "{} (serve.listen): no request reaches it. Correct one of the two, or name the file with "
         "this port with --config"),
-    Rule("mapped_port_leads_to_router", Level.WARNING, lambda file: _members(file, mapped=True),
+    Rule("mapped_port_leads_to_router", Level.WARNING,
+        lambda file: _listed_routers(file, named=True),
         "Envoy connects by a name to the port at which the router listens.",
-        _other_port,
-        "{} (serve.listen): unless {node[address]} is a Service that maps this port to the "
-        "router's, no request reaches it. Correct one of the two, or name the file with this port "
-        "with --config"),
+        _other_ports,
+        "{} (serve.listen): unless a Service maps this port to the router's, no request reaches "
+        "it. Correct one of the two, or name the file with this port with --config"),
     Rule("transport_matches", Level.ERROR,
         lambda file: [cluster for cluster in file.router_clusters
             if (file.config.serve.tls_cert or file.all(_TLS, cluster))

@@ -75,6 +75,13 @@ class EditableBootstrap:
         endpoint["endpoint"]["address"]["socket_address"]["address"] = host
         return self
 
+    def add_router(self, port: int) -> Self:
+        """Add a router on the same host."""
+        endpoints = self.router["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        endpoints.append(copy.deepcopy(endpoints[0]))
+        endpoints[-1]["endpoint"]["address"]["socket_address"]["port_value"] = port
+        return self
+
     def add_cluster(self, name: str) -> Self:
         """Add a cluster that does not obey the router."""
         self.clusters.append({"name": name})
@@ -388,7 +395,7 @@ BREAKAGES = [
      {"hold": {"longest_s": 301}}),
     error("router_port_matches", "port 50051, and the router listens at 6000",
      lambda b: b.address_router("10.0.0.9"), {"serve": {"listen": "0.0.0.0:6000"}}),
-    warning("mapped_port_leads_to_router", "unless router is a Service that maps this port",
+    warning("mapped_port_leads_to_router", "unless a Service maps this port",
      lambda b: None, {"serve": {"listen": "0.0.0.0:6000"}}),
     warning("observer_is_not_awaited", "Take the filter of envoy/observe.yaml", lambda b: None,
      {"serve": {"mode": "observe"}}),
@@ -429,6 +436,8 @@ ALLOWED: list[Breakage] = [
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
+    lambda b: b.add_router(50052),
+    lambda b: b.address_router("127.0.0.1").add_router(50052),
     lambda b: b.add_cluster("elsewhere"),
     lambda b: (b.route.update(cluster="by_cds"), b.clusters.pop(),
      b.tree.update(dynamic_resources={"cds_config": {"ads": {}}})),
