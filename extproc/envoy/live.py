@@ -25,7 +25,7 @@ from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import living
 from extproc.share.connection import Keys, address, connect, in_time
-from extproc.share.envelope import sealed_list
+from extproc.share.envelope import Skips, sealed_list
 from extproc.share.reader import keys_after
 from extproc.share.replicas import Snapshot, StateReader
 
@@ -167,7 +167,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
                 await redis.ping()
             took_s = monotonic() - began
             await _use_rights(redis, Keys(config.pool))
-            pollers = await living(redis, config.pool)
+            pollers = await living(redis, config.pool, Skips())
             routers = await keys_after(redis, Keys(config.pool).router)
             snapshot = await StateReader(redis, config.pool, Random()).read()
         except (RedisError, OSError) as error:

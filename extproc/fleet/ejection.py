@@ -40,14 +40,14 @@ class Ejection:
         does."""
         return self.on_trial or not self.active(now)
 
-    def failed(self, now: float, allowed: bool) -> float:
+    def failed(self, now: float, may_eject: bool) -> float:
         """Counts a failure; returns the seconds for which it ejects the replica, or 0.
 
-        ``allowed``: the replica may be ejected if it is not ejected yet.
+        ``may_eject``: one more replica of the pool may be ejected.
         """
         self.failures += 1
         self.failed_at, self.on_trial = now, False
-        if self.failures < TOLERATED or not (self.pending or allowed):
+        if self.failures < TOLERATED or not (self.pending or may_eject):
             return 0.0
         self.until = now + self._seconds()
         return self._seconds()

@@ -1,4 +1,4 @@
-"""Averages over the last half minute, of figures that change every second."""
+"""Averages of figures that change every second; older values fade within half a minute."""
 
 from math import exp
 

@@ -247,8 +247,8 @@ class ObservedPool:
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)
-    routers: Presence = field(default_factory=lambda: Presence("routers"))  # the peers
-    pollers: Presence = field(default_factory=lambda: Presence("pollers"))
+    routers: Presence = field(default_factory=lambda: Presence("routers", ""))  # the peers
+    pollers: Presence = field(default_factory=lambda: Presence("pollers", ""))
 
     @property
     def fleet(self) -> Fleet:

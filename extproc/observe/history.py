@@ -35,6 +35,7 @@ class History:
 
     def rows(self) -> list[tuple[float, ...]]:
         """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
+        A row covers its span less at most ten seconds.
 
         A row has requests a second, responses with 5xx, refusals with 429, and the
         :data:`QUANTILES` of seconds to first token, per token and to completion; NaN: no times.
@@ -43,7 +44,8 @@ class History:
 
     def _row(self, span: float) -> tuple[float, ...]:
         now, totals = self._clock(), self._now()
-        at, before = next(each for each in self._totals if now - each[0] <= span + _EVERY_S)
+        within = (each for each in self._totals if now - each[0] <= span)
+        at, before = next(within, self._totals[-1])
         (requests, failed, refused), *spread = (
             new - old for new, old in zip(totals, before, strict=True)
         )

@@ -175,7 +175,8 @@ class RouterMetrics:
         )
         self.external_requests = gauge(
             "extproc_external_requests",
-            "Requests on replicas that no router accounts for, from polls.",
+            "Requests on replicas that no router accounts for, from polls, unless the router only "
+            "observes some requests.",
             ["pool"],
         )
         self.replicas_needed = gauge(
@@ -214,7 +215,8 @@ class RouterMetrics:
         )
         self.loop_delay = gauge(
             "extproc_loop_delay_seconds",
-            "Mean delay of the router's event loop in the last half minute: it needs more CPU.",
+            "Delay with which the router's event loop runs what is due, averaged with a time "
+            "constant of 30 s.",
         )
         self.open_streams = gauge("extproc_open_streams", "Open ext_proc streams.")
 
@@ -274,7 +276,7 @@ class Demand:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._work = self.seconds = 0.0  # replica seconds, and seconds of time; both fade
+        self._work = self._seconds = 0.0  # replica seconds, and seconds of time; both fade
         self._at = clock()
 
     def arrived(self, decision: Decision) -> None:
@@ -296,7 +298,7 @@ class Demand:
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}
         self._fade()
-        arriving = self._work / max(self.seconds, 1.0)
+        arriving = self._work / max(self._seconds, 1.0)
         long_ago = self._clock() - _MOMENT_S
         if any(request.unserved_since is None and request.since < long_ago for request in waiting):
             arriving = max(arriving, usable / routers)
@@ -307,5 +309,5 @@ class Demand:
         now = self._clock()
         faded = exp((self._at - now) / _DEMAND_FADES_S)
         self._work *= faded
-        self.seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self.seconds)
+        self._seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self._seconds)
         self._at = now

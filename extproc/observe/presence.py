@@ -12,9 +12,10 @@ _REMEMBERED_S = 600.0  # time for which a process that left is shown
 class Presence:
     """Names of the living processes of one kind; the resolution is the time between two looks."""
 
-    def __init__(self, kind: str) -> None:
-        """``kind``: routers or pollers, for the log."""
+    def __init__(self, kind: str, pool: str) -> None:
+        """``kind``: routers or pollers; this and ``pool`` are for the log."""
         self._kind = kind
+        self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
 
@@ -24,7 +25,8 @@ class Presence:
         left = frozenset() if before is None else before - self._alive
         if before is not None and before != self._alive:
             joined = sorted(self._alive - before)
-            extra = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
+            names = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
+            extra = {"pool": self._pool} | names
             logger.info(f"{self._kind} of the pool changed", extra=extra)
         self._gone = {
             name: since

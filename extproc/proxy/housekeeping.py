@@ -58,8 +58,9 @@ class Housekeeping:
         usable = len(fleet.members) - len(excluded)
         needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
         self._metrics.replicas_needed.labels(name).set(needed)
-        self._metrics.external_requests.labels(name).set(fleet.external_requests)
-        pool.external.add(fleet.external_requests)
+        if pool.config.serve.steers_all:  # an observed request counts as external at first
+            self._metrics.external_requests.labels(name).set(fleet.external_requests)
+            pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.names, now)
         if fleet.pollers is not None:
             pool.pollers.look(fleet.pollers, now)

@@ -233,7 +233,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 class Upstream(NamedTuple):
-    """Way of a request to its replica, as Envoy reports it with the response's headers."""
+    """Path of a request to its replica, as Envoy reports it with the response's headers."""
 
     address: str  # endpoint that sent the response, ``ip:port``; empty: unknown
     attempts: int  # requests that Envoy sent, 1 without a retry; 0: unknown
@@ -242,7 +242,7 @@ class Upstream(NamedTuple):
 
 
 def upstream_of(message: ProcessingRequest) -> Upstream:
-    """Way of a request to its replica, read from the message with the response's headers."""
+    """Path of a request to its replica, read from the message with the response's headers."""
     address, attempts, flags = b"", 0, 0
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields

@@ -108,8 +108,8 @@ def parts_of_pool(
         "accuracy": Accuracy(),
         "external": Average(clock),
         "exclusions": Exclusions(),
-        "routers": Presence("routers"),
-        "pollers": Presence("pollers"),
+        "routers": Presence("routers", config.pool),
+        "pollers": Presence("pollers", config.pool),
         "demand": Demand(clock),
         "recorder": None if folder is None else Recorder(config, folder, router.fleet, clock, wall),
     }

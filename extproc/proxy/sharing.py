@@ -56,7 +56,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, pulse: Pul
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
             _receive_prompts(prompts, fleet, skips),
             _receive_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
-            _watch_pollers(redis, pool, fleet),
+            _watch_pollers(redis, pool, fleet, skips),
             _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
         ]
         owned = [(fleet.responses, keys.responses)]
@@ -167,10 +167,10 @@ async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
                 reader.forget(change.replica)
 
 
-async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
+async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) -> None:
     while True:
         try:
-            fleet.pollers = await living(redis, pool)
+            fleet.pollers = await living(redis, pool, skips)
         except (RedisError, OSError):
             fleet.pollers = None
         await asyncio.sleep(_POLLERS_EVERY_S)

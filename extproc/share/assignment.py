@@ -45,13 +45,13 @@ class Assignment:
     redis_was_emptied: bool = False
 
 
-async def living(redis: Redis, pool: str, skips: Skips | None = None) -> dict[str, tuple[str, ...]]:
+async def living(redis: Redis, pool: str, skips: Skips) -> dict[str, tuple[str, ...]]:
     """Returns the pollers of a pool that are alive: name, and what each cannot look up."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
     names = sorted(map(str_if_bytes, found))
-    beats = await _heartbeats(redis, keys, names, skips or Skips()) if names else {}
+    beats = await _heartbeats(redis, keys, names, skips) if names else {}
     return {name: beat.problems if beat else () for name, beat in beats.items()}
 
 

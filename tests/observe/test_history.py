@@ -43,6 +43,14 @@ def test_young_router_shows_its_life() -> None:
         assert (requests, failed) == (2.0, 3.0)
 
 
+def test_rows_after_a_pause_cover_the_time_since_the_last_totals() -> None:
+    clock, metrics = ManualClock(0.0), RouterMetrics(CollectorRegistry())
+    history = History(metrics, clock)
+    metrics.requests.add("routed", by=200)
+    clock.advance(100.0)  # the process stood still
+    assert history.rows()[0][0] == 2.0
+
+
 @pytest.mark.parametrize(("q", "expected"), [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
 def test_quantile_is_linear_within_a_bucket(q: float, expected: float) -> None:
     assert quantile((1.0, 2.0), np.array([5, 5, 0]), q) == expected

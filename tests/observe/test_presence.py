@@ -10,7 +10,7 @@ from tests.fakes import ManualClock
 
 
 def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
-    pollers = Presence("pollers")
+    pollers = Presence("pollers", "batch")
     pollers.look({"a", "b"}, 1000.0)
     assert pollers.gone == ""
     pollers.look({"b", "c"}, 1001.0)
@@ -19,11 +19,12 @@ def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
     pollers.look({"b", "c"}, 1601.0)
     assert pollers.gone == ""
     (line,) = logged.lines()
-    assert (line["msg"], line["joined"], line["left"]) == ("pollers of the pool changed", "c", "a")
+    assert (line["msg"], line["pool"]) == ("pollers of the pool changed", "batch")
+    assert (line["joined"], line["left"]) == ("c", "a")
 
 
 def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
-    routers = Presence("routers")
+    routers = Presence("routers", "batch")
     for alive in ({"a"}, set[str](), {"a"}):
         routers.look(alive, 1000.0)
     assert routers.gone == ""

@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from extproc.share import assignment
 from extproc.share.assignment import Assigner, Assignment, Heartbeat, living
 from extproc.share.connection import Keys, connect, outage
+from extproc.share.envelope import Skips
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S, until
@@ -257,15 +258,15 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
 
 
 async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
-    assert await living(redis_client, POOL) == {}
+    assert await living(redis_client, POOL, Skips()) == {}
     a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
     await beats(a, b)
     await redis_client.sadd(Keys(POOL).pollers, "dead")
-    assert await living(redis_client, POOL) == {"a": (), "b": ()}
+    assert await living(redis_client, POOL, Skips()) == {"a": (), "b": ()}
     await a.assigner.release()
-    assert await living(redis_client, POOL) == {"b": ()}
+    assert await living(redis_client, POOL, Skips()) == {"b": ()}
     await b.assigner.beat(b.listed, ["vllm: no name server answers"])
-    assert await living(redis_client, POOL) == {"b": ("vllm: no name server answers",)}
+    assert await living(redis_client, POOL, Skips()) == {"b": ("vllm: no name server answers",)}
     await redis_server.kill()
     with pytest.raises((RedisError, OSError)):
-        await living(redis_client, POOL)
+        await living(redis_client, POOL, Skips())
