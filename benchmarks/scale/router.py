@@ -39,7 +39,7 @@ async def route(
     services = build(config, registry)
     tasks = [
         asyncio.create_task(follow_state(config, services.fleet)),
-        asyncio.create_task(share(config, services.fleet, services.metrics, services.pulse)),
+        asyncio.create_task(share(config, services.fleet, services.metrics, services.delays)),
     ]
     async with asyncio.timeout(_READY_S):
         while True:  # another process writes the states

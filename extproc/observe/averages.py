@@ -23,7 +23,7 @@ class Average:
         self._at = now
 
 
-class Pulse:
+class Delays:
     """Delays of the router itself, and of its Redis."""
 
     def __init__(self, clock: Clock) -> None:

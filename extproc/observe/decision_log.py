@@ -13,7 +13,7 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.averages import Average, Pulse
+from extproc.observe.averages import Average, Delays
 from extproc.observe.decision import (
     Candidate,
     DecisionRecord,
@@ -243,7 +243,7 @@ class ObservedPool:
     clock: Clock
     wall: Clock
     accuracy: Accuracy = field(default_factory=Accuracy)
-    pulse: Pulse  # shared by all pools
+    delays: Delays  # shared by all pools
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)

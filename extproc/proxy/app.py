@@ -17,7 +17,7 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
-from extproc.observe.averages import Pulse
+from extproc.observe.averages import Delays
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
 from extproc.observe.history import History
@@ -115,7 +115,7 @@ def build(
         history=History(metrics, clock),
         clock=clock,
         wall=wall,
-        pulse=Pulse(clock),
+        delays=Delays(clock),
         random=random,
         chunks=Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S),
         traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
@@ -129,7 +129,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         parts = [
             follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
         ]
-        parts += [share(pool.config, pool.fleet, pool.metrics, pool.pulse) for pool in pools]
+        parts += [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [

@@ -26,7 +26,7 @@ class Housekeeping:
 
     def __init__(self, pools: Sequence[Services]) -> None:
         first, self._pools = pools[0], pools
-        self._clock, self._metrics, self._pulse = first.clock, first.metrics, first.pulse
+        self._clock, self._metrics, self._delays = first.clock, first.metrics, first.delays
         self._history = first.history
         self._counters = (
             CounterLog(logger, _NOT_FOLLOWED, first.metrics.not_followed, first.clock, {"retry"}),
@@ -38,7 +38,7 @@ class Housekeeping:
         """Look at everything once a second, until cancelled."""
         turn, due = 0, self._clock()
         while True:
-            self._pulse.loop_delay_s.add(max(self._clock() - due, 0.0))
+            self._delays.loop_delay_s.add(max(self._clock() - due, 0.0))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
             self._set_gauges()
@@ -86,7 +86,7 @@ class Housekeeping:
         updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
         oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
         metrics.state_age.set(self._clock() - oldest)
-        metrics.loop_delay.set(self._pulse.loop_delay_s.value)
+        metrics.loop_delay.set(self._delays.loop_delay_s.value)
 
     def _unlogged_warnings(self) -> Iterator[str]:
         yield from router_warnings(self._pools)

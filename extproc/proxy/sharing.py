@@ -17,7 +17,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
-from extproc.observe.averages import Pulse
+from extproc.observe.averages import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import living
 from extproc.share.blocks import BlockReader
@@ -43,7 +43,7 @@ _ALONE_S = 0.25  # between batches of prompts that only routers which start late
 T = TypeVar("T")
 
 
-async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, pulse: Pulse) -> None:
+async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: Delays) -> None:
     """Sends this router's state to the other routers and receives theirs. Sends a farewell when
     cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
@@ -51,7 +51,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, pulse: Pul
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
         parts = [
-            _send_digests(DigestWriter(redis, pool), fleet, metrics, pulse),
+            _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
             _receive_prompts(prompts, fleet, skips),
@@ -89,7 +89,7 @@ async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
 
 
 async def _send_digests(
-    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, pulse: Pulse
+    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, delays: Delays
 ) -> None:
     backoff = reconnecting(Random())
     try:
@@ -101,8 +101,8 @@ async def _send_digests(
                     await writer.send(digest)
                     took_s = monotonic() - started
                     metrics.redis_seconds.observe(took_s)
-                    pulse.redis_s.add(took_s)
-                    pulse.redis_refusal = writer.refusal
+                    delays.redis_s.add(took_s)
+                    delays.redis_refusal = writer.refusal
                     backoff.reset()
             except (RedisError, OSError):
                 fleet.digests.repeat()

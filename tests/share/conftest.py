@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from extproc.config import Config, RedisSettings
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic, wall
-from extproc.observe.averages import Pulse
+from extproc.observe.averages import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.sharing import share
@@ -110,7 +110,7 @@ async def router(
     fleet.members_known.set()
     config = Config.model_validate({"pool": "test", "redis": {"url": url}})
     metrics = RouterMetrics(registry or CollectorRegistry())
-    task = asyncio.create_task(share(config, fleet, metrics, Pulse(monotonic)))
+    task = asyncio.create_task(share(config, fleet, metrics, Delays(monotonic)))
     try:
         yield fleet
     finally:

@@ -44,20 +44,20 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             f"This router is nearly full: at {most} requests in flight (serve.max_streams) Envoy "
             "goes on with further requests without it. Run more routers."
         )
-    pulse = pools[0].pulse
-    if pulse.loop_delay_s.value > _SLOW_LOOP_S:
+    delays = pools[0].delays
+    if delays.loop_delay_s.value > _SLOW_LOOP_S:
         yield (
             "This router is slow: its event loop runs late. Give it more CPU, or run more routers."
         )
-    elif pulse.redis_s.value > _SLOW_REDIS_S:
+    elif delays.redis_s.value > _SLOW_REDIS_S:
         yield (
             "Redis is slow: routers learn late of each other's requests. Use a nearer Redis, or "
             "give it more CPU."
         )
-    if pulse.redis_refusal:
+    if delays.redis_refusal:
         yield (
             f"Redis stores nothing, so that a router that starts now knows no replica: "
-            f"{pulse.redis_refusal.rstrip('.')}. Give it more memory (maxmemory)."
+            f"{delays.redis_refusal.rstrip('.')}. Give it more memory (maxmemory)."
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
