@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -11,6 +11,7 @@ import yaml
 from redis.asyncio import Redis
 
 from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.processes import Check, flags
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 from tests.chaos.poller import HOSTS
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
@@ -28,6 +29,7 @@ _TYPES = {
     "listeners": "type.googleapis.com/envoy.config.listener.v3.Listener",
 }
 _POLLER = "poller"  # user of Redis
+_DRAIN_S = 5  # longer than any response takes
 
 
 class ChaosStack(Stack):
@@ -118,6 +120,12 @@ class ChaosStack(Stack):
         live = {"node": {"id": "envoy", "cluster": "envoy"}, "dynamic_resources": sources}
         bootstrap = self._right_envoy | {"static_resources": {}} | live
         file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
+
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
+        command, ready = super()._recipe(name)
+        if name == "envoy":  # clients keep connections to a replaced listener for so long
+            return [*command, *flags({"drain-time-s": _DRAIN_S})], ready
+        return command, ready
 
     def _configuration(self) -> dict[str, Any]:
         configuration = super()._configuration()
