@@ -226,9 +226,9 @@ class Eligibility:
         """Returns all members; ``excluded`` lists those that get no requests for any model."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
         found = self._exclusions()
-        why = [found[name][1] if name in found else "" for name in ids]
-        usable = self._of(ids, [""] * len(ids))
-        return replace(usable, excluded=self._of(ids, why).excluded)
+        states = ((self._members[name].state, found[name][1]) for name in ids if name in found)
+        excluded = tuple(Excluded(state.id, state.name or state.id, why) for state, why in states)
+        return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
     def exclusions(self) -> Iterator[tuple[str, str]]:
         """Yields each member with a reason that holds for every model, and the reason's name."""
@@ -349,7 +349,7 @@ class Eligibility:
         found = [(self._members[name].state, why) for name, why in zip(ids, reasons, strict=True)]
         usable = [state for state, why in found if not why]
         ids = [state.id for state in usable]
-        adapters = [self.adapter(name, model) for name in ids]
+        adapters = [self.adapter(name, model) for name in ids] if model else []
         return Candidates(
             np.array([self._rows[name] for name in ids], dtype=np.intp),
             ids,
