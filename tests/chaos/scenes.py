@@ -3,6 +3,7 @@
 The table :data:`SCENES` has the same names as the table in docs/failure-modes.md.
 """
 
+import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def _envoy(change: Callable[[Bootstrap], None]) -> Act:
     async def act(system: FaultySystem) -> None:
         bootstrap = system.stack.right_envoy()
         change(bootstrap)
-        system.stack.configure_envoy(bootstrap)
+        await asyncio.to_thread(system.stack.configure_envoy, bootstrap)
 
     return act
 

@@ -14,6 +14,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import Check, flags
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 from tests.chaos.poller import HOSTS
+from tests.envoy.watched_files import bootstrap, split
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
 
 PROFILE = "llama-8b-h100"
@@ -24,10 +25,6 @@ REPLICAS = tuple(
 NAMED, IN_SERVICE = "r3", "r4"
 """Replica that pollers find by DNS, and replica that pollers find as a pod of a Service."""
 _LIVE = "live"  # folder of the files that Envoy reads again
-_TYPES = {
-    "clusters": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
-    "listeners": "type.googleapis.com/envoy.config.listener.v3.Listener",
-}
 _POLLER = "poller"  # user of Redis
 _DRAIN_S = 5  # longer than any response takes
 
@@ -87,15 +84,9 @@ class ChaosStack(Stack):
         hosts = self.directory / HOSTS
         hosts.touch() if resolve else hosts.unlink(missing_ok=True)
 
-    def configure_envoy(self, bootstrap: Bootstrap) -> None:
-        """Give Envoy the listener and the clusters of this file."""
-        folder = self.directory / _LIVE
-        folder.mkdir(exist_ok=True)
-        for part, kind in _TYPES.items():
-            found = [{"@type": kind, **each} for each in bootstrap["static_resources"][part]]
-            new = folder / f"{part}.new"
-            new.write_text(yaml.safe_dump({"resources": found}, sort_keys=False))
-            new.rename(folder / f"{part}.yaml")  # Envoy notices files that are moved
+    def configure_envoy(self, whole: Bootstrap) -> None:
+        """Give Envoy the listener and the clusters of a whole file."""
+        split(whole, self.directory / _LIVE)
 
     def right_envoy(self) -> Bootstrap:
         """Return a copy of the configuration with which Envoy works."""
@@ -106,20 +97,8 @@ class ChaosStack(Stack):
         file = self.directory / "envoy.yaml"
         self._right_envoy = yaml.safe_load(file.read_text())
         self.configure_envoy(self._right_envoy)
-        folder = {"path": str(self.directory / _LIVE)}
-        sources = {
-            f"{name}_config": {
-                "resource_api_version": "V3",
-                "path_config_source": {
-                    "path": f"{folder['path']}/{part}.yaml",
-                    "watched_directory": folder,
-                },
-            }
-            for name, part in (("cds", "clusters"), ("lds", "listeners"))
-        }
-        live = {"node": {"id": "envoy", "cluster": "envoy"}, "dynamic_resources": sources}
-        bootstrap = self._right_envoy | {"static_resources": {}} | live
-        file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
+        live = bootstrap(self._right_envoy, self.directory / _LIVE)
+        file.write_text(yaml.safe_dump(live, sort_keys=False))
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         command, ready = super()._recipe(name)
