@@ -1,10 +1,10 @@
 """Since when replicas have been excluded, and log lines about changes."""
 
 import logging
-from datetime import datetime
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import time_of_day
 
 logger = logging.getLogger(__name__)
 
@@ -45,4 +45,4 @@ class Exclusions:
         """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""
         if replica not in self._excluded:
             return ""
-        return datetime.fromtimestamp(self._excluded[replica][1]).strftime("%H:%M:%S")
+        return time_of_day(self._excluded[replica][1])

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Collection
-from datetime import datetime
+
+from extproc.ground.clock import time_of_day
 
 logger = logging.getLogger(__name__)
 
@@ -37,5 +38,5 @@ class Presence:
     @property
     def gone(self) -> str:
         """Processes that left in the last ten minutes, with since when; empty: none."""
-        times = {name: datetime.fromtimestamp(since) for name, since in self._gone.items()}
-        return ", ".join(f"{name} (since {since:%H:%M:%S})" for name, since in times.items())
+        gone = self._gone.items()
+        return ", ".join(f"{name} (since {time_of_day(since)})" for name, since in gone)

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.envoy import start_envoy
 from benchmarks.compare.pickers import PickerAccount, PickerContender
 from benchmarks.compare.products import AIBrix, LlmD
+from extproc.lab.harness.pages import samples_of
 from extproc.lab.harness.processes import pick_ports
 
 SERVERS = {"a-0": "127.0.0.1:1", "a-1": "127.0.0.1:2"}
@@ -66,11 +65,6 @@ def test_aibrix_is_configured_with_replicas_and_policy(tmp_path: Path) -> None:
     assert (model["name"], model["endpoints"]) == ("m", [*SERVERS.values()])
 
 
-def samples(text: str) -> list[Sample]:
-    families = text_string_to_metric_families(text)
-    return [sample for family in families for sample in family.samples]
-
-
 LLM_D_METRICS = """
 # TYPE llm_d_epp_ready_endpoints gauge
 llm_d_epp_ready_endpoints{name="compare"} 2
@@ -86,7 +80,7 @@ llm_d_epp_plugin_duration_seconds_count{extension_point="Filter",plugin_type="un
 
 
 def test_llm_d_is_judged_by_its_metrics() -> None:
-    account = LlmD().account("active", samples(LLM_D_METRICS), "", SERVERS)
+    account = LlmD().account("active", samples_of(LLM_D_METRICS), "", SERVERS)
     decided = Counter({"127.0.0.1:1": 3, "127.0.0.1:2": 5})
     assert account == PickerAccount(
         {"active-request-scorer"}, {"random-scorer"}, decided, replicas=2, failed=4
@@ -103,7 +97,7 @@ AIBRIX_LOG = 'I1122 "request_start" routing_strategy="{}" target_pod="p" target_
 
 def test_aibrix_is_judged_by_its_log_and_server_errors() -> None:
     log = AIBRIX_LOG.format("random", "127.0.0.1:1") * 3
-    account = AIBrix().account("least-latency", samples(AIBRIX_METRICS), log, SERVERS)
+    account = AIBrix().account("least-latency", samples_of(AIBRIX_METRICS), log, SERVERS)
     decided = Counter({"127.0.0.1:1": 3})
     assert account == PickerAccount({"least-latency"}, {"random"}, decided, None, failed=2)
 

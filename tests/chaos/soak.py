@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
+from extproc.lab.harness.pages import samples_of
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 from extproc.lab.harness.usage import memory_kb
 from tests.chaos.load import SteadyLoad
@@ -95,9 +95,7 @@ class Soak:
 
     async def _counts(self, metric: str, label: str) -> dict[str, float]:
         async with self._session.get(f"{self._stack.admin('poller')}/metrics") as response:
-            page = await response.text()
-        families = text_string_to_metric_families(page)
-        samples = [sample for family in families for sample in family.samples]
+            samples = samples_of(await response.text())
         return {sample.labels[label]: sample.value for sample in samples if sample.name == metric}
 
     async def _get(self, name: str, path: str) -> Any:

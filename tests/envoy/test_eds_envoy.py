@@ -20,7 +20,7 @@ from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
 from extproc.lab.harness.envoy_config import endpoints, socket_address
-from extproc.lab.harness.processes import Process, free_port, listening
+from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
@@ -184,8 +184,7 @@ async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_p
 async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
     """Run ``extproc eds``; yield its port."""
     port = free_port()
-    flags = {"eds.listen": f"127.0.0.1:{port}", **settings}
-    argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    argv = flags({"eds.listen": f"127.0.0.1:{port}", **settings})
     async with await Process.start(
         "eds",
         [sys.executable, "-m", "extproc", "eds", *argv],

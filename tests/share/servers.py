@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.config import Config, RedisSettings
-from extproc.lab.harness.processes import Process, free_port, listening, redis_binary
+from extproc.lab.harness.processes import Process, flags, free_port, listening, redis_binary
 from extproc.poll.into_redis import IntoRedis
 from extproc.share import assignment
 from extproc.share.connection import connect
@@ -26,10 +26,12 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
     """Start a Redis with these settings beside the usual ones."""
     usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
     usual["repl-diskless-sync-delay"] = "0"  # else a primary waits 5 s for more replicas
-    words = [word for key, value in {**usual, **options}.items() for word in (f"--{key}", value)]
     log = directory / f"{port}.log"
     return await Process.start(
-        f"redis {port}", [redis_binary(), *words], log=log, ready=listening(port)
+        f"redis {port}",
+        [redis_binary(), *flags({**usual, **options})],
+        log=log,
+        ready=listening(port),
     )
 
 

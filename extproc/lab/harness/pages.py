@@ -29,8 +29,12 @@ async def get_json(url: str) -> Any:
 
 async def get_samples(url: str) -> list[Sample]:
     """Metrics at a URL; empty if there are none."""
-    families = text_string_to_metric_families(await get_text(url))
-    return [sample for family in families for sample in family.samples]
+    return samples_of(await get_text(url))
+
+
+def samples_of(text: str) -> list[Sample]:
+    """Samples of a page of metrics."""
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from extproc.ground.clock import monotonic, wall
+from extproc.lab.harness.pages import samples_of
 from tests.lab.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
@@ -28,8 +28,7 @@ MUST_HAVE = (
 
 async def samples(client: ClientSession) -> list[Sample]:
     async with client.get("/metrics") as response:
-        text = await response.text()
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return samples_of(await response.text())
 
 
 async def complete(
