@@ -179,7 +179,7 @@ class IntoRedis(Destination):
             await due.wait()
             await asyncio.sleep(_GATHER_S)
             due.clear()
-            if self.assigner.paused or await write():
+            if self.assigner.lapsed or await write():
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next())

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import Any, NoReturn
 
 from msgspec import Struct
@@ -97,6 +98,7 @@ class Assigner:
         self._is_new = True
         self._awake_at = clock()  # last time at which the process was seen to run
         self._paused = False  # between the last heartbeat and that time
+        self._lives_until = inf  # end of the last heartbeat's life; infinity: Redis is away
         self.beat_at: float | None = None  # end of the last heartbeat, failed or not
 
     @property
@@ -107,6 +109,12 @@ class Assigner:
         The heartbeat may have been ``BEAT_S`` old already when the pause began.
         """
         return self._paused or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
+
+    @property
+    def lapsed(self) -> bool:
+        """True if the heartbeat may have expired: after a pause, or because the next one is late.
+        Then states must not be written before a heartbeat tells who scrapes the replicas."""
+        return self.paused or self._clock() > self._lives_until
 
     async def watch(self) -> NoReturn:
         """Watches for pauses of the process, until cancelled."""
@@ -124,11 +132,14 @@ class Assigner:
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
+            self._lives_until = inf
             self._is_new |= self.paused
             self._replicas &= {*replicas}
         else:
             now = self._clock()
             is_current = now - began <= LIFE_S - 2 * BEAT_S  # else read before a pause
+            self._paused |= not was_known and now > self._lives_until  # expired, not deleted
+            self._lives_until = began + LIFE_S
             self._is_new |= self.paused
             redis_was_emptied = not (was_known or self._is_new)
             if redis_was_emptied:

@@ -170,6 +170,27 @@ async def test_poller_is_paused_from_wake_up_to_heartbeat(redis_client: Redis) -
     assert not a.assigner.paused
 
 
+async def test_poller_whose_late_heartbeat_expired_starts_as_a_new_one(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process never stands still for long, and Redis is not empty."""
+    monkeypatch.setattr(assignment, "BEAT_S", 0.0)
+    clock = ManualClock()
+    a, b = Poller(redis_client, "a", clock=clock), Poller(redis_client, "b")
+    await a.beat()
+    watching = asyncio.create_task(a.assigner.watch())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        clock.advance(LIFE_S / 2)
+    watching.cancel()
+    assert not a.assigner.paused
+    assert a.assigner.lapsed
+    await redis_client.delete(Keys(POOL).poller + "a")
+    assert (await b.beat()).replicas == TEN
+    assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, paused=True)
+    assert not a.assigner.lapsed
+
+
 async def test_paused_single_poller_keeps_its_replicas(redis_client: Redis) -> None:
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
