@@ -8,25 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from benchmarks.report.figures import (
-    METRICS,
-    ContenderRuns,
-    Metric,
-    beside_best,
-    contenders,
-    spread,
-)
+from benchmarks.report.figures import METRICS, ContenderRuns, contenders, spread
 from benchmarks.report.results import Results, read
-from benchmarks.report.words import (
-    HARM_HEAD,
-    between,
-    harm_rows,
-    of_turns,
-    outcome,
-    ratio,
-    ratios,
-    seconds,
-)
+from benchmarks.report.words import HARM_HEAD, figure_cells, harm_rows, marked, outcome
 
 PAGE = "report.md"
 _TERMS = (
@@ -111,11 +95,9 @@ def _figures(results: Results, every: Sequence[ContenderRuns]) -> str:
     metrics = [
         metric for metric in METRICS if any(spread(contender, metric) for contender in every)
     ]
-    rows = []
-    for contender in every:
-        doubt = [f"in doubt: {of_turns(contender)}"] if contender.doubtful else []
-        cells = (_metric(contender, every, metric) for metric in metrics)
-        rows.append([_cell(contender.name, doubt), *_counts(contender), *cells])
+    rows = (
+        map(escaped, [marked(each), *_counts(each), *figure_cells(each, metrics)]) for each in every
+    )
     head = ["", "Requests", "of them streamed", "Failed", *(metric.name for metric in metrics)]
     return "\n".join([*table_of(head, rows), "", escaped(" ".join(_notes(results, every)))])
 
@@ -131,19 +113,12 @@ def _harm(results: Results, every: Sequence[ContenderRuns]) -> str:
 
 def _notes(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
     turns = max(len(contender.runs) for contender in every)
+    yield "Times are in seconds."
     if turns > 1:
+        yield f"They are the median of {turns} turns, then the least and the greatest."
         yield "Requests are those of a single turn, failed requests those of all turns."
-        yield f"Median of {turns} turns, then the least and the greatest."
-    if len(every) > 1:
-        yield "The figure with × compares with the best other of the same turn: below 1 is better."
-        yield (
-            "Then its least and greatest. Bold: better in all turns. ≈: turns do not agree, "
-            "no clear difference."
-            if turns > 1
-            else "A single turn does not show how much of that is chance."
-        )
     if any(contender.doubtful for contender in every):
-        yield "Turns in doubt are in the figures, but in no comparison."
+        yield "!: some turns are in doubt. They are in the figures, but in no comparison."
     if len(results.ours) > 1:
         yield "The sentences above do not compare with this router's other policies."
     for contender in every:
@@ -156,34 +131,14 @@ def _counts(contender: ContenderRuns) -> Iterator[str]:
     in all turns."""
     streamed = [[request.streamed for request in run.counted] for run in contender.runs]
     known = any(flag is not None for run in streamed for flag in run)
-    yield _cell(_count([len(run.counted) for run in contender.runs]))
-    yield _cell(_count([sum(map(bool, run)) for run in streamed]) if known else "–")
-    yield _cell(f"{contender.failed:,}")
+    yield _count([len(run.counted) for run in contender.runs])
+    yield _count([sum(map(bool, run)) for run in streamed]) if known else "–"
+    yield f"{contender.failed:,}"
 
 
 def _count(counts: Sequence[int]) -> str:
     least, most = min(counts), max(counts)
     return f"{most:,}" if least == most else f"{least:,} – {most:,}"
-
-
-def _metric(contender: ContenderRuns, every: Sequence[ContenderRuns], metric: Metric) -> str:
-    turns = spread(contender, metric)
-    if turns is None:
-        return _cell("–")
-    notes = [between(turns.least, turns.most)]
-    beside = beside_best(contender, [other for other in every if not other.reference], metric)
-    if beside is None:
-        return _cell(seconds(turns.median), notes)
-    unclear = "≈ " if beside.ratio.turns > 1 and beside.better is None else ""
-    notes += [f"{unclear}{ratio(beside.ratio.median)}"]
-    notes += [ratios(beside.ratio.least, beside.ratio.most)]
-    bold = beside.better is True and not contender.doubtful and not contender.reference
-    return _cell(seconds(turns.median), notes, bold)
-
-
-def _cell(text: str, notes: Iterable[str] = (), bold: bool = False) -> str:
-    first = f"**{escaped(text)}**" if bold else escaped(text)
-    return " ".join([first, *(escaped(note) for note in notes if note)])
 
 
 def _about(about: Mapping[str, Any]) -> Iterator[str]:

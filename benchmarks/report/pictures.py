@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report.figures import HEADLINES, TurnSpread, contenders, rivals, spread
 from benchmarks.report.results import Results
-from benchmarks.report.words import seconds
+from benchmarks.report.words import short
 
 _DPI = 120
 _GREY, _BLUE = "#c9c9c8", "#0072b2"  # blue of Okabe and Ito, for the colour-blind
@@ -53,7 +53,7 @@ def bars(panels: Panels, highlighted: str) -> bytes:
             row, colour = names.index(name), _BLUE if name == highlighted else _GREY
             axis.barh(row, turns.median, color=colour, height=0.6)
             axis.plot([turns.least, turns.most], [row, row], color="black", lw=1)
-            text, place = f"{seconds(turns.median)}{mark}", (turns.most, row)
+            text, place = f"{short(turns.median)} s{mark}", (turns.most, row)
             offset: Any = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
             axis.annotate(text, place, fontsize=9, **offset)
         axis.set_xlim(0, 1.3 * max(turns.most for turns, _ in rows.values()))

@@ -1,6 +1,6 @@
 """Sentences and tables about results, for the terminal and the page."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from benchmarks.report.figures import (
     HEADLINES,
     Beside,
     ContenderRuns,
+    Metric,
     TurnSpread,
     beside_best,
     contenders,
@@ -81,8 +82,7 @@ def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list
     """Rows with a name and figures. Counts are sums over turns, ``until`` and ``slowest`` are the
     highest of all turns, and other times are medians."""
     for contender in every:
-        name = f"{contender.name} !" if contender.doubtful else contender.name
-        yield [name, *_cells([harm(run) for run in contender.runs if run.fault])]
+        yield [marked(contender), *_cells([harm(run) for run in contender.runs if run.fault])]
     for name in results.without_part:
         yield [f"{name}: has none", *["–"] * len(HARM_HEAD)]
 
@@ -150,6 +150,16 @@ def comparison(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str
         yield f"In doubt: {', '.join(doubtful)}. Comparisons leave these turns out."
 
 
+def marked(contender: ContenderRuns) -> str:
+    """Name of a contender, with a mark if some of its turns are in doubt."""
+    return f"{contender.name} !" if contender.doubtful else contender.name
+
+
+def figure_cells(contender: ContenderRuns, metrics: Iterable[Metric]) -> list[str]:
+    """Cells of a table for the metrics of a contender, in seconds."""
+    return [median_and_range(spread(contender, metric)) for metric in metrics]
+
+
 def of_turns(contender: ContenderRuns) -> str:
     """Share of a contender's turns that are in doubt, as ``1 of 3 turns``."""
     turns = len(contender.runs)
@@ -162,57 +172,24 @@ def _headlines(subject: ContenderRuns, others: list[ContenderRuns]) -> Iterator[
         turns = spread(subject, metric)
         if beside is not None:
             yield (
-                f"{metric.name}: {subject.name} is {ratio(beside.ratio.median)} the best other "
+                f"{metric.name}: {subject.name} is {short(beside.ratio.median)}× the best other "
                 f"({', '.join(beside.names)}), {_verdict(beside)}. "
-                f"{seconds(beside.mine.median)} against {seconds(beside.best.median)}."
+                f"{short(beside.mine.median)} s against {short(beside.best.median)} s."
             )
         elif turns is not None:
-            yield f"{metric.name}: {seconds(turns.median)}."
+            yield f"{metric.name}: {short(turns.median)} s."
     if others and not any(compared):
         yield f"Nothing is compared: in no turn are both {subject.name} and another without doubt."
 
 
 def _verdict(beside: Beside) -> str:
-    turns = beside.ratio.turns
+    turns, least, most = beside.ratio.turns, short(beside.ratio.least), short(beside.ratio.most)
     if turns == 1:
         return "in a single turn, which shows no spread"
-    spread = ratios(beside.ratio.least, beside.ratio.most)
-    where = f" ({spread})" if spread else ""
+    where = "" if least == most else f" ({least}…{most})"
     if beside.better is None:
         return f"better in {beside.less} of {turns} turns{where}: no clear difference"
     return f"{'better' if beside.better else 'worse'} in all {turns} turns{where}"
-
-
-# -- units ----------------------------------------------------------------------------------
-
-
-def seconds(value: float) -> str:
-    """Time to three digits, in ms or s: ``7.20 ms``, ``412 ms``, ``6.61 s``."""
-    return f"{_digits(1000 * value)} ms" if value < 0.9995 else f"{_digits(value)} s"
-
-
-def between(least: float, most: float) -> str:
-    """Range with one unit, ``6.15 – 7.02 s``; empty if both ends have the same text."""
-    scale, unit = (1000, "ms") if most < 0.9995 else (1, "s")
-    return _range(_digits(scale * least), _digits(scale * most), f" {unit}")
-
-
-def ratio(value: float) -> str:
-    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
-
-
-def ratios(least: float, most: float) -> str:
-    """Range of ratios, ``0.45 – 0.52×``; empty if both ends have the same text."""
-    return _range(ratio(least)[:-1], ratio(most)[:-1], "×")
-
-
-def _range(least: str, most: str, unit: str) -> str:
-    return "" if least == most else f"{least} – {most}{unit}"
-
-
-def _digits(value: float) -> str:
-    places = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{places}f}"
 
 
 _NAME = 30
@@ -264,12 +241,7 @@ def _figures(results: Results, every: list[ContenderRuns]) -> Iterator[str]:
     turns = max(len(contender.runs) for contender in every)
     yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
     heads = [Column("", left=True), *(Column(metric.name) for metric in HEADLINES)]
-    rows = []
-    for contender in every:
-        name = f"{contender.name} !" if contender.doubtful else contender.name
-        cells = (median_and_range(spread(contender, metric)) for metric in HEADLINES)
-        rows.append([name, *cells])
-    yield from table(heads, rows)
+    yield from table(heads, [[marked(each), *figure_cells(each, HEADLINES)] for each in every])
     if any(contender.doubtful for contender in every):
         yield "!: some turns are in doubt"
     yield ""
@@ -289,15 +261,16 @@ def median_and_range(turns: TurnSpread | None) -> str:
     """``12.2 (10.7…13.8)``; the median alone for a single turn; ``–`` for None."""
     if turns is None:
         return "–"
-    least, most = _short(turns.least), _short(turns.most)
-    return _short(turns.median) + ("" if least == most else f" ({least}…{most})")
+    least, most = short(turns.least), short(turns.most)
+    return short(turns.median) + ("" if least == most else f" ({least}…{most})")
 
 
 def _statistic(times: Mapping[str, float] | None, name: str) -> str:
-    return "–" if not times else _short(times[name])
+    return "–" if not times else short(times[name])
 
 
-def _short(figure: float) -> str:
+def short(figure: float) -> str:
+    """Formats a time in seconds, or a ratio: ``0.412``, ``6.61``, ``1,234``."""
     if figure >= 100 or not figure:
         return f"{figure:,.0f}"
     return f"{figure:.3f}" if figure < 1 else f"{figure:.2f}"
