@@ -24,34 +24,20 @@ WEIGHTS = (0.5, 1.0, 2.0)
 1 had the lowest mean completion, within 0.2%, in three cells of four, and 2 in the fourth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """Choice of the lowest ``completion + weight·cost to others + avoidable prefill``.
-
-    A term for evicted blocks, even if all later prompts were known, gained nothing in ``agents``
-    and ``mooncake-synthetic`` on eight A100.
-    """
-
-    weight: float
-
-    def choose(self, situation: Situation) -> Choice:
-        prediction = situation.prediction
-        cost_to_others = self.weight * prediction.cost_to_others
-        scores = prediction.completion + cost_to_others + prediction.avoidable
-        first = lowest(scores, situation.random)
-        reason = f"finishes in {prediction.completion[first]:.2f} s"
-        return Choice("oracle", first, scores, lambda _: reason)
-
-
 class Oracle(Routers):
-    """Router that sees the current state of every engine, and every length."""
+    """Router that sees the current state of every engine, and every length.
+
+    It chooses the lowest ``completion + weight·cost to others + avoidable prefill``. A term for
+    evicted blocks, even if all later prompts were known, gained nothing in ``agents`` and
+    ``mooncake-synthetic`` on eight A100.
+    """
 
     def __init__(
         self, machines: Mapping[str, Machine], weight: float, clock: VirtualClock, seed: int
     ) -> None:
         super().__init__([], None, clock, Random(seed))
         self._machines = machines
-        self._policy = Weighed(weight)
+        self._weight = weight
         self._corrections = Corrections(clock())
         self._rows = {name: row for row, name in enumerate(machines)}
         self._corrections.clear(len(machines) - 1)
@@ -85,9 +71,13 @@ class Oracle(Routers):
         prediction = predict(profile, float(output), view, sequences, held.cached)
         prediction = self._with_step_ends(prediction, machines)
         situation = Situation(profile, view, held, prediction, sequences, self._random, {})
-        choice = self._policy.choose(situation)
+        cost_to_others = self._weight * prediction.cost_to_others
+        scores = prediction.completion + cost_to_others + prediction.avoidable
+        first = lowest(scores, self._random)
+        reason = f"finishes in {prediction.completion[first]:.2f} s"
+        choice = Choice("oracle", first, scores, lambda _: reason)
         second = None if choice.second is None else view.ids[choice.second]
-        return Decision(situation, choice, view.ids[choice.first], output, second)
+        return Decision(situation, choice, view.ids[first], output, second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
         """Ignores events: the oracle sees the engines."""

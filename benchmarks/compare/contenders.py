@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.fleet import FleetFile, ReplicaGroup
-from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.processes import Process, answers, pick_ports, together
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
@@ -73,24 +72,13 @@ def _options(group: ReplicaGroup) -> list[str]:
     return options
 
 
-async def lateness(servers: Servers) -> dict[str, Any]:
-    """Lateness of each replica's steps so far; None for a replica that does not answer."""
-    return {
-        name: await get_json(f"http://{address}/simulate/late") for name, address in servers.items()
-    }
-
-
-async def no_decisions() -> list[dict[str, Any]]:
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Front:
     url: str  # of the contender, for its clients
     # Reasons why the contender did not apply its own policy to these requests.
     complaints: Callable[[Requests], Awaitable[list[str]]]
-    # Records of this router's decisions, in the form of `/decisions`.
-    decisions: Callable[[], Awaitable[list[dict[str, Any]]]] = no_decisions
+    # Records of this router's decisions, in the form of `/decisions`; None for other routers.
+    decisions: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
     # Processes that a fault may hit, by the names in `Contender.parts`.
     parts: Mapping[str, Process] = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """Envoy alone with its own load balancing policies, and Envoy with this project's router."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import (
 )
 from extproc.lab.harness.pages import decisions, get_text
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
-from extproc.lab.harness.stack import Stack, attached_replicas
+from extproc.lab.harness.stack import SimulatedReplica, Stack, attached_replicas
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
@@ -149,42 +149,9 @@ async def envoy_stats(admin: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
-class ObservedContender:
-    """Envoy with a policy of its own, observed by a router."""
-
-    parts = tuple(_PARTS)
-
-    def __init__(self, policy: str) -> None:
-        self.name = f"observed:{policy}"
-        self.about = f"Envoy's own {policy.upper()}, observed by this router"
-        self._policy = policy
-
-    @asynccontextmanager
-    async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
-    ) -> AsyncIterator[Front]:
-        settings: dict[str, dict[str, object]] = {
-            "route": {"seed": seed},
-            "serve": {"mode": "observe", "decisions_kept": _DECISIONS_KEPT},
-        }
-        replicas = attached_replicas(servers, fleet.profiles)
-        observed = _ObservedStack(directory, replicas, settings)
-        observed.policy = self._policy
-        async with observed as stack:
-
-            async def complaints(requests: Requests) -> list[str]:
-                found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
-                records = await decisions(stack.router_admin)
-                seen = {record["request_id"] for record in records if record["observed"]}
-                missed = sum(request["request_id"] not in seen for request in requests)
-                return [*found, f"{missed} requests were not observed"] if missed else found
-
-            records = partial(decisions, stack.router_admin)
-            parts = {part: stack.process(name) for part, name in _PARTS.items()}
-            yield Front(stack.url, complaints, records, parts)
-
-
 class RouterContender:
+    """This router behind Envoy, configured with the profiles of ``SimulatedFleet.profiles``."""
+
     parts = tuple(_PARTS)
 
     def __init__(self, policy: str) -> None:
@@ -196,19 +163,20 @@ class RouterContender:
     async def running(
         self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Starts a new stack that is configured with the hardware profiles of
-        ``SimulatedFleet.profiles``."""
+        replicas = attached_replicas(servers, fleet.profiles)
+        async with self._stack(directory, replicas, seed) as stack:
+            complaints = partial(self._complaints, stack)
+            records = partial(decisions, stack.router_admin)
+            parts = {part: stack.process(name) for part, name in _PARTS.items()}
+            yield Front(stack.url, complaints, records, parts)
+
+    def _stack(self, directory: Path, replicas: Sequence[SimulatedReplica], seed: int) -> Stack:
         settings: dict[str, dict[str, object]] = {
             "route": {"policy": self._policy, "seed": seed},
             "poll": {"interval_s": poll_interval(self._policy)},
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
-        replicas = attached_replicas(servers, fleet.profiles)
-        async with _NamingStack(directory, replicas, settings) as stack:
-            complaints = partial(self._complaints, stack)
-            records = partial(decisions, stack.router_admin)
-            parts = {part: stack.process(name) for part, name in _PARTS.items()}
-            yield Front(stack.url, complaints, records, parts)
+        return _NamingStack(directory, replicas, settings)
 
     async def _complaints(self, stack: Stack, requests: Requests) -> list[str]:
         found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
@@ -231,6 +199,31 @@ class RouterContender:
             ),
         }
         return found + [f"{count} requests {event}" for event, count in counts.items() if count]
+
+
+class ObservedContender(RouterContender):
+    """Envoy with a policy of its own, observed by a router."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(policy)
+        self.name = f"observed:{policy}"
+        self.about = f"Envoy's own {policy.upper()}, observed by this router"
+
+    def _stack(self, directory: Path, replicas: Sequence[SimulatedReplica], seed: int) -> Stack:
+        settings: dict[str, dict[str, object]] = {
+            "route": {"seed": seed},
+            "serve": {"mode": "observe", "decisions_kept": _DECISIONS_KEPT},
+        }
+        stack = _ObservedStack(directory, replicas, settings)
+        stack.policy = self._policy
+        return stack
+
+    async def _complaints(self, stack: Stack, requests: Requests) -> list[str]:
+        found = await replica_complaints(stack.envoy_admin, len(stack.replicas))
+        records = await decisions(stack.router_admin)
+        seen = {record["request_id"] for record in records if record["observed"]}
+        missed = sum(request["request_id"] not in seen for request in requests)
+        return [*found, f"{missed} requests were not observed"] if missed else found
 
 
 class _NamingStack(Stack):

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import yaml
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
 from benchmarks.compare.envoy import envoy_stats, start_envoy
-from extproc.lab.harness.envoy_config import Bootstrap, socket_address
+from extproc.lab.harness.envoy_config import Bootstrap, endpoints, socket_address
 from extproc.lab.harness.pages import get_samples
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
@@ -127,14 +127,8 @@ class PickerContender:
         resources["listeners"][0]["address"] = socket_address(f"127.0.0.1:{ports['envoy']}")
         for cluster in resources["clusters"]:
             if port := self._product.clusters.get(cluster["name"]):
-                _endpoint(cluster)["address"] = socket_address(f"127.0.0.1:{ports[port]}")
+                cluster["load_assignment"]["endpoints"] = endpoints([f"127.0.0.1:{ports[port]}"])
         return bootstrap
-
-
-def _endpoint(cluster: Any) -> Any:
-    (group,) = cluster["load_assignment"]["endpoints"]
-    (member,) = group["lb_endpoints"]
-    return member["endpoint"]
 
 
 def find_program(product: PickerProduct, programs: Path | None) -> Path | None:

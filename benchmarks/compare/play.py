@@ -146,7 +146,8 @@ async def play(
             result = await _load(front.url, fleet, options, directory, injection)
         sent = result["requests"]
         complaints = injection.complaints if injection else await front.complaints(sent)
-        decisions = {record["request_id"]: record for record in await front.decisions()}
+        records = await front.decisions() if front.decisions else []
+        decisions = {record["request_id"]: record for record in records}
     names = {address: name for name, address in servers.items()}
     start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     fault = None

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.compare.contenders import Servers, lateness
+from benchmarks.compare.contenders import Servers
 from benchmarks.load.summary import LATE_S
 from extproc.ground.clock import Clock
-from extproc.lab.harness.pages import get_text
+from extproc.lab.harness.pages import get_json, get_text
 from extproc.poll.metrics_text import read_metrics
 
 _INTERVAL_S = 1.0
@@ -34,7 +34,8 @@ class Observation:
     cpu: Ticks
     prompt_tokens: float = 0.0  # of all replicas so far
     cached_tokens: float = 0.0  # prompt tokens from prefix caches
-    late: Mapping[str, Any] = field(default_factory=dict)  # result of `lateness`
+    late: Mapping[str, Any] = field(default_factory=dict)
+    """Lateness of each replica's steps so far; None for a replica that does not answer."""
 
 
 Observations = Sequence[Observation]  # in order
@@ -104,14 +105,15 @@ async def observing(servers: Servers, clock: Clock) -> AsyncIterator[list[Observ
 
 
 async def _observe(servers: Servers, clock: Clock) -> Observation:
-    at_s, cpu = clock(), ticks()
+    at_s, cpu, late = clock(), ticks(), {}
     prompt_tokens = cached_tokens = 0.0
-    for address in servers.values():
+    for name, address in servers.items():
+        late[name] = await get_json(f"http://{address}/simulate/late")
         with suppress(ValueError):  # the replica does not answer
             page = read_metrics((await get_text(f"http://{address}/metrics")).encode())
             prompt_tokens += page.prompt_tokens
             cached_tokens += page.cached_tokens
-    return Observation(at_s, cpu, prompt_tokens, cached_tokens, await lateness(servers))
+    return Observation(at_s, cpu, prompt_tokens, cached_tokens, late)
 
 
 def ticks(proc: Path = Path("/proc")) -> Ticks:

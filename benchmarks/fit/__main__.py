@@ -105,7 +105,7 @@ async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path
         version = (await get_json(f"http://{server.address}/version"))["version"]
         async with open_session(_GIVE_UP_S) as session:
             page = await scrape(session, server.address, health=False)
-        recorder = RecordingClient(server.address, MODEL, vocabulary, Random(0))
+        recorder = RecordingClient(server.address, vocabulary, Random(0))
         print("recording requests for the calibration", flush=True)
         calibration = await recorder.play("calibration", bursts())
         runs = []
@@ -133,7 +133,6 @@ class RecordingClient:
     """
 
     server: str  # `ip:port`
-    model: str  # name on the server
     vocabulary: int  # number of token ids
     random: Random  # draws the prompts
 
@@ -157,7 +156,7 @@ class RecordingClient:
     def _request(self, number: int, traced: TracedRequest) -> traffic.TimedRequest:
         ids = range(_SPECIAL_TOKENS, self.vocabulary)
         body = {
-            "model": self.model,
+            "model": MODEL,
             "prompt": self.random.choices(ids, k=traced.prompt_tokens),
             "max_tokens": traced.output_tokens,
             "ignore_eos": True,

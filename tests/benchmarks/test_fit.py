@@ -92,7 +92,7 @@ def test_trace_without_enough_requests_is_refused() -> None:
 async def replica() -> AsyncIterator[tuple[Replica, RecordingClient]]:
     replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
     serving = await start(replica, "127.0.0.1", 0)
-    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", "model", 4096, Random(0))
+    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", 4096, Random(0))
     await serving.runner.cleanup()
 
 
