@@ -1,12 +1,12 @@
 """Announcements to other routers: sent prompts, and owners of responses and sessions."""
 
 import asyncio
-import struct
 from collections import deque
+from math import inf
 
-import numpy as np
+from msgspec import Struct
 
-from extproc.request.prefix import NO_PREFIX, Prefix
+from extproc.request.prefix import NO_PREFIX, Keys, Prefix
 
 MAX_PROMPT_BATCHES = 4096
 """Batches of prompts that Redis stores for routers that start later: 80 MB at 1,000 requests a
@@ -16,17 +16,28 @@ _MAX_PENDING = 10_000  # announcements that wait for Redis, the newest
 _MAX_PENDING_BYTES = 10_000_000  # of pending prompts: a prompt of 8,000 tokens takes 1 kB
 _MAX_BATCH = 100  # prompts: the reader's event loop is blocked for about 5 ms
 
-_HEADER = struct.Struct("<HIffQ")
-"""Header of a prompt: length of the replica's name in bytes, units, tokens in a unit, tokens, key
-of the whole prompt."""
+
+class SentPrompt(Struct, array_like=True, eq=False):
+    """Prompt that a router sent to a replica. Without tokens: the replica's prefix cache is
+    empty."""
+
+    replica: str  # ``ip:port``
+    keys: Keys  # this field and the next: as in :class:`~extproc.request.prefix.Prefix`
+    unit: float
+    tokens: float
+    whole: int
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.unit < inf and 0.0 <= self.tokens < inf):
+            raise ValueError(f"impossible: {self.tokens} tokens, {self.unit} tokens in a unit")
 
 
 class PromptLog:
     """Prompts that this router sent and other routers have not received yet."""
 
     def __init__(self) -> None:
-        self._pending: deque[bytes] = deque()
-        self._size = 0
+        self._pending: deque[SentPrompt] = deque()
+        self._size = 0  # bytes of their keys
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -39,48 +50,22 @@ class PromptLog:
         """Announces that the replica's prefix cache is empty, as a prompt without tokens."""
         self._add(replica, NO_PREFIX)
 
-    def take(self) -> bytes:
-        """Removes the oldest prompts and returns them packed; empty bytes if there are none.
-
-        A prompt takes 22 bytes, the replica's name, and 8 bytes for each of its units.
-        """
-        return b"".join([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
+    def take(self) -> tuple[SentPrompt, ...]:
+        """Removes the oldest prompts and returns them."""
+        return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
 
     def _add(self, replica: str, prefix: Prefix) -> None:
-        name, keys = replica.encode(), prefix.keys
-        header = _HEADER.pack(len(name), len(keys), prefix.unit, prefix.tokens, prefix.whole)
-        packed = b"".join([header, name, keys.astype("<u8", copy=False).tobytes()])
-        self._pending.append(packed)
-        self._size += len(packed)
+        self._pending.append(
+            SentPrompt(replica, prefix.keys, prefix.unit, prefix.tokens, prefix.whole)
+        )
+        self._size += prefix.keys.nbytes
         while len(self._pending) > _MAX_PENDING or self._size > _MAX_PENDING_BYTES:
             self._pop()
 
-    def _pop(self) -> bytes:
+    def _pop(self) -> SentPrompt:
         oldest = self._pending.popleft()
-        self._size -= len(oldest)
+        self._size -= oldest.keys.nbytes
         return oldest
-
-
-def read_prompts(data: bytes) -> list[tuple[str, Prefix]]:
-    """Unpacks the replicas and prompts that :meth:`PromptLog.take` packed.
-
-    Raises:
-        ValueError: the data are cut short or have impossible figures.
-    """
-    found, at = [], 0
-    try:
-        while at < len(data):
-            length, units, unit, tokens, whole = _HEADER.unpack_from(data, at)
-            at += _HEADER.size + length
-            replica = data[at - length : at].decode()
-            keys = np.frombuffer(data, "<u8", units, at)
-            at += keys.nbytes
-            if not (0.0 < unit < np.inf and 0.0 <= tokens < np.inf):
-                raise ValueError(f"impossible prompt: {tokens} tokens, {unit} tokens in a unit")
-            found.append((replica, Prefix(keys, unit, tokens, whole)))
-    except struct.error as error:
-        raise ValueError(f"the prompts are cut short: {error}") from None
-    return found
 
 
 class OwnerMap:

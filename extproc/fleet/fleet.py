@@ -1,7 +1,7 @@
 """State of all replicas of a pool: polled figures, this router's requests, and their progress."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from uuid import uuid4
 
@@ -10,7 +10,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
-from extproc.fleet.announcements import OwnerMap, PromptLog, read_prompts
+from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
 from extproc.fleet.digest import DECODED, EXPECTED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
@@ -370,19 +370,15 @@ class Fleet:
         if self.peers.receive(digest, age):
             self._progress.invalidate()
 
-    def receive_prompts(self, router: str, prompts: bytes) -> None:
-        """Adds prompts that another router dispatched, packed by its :attr:`prompt_log`, to the
-        index.
-
-        Raises:
-            ValueError: the prompts cannot be read.
-        """
+    def receive_prompts(self, router: str, prompts: Iterable[SentPrompt]) -> None:
+        """Adds prompts that another router dispatched to the index."""
         if router == self.router:
             return
-        for replica, prefix in read_prompts(prompts):
-            if (row := self._rows.get(replica)) is None:
+        for prompt in prompts:
+            if (row := self._rows.get(prompt.replica)) is None:
                 continue
-            if prefix.tokens:
+            if prompt.tokens:
+                prefix = Prefix(prompt.keys, prompt.unit, prompt.tokens, prompt.whole)
                 self._index(row, prefix)
             else:
                 self._prefixes.clear(row)

@@ -54,7 +54,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
-            _receive_prompts(prompts, fleet, skips),
+            _receive_prompts(prompts, fleet),
             _receive_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
             _watch_pollers(redis, pool, fleet, skips),
             _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
@@ -143,18 +143,11 @@ async def _send_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
 
-async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:
+async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
     """Receives prompts that other routers dispatched. Waits for the first replicas, because prompts
     for unknown replicas would be lost."""
-
-    def take(prompts: Prompts) -> None:
-        try:
-            fleet.receive_prompts(prompts.router, prompts.prompts)
-        except ValueError as error:
-            skips.garbage(reader.key, error)
-
     await fleet.members_known.wait()
-    await _receive(reader, take)
+    await _receive(reader, lambda sent: fleet.receive_prompts(sent.router, sent.prompts))
 
 
 async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:

@@ -9,6 +9,8 @@ from msgspec import Struct
 from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
+from extproc.fleet.announcements import SentPrompt
+from extproc.fleet.held_blocks import pack, unpack
 from extproc.share.connection import TIMEOUT_S, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import Reader
@@ -33,11 +35,11 @@ class Prompts(Struct, array_like=True, frozen=True):
     """Prompts that a router sent to replicas."""
 
     router: str
-    prompts: bytes  # packed by :class:`~extproc.fleet.announcements.PromptLog`
+    prompts: tuple[SentPrompt, ...]
 
 
 OWNER = EnvelopeKind("owner", Owner)
-PROMPTS = EnvelopeKind("prompts", Prompts)
+PROMPTS = EnvelopeKind("sent_prompts", Prompts, pack, unpack)
 
 
 class StreamWriter(Generic[B]):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from extproc.fleet import announcements
-from extproc.fleet.announcements import OwnerMap, PromptLog, read_prompts
+from extproc.fleet.announcements import OwnerMap, PromptLog
 from extproc.request.prefix import Prefix
 from tests.fakes import replica
 from tests.fleet.test_prefix_index import UNIT, prompt
@@ -47,8 +47,8 @@ async def test_recorded_owners_are_announced_once() -> None:
 def test_prompt_log_announces_a_restart_as_a_prompt_without_tokens() -> None:
     log = PromptLog()
     log.restarted("10.0.0.1:8000")
-    [(replica, prefix)] = read_prompts(log.take())
-    assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
+    [sent] = log.take()
+    assert (sent.replica, sent.tokens, len(sent.keys)) == ("10.0.0.1:8000", 0, 0)
 
 
 def test_prompt_log_is_taken_in_batches() -> None:
@@ -57,7 +57,7 @@ def test_prompt_log_is_taken_in_batches() -> None:
         log.add("10.0.0.1:8000", prompt("ab"))
     sizes = []
     while batch := log.take():
-        sizes.append(len(read_prompts(batch)))
+        sizes.append(len(batch))
     assert sizes == [100, 100, 50]
 
 
@@ -67,28 +67,20 @@ def test_pending_prompts_take_at_most_10_mb() -> None:
         long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
         log.add("10.0.0.1:8000", long)
     assert 9_900_000 < size * len(log) <= 10_000_000
-    numbers = [int(prefix.keys[0]) for _ in range(8) for _, prefix in read_prompts(log.take())]
+    numbers = [int(sent.keys[0]) for _ in range(8) for sent in log.take()]
     assert numbers == list(range(1_000 - len(numbers), 1_000)), "the newest"
     assert not log.take()
     log.add("10.0.0.1:8000", prompt("abc"))
     assert len(log) == 1
 
 
-def test_taken_prompts_are_read_back() -> None:
+def test_prompts_without_tokens_are_not_announced() -> None:
     log = PromptLog()
     log.add("10.0.0.1:8000", prompt("abc", whole=5))
     log.add("10.0.0.2:8000", prompt(""))
     log.add("[::1]:8000", prompt("x"))
-    read = read_prompts(log.take())
-    assert [replica for replica, _ in read] == ["10.0.0.1:8000", "[::1]:8000"]
-    assert list(read[0][1].keys) == list(prompt("abc").keys)
-    assert (read[0][1].unit, read[0][1].whole) == (UNIT, 5)
+    first, last = log.take()
+    assert (first.replica, last.replica) == ("10.0.0.1:8000", "[::1]:8000")
+    assert list(first.keys) == list(prompt("abc").keys)
+    assert (first.unit, first.whole) == (UNIT, 5)
     assert not log.take()
-
-
-@pytest.mark.parametrize("cut", [1, 20, 40])
-def test_prompts_that_are_cut_short_are_refused(cut: int) -> None:
-    log = PromptLog()
-    log.add("10.0.0.1:8000", prompt("abc"))
-    with pytest.raises(ValueError, match=r"cut short|smaller"):
-        read_prompts(log.take()[:-cut])

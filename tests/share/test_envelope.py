@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
+from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.held_blocks import BlockUpdate
 from extproc.predict.inputs import Floats
@@ -30,7 +31,7 @@ MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
     (PUT, Put(STATE)),
     (REMOVED, Removed("10.0.0.1:8000")),
     (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (STATE.id,), FIGURES)),
-    (PROMPTS, Prompts("router", b"packed")),
+    (PROMPTS, Prompts("router", (SentPrompt("10.0.0.1:8000", KEYS, 64.0, 200.0, 5),))),
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
     (BLOCKS, ReplicaBlockUpdate("10.0.0.1:8000", BlockUpdate(2, 1, 16, KEYS, KEYS[:1]))),
     (DRAIN, Drain(True)),
@@ -67,6 +68,11 @@ def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:
 def digest(figures: Floats, sent_at: float = 1.5) -> bytes:
     body = ["router", 7, sent_at, 1, [STATE.id], figures.astype("<f4").tobytes()]
     return msgpack.encode(["load", VERSION, body])
+
+
+def sent_prompt(keys: bytes, unit: float, tokens: float) -> bytes:
+    body = ["router", [[STATE.id, keys, unit, tokens, 5]]]
+    return msgpack.encode(["sent_prompts", VERSION, body])
 
 
 def short_keys() -> bytes:
@@ -125,6 +131,9 @@ def test_message_is_opened_or_counted(
         digest(-FIGURES),
         digest(FIGURES[1:]),
         digest(FIGURES, sent_at=math.inf),
+        sent_prompt(b"short", 64.0, 200.0),
+        sent_prompt(bytes(8), 0.0, 200.0),
+        sent_prompt(bytes(8), 64.0, math.nan),
     ],
 )
 def test_unreadable_message_is_garbage(old: Any) -> None:
@@ -175,6 +184,7 @@ def test_message_fields_match_version() -> None:
     """For a new field, raise ``VERSION`` and add it here; else choose a new tag."""
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)
+    found["sent_prompt"] = " ".join(SentPrompt.__struct_fields__)
     found["update"] = " ".join(BlockUpdate.__struct_fields__)
     assert VERSION == 5
     assert found == {
@@ -183,7 +193,8 @@ def test_message_fields_match_version() -> None:
         "lists": "models adapters",
         "removed": "id",
         "load": "router number sent_at kind replicas figures",
-        "prompts": "router prompts",
+        "sent_prompts": "router prompts",
+        "sent_prompt": "replica keys unit tokens whole",
         "owner": "thing replica",
         "blocks": "replica update",
         "update": "number previous block_size stored removed",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.fleet import Fleet
 from extproc.proxy import sharing as shared
 from extproc.request.endpoint import Endpoint
@@ -189,10 +190,10 @@ async def test_garbage_prompts_are_skipped(
     redis_client: Redis, routers: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = routers
-    for garbage in (b"\xff" * 40, b"", b"\x00", b"\x01\x00" + b"\x00" * 16 + b"\xff"):
+    keys = np.zeros(1, np.uint64)
+    sealed = PROMPTS.seal(Prompts("another", (SentPrompt(replica(1), keys, 64.0, 64.0, 0),)))
+    for garbage in (b"\xff" * 40, b"", b"\x00", sealed[:-1]):
         await redis_client.xadd(Keys("test").prompts, {"": garbage})
-        sealed = PROMPTS.seal(Prompts("another", garbage))
-        await redis_client.xadd(Keys("test").prompts, {"": sealed})
     send(first, 1, prompt("a", 3))
     await holds(second, 1, prompt("a", 3))
     assert [one.message for one in caplog.records].count("skipped garbage in redis") <= 2

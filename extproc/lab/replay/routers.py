@@ -9,6 +9,7 @@ from random import Random
 from typing import Protocol
 
 from extproc.config import Config
+from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
@@ -218,7 +219,7 @@ class Routers:
         self._clock = clock
         self._random = random
         self._owner: dict[int, RouterNode] = {}
-        self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
+        self._under_way: deque[tuple[float, Digest | None, str, tuple[SentPrompt, ...]]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
         """Return the decision of a random router; None if no replica can be used."""
