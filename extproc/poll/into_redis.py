@@ -136,9 +136,8 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    After an outage everything is written again, because Redis may be empty. If the process stood
-    still for longer than its heartbeat lives, states from before the pause are not written, because
-    another poller has newer ones.
+    After an outage everything is written again, because Redis may be empty. While the poller's
+    heartbeat has lapsed, nothing is written, because another poller may have newer states.
 
     Args:
         name: name of the poller, unique among pollers.
@@ -170,7 +169,6 @@ class IntoRedis(Destination):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_writing(self._states_due, self._write_states))
             tasks.create_task(self._keep_writing(self._blocks_due, self._write_blocks))
-            tasks.create_task(self.assigner.watch())
             tasks.create_task(self.drains.follow(self._drain_store, monotonic))
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:

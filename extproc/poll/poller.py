@@ -131,8 +131,8 @@ class Poller:
         targets = self._targets
         problems = [f"{name}: {why}" for name, why in self._discovery.problems().items()]
         assigned = await self._into.claim(targets, problems)
-        # After a pause another poller may have scraped the replicas: start all of them again.
-        lost = {*self._polled} if assigned.paused else self._polled.keys() - assigned.replicas
+        # After a lapse another poller may have scraped the replicas: start all of them again.
+        lost = {*self._polled} if assigned.lapsed else self._polled.keys() - assigned.replicas
         for replica in lost:
             self._stop(replica)
             self._into.forget(replica)

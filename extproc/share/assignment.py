@@ -5,12 +5,11 @@ living poller that lists the replica and has the highest hash of both names. So 
 or stops, only its own replicas move.
 """
 
-import asyncio
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import Any, NoReturn
+from typing import Any
 
 from msgspec import Struct
 from redis.asyncio import Redis
@@ -42,7 +41,7 @@ class Assignment:
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
-    paused: bool = False  # the process was, and others may have scraped its replicas meanwhile
+    lapsed: bool = False  # the heartbeat had expired, and others may have scraped its replicas
     redis_was_emptied: bool = False
 
 
@@ -96,66 +95,47 @@ class Assigner:
         self._others_until = clock()  # no poller counts as gone before
         self._replicas: frozenset[str] = frozenset()
         self._is_new = True
-        self._awake_at = clock()  # last time at which the process was seen to run
-        self._paused = False  # between the last heartbeat and that time
-        self._lives_until = inf  # end of the last heartbeat's life; infinity: Redis is away
+        self._lives_until = inf  # the last heartbeat expires in Redis; infinity: Redis is away
         self.beat_at: float | None = None  # end of the last heartbeat, failed or not
 
     @property
-    def paused(self) -> bool:
-        """True if the process stood still for so long that its heartbeat may have expired. Then
-        other pollers may have taken over its replicas.
-
-        The heartbeat may have been ``BEAT_S`` old already when the pause began.
-        """
-        return self._paused or self._clock() - self._awake_at > LIFE_S - 2 * BEAT_S
-
-    @property
     def lapsed(self) -> bool:
-        """True if the heartbeat may have expired: after a pause, or because the next one is late.
-        Then states must not be written before a heartbeat tells who scrapes the replicas."""
-        return self.paused or self._clock() > self._lives_until
+        """True if the heartbeat has expired, because the process stood still or was slow.
 
-    async def watch(self) -> NoReturn:
-        """Watches for pauses of the process, until cancelled."""
-        while True:
-            self._paused = self.paused
-            self._awake_at = self._clock()
-            await asyncio.sleep(BEAT_S)
+        Then other pollers may have taken over the replicas, so states must not be written before a
+        heartbeat tells who scrapes them.
+        """
+        return self._clock() > self._lives_until
 
     async def beat(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
         """Writes a heartbeat with these replicas and problems, and returns the assignment."""
-        redis_was_emptied = is_current = False
-        began = self._clock()
+        began, began_lapsed = self._clock(), self.lapsed
+        lapsed = redis_was_emptied = False
         try:
             was_known, names = await self._write(Heartbeat((*replicas,), (*problems,)))
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
-            self._lives_until = inf
-            self._is_new |= self.paused
+            self._lives_until = self._lives_until if began_lapsed else inf
             self._replicas &= {*replicas}
         else:
             now = self._clock()
-            is_current = now - began <= LIFE_S - 2 * BEAT_S  # else read before a pause
-            self._paused |= not was_known and now > self._lives_until  # expired, not deleted
-            self._lives_until = began + LIFE_S
-            self._is_new |= self.paused
-            redis_was_emptied = not (was_known or self._is_new)
+            if not (was_known or self._is_new):
+                lapsed = now > self._lives_until
+                redis_was_emptied = not lapsed
             if redis_was_emptied:
                 self._others_until = now + LIFE_S
             self._others = self._others | others if now < self._others_until else others
+            self._is_new |= lapsed
             self._replicas = frozenset(filter(self._owns, replicas))
             self._is_new = False
+            self._lives_until = began + LIFE_S
             if not self._replicas:  # else the next write of states ends the outage
                 self._outage.recovered()
         self.beat_at = self._clock()
-        paused = self.paused and bool(self._others)
-        # Without a current answer a poller that was alone may not be alone any more.
-        self._paused = self.paused and not self._others and not is_current
-        self._awake_at = self.beat_at
         listed_by_others = frozenset().union(*self._others.values())
-        return Assignment(self._replicas, listed_by_others, paused, redis_was_emptied)
+        lapsed &= bool(self._others)  # nobody else scraped the replicas of a single poller
+        return Assignment(self._replicas, listed_by_others, lapsed, redis_was_emptied)
 
     async def release(self) -> None:
         try:

@@ -13,7 +13,7 @@ from extproc.share.connection import Keys, connect, outage
 from extproc.share.envelope import Skips
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -129,106 +129,65 @@ async def test_replicas_of_dead_poller_are_taken_over(
     assert await redis_client.smembers(Keys(POOL).pollers) == {b"b"}
 
 
-@pytest.mark.parametrize("there", [True, False])
-async def test_paused_poller_starts_as_a_new_one(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, there: bool
+@pytest.mark.parametrize("outage", [False, True])
+async def test_poller_whose_heartbeat_expired_starts_as_a_new_one(
+    redis_server: RedisServer, redis_client: Redis, outage: bool
 ) -> None:
-    monkeypatch.setattr(assignment, "BEAT_S", 0.0)
     clock = ManualClock()
     async with connect(redis_server.url, POOL) as redis:
         a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
         before = await beats(a, b)
-        watching = asyncio.create_task(a.assigner.watch())
-        for _ in range(3):
-            await asyncio.sleep(0)
-            clock.advance(LIFE_S - 1)
-        assert not a.assigner.paused
-        clock.advance(LIFE_S + 1)
-        await until(lambda: a.assigner.paused)
-        watching.cancel()
-        if not there:
+        clock.advance(LIFE_S)
+        assert not a.assigner.lapsed
+        clock.advance(1)
+        assert a.assigner.lapsed  # at once, before any heartbeat
+        if outage:
             await redis_server.kill()
-            assert (await a.beat()).paused
+            await a.beat()
+            assert a.assigner.lapsed
             await redis_server.start()
-            await b.beat()
-        assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, paused=there)
-        assert not a.assigner.paused
+        await redis_client.delete(Keys(POOL).poller + "a")
+        await b.beat()
+        assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, lapsed=True)
+        assert not a.assigner.lapsed
         assert await beats(b, a, rounds=1) == before
-        assert not a.assignment.paused
+        assert not a.assignment.lapsed
 
 
-async def test_poller_is_paused_from_wake_up_to_heartbeat(redis_client: Redis) -> None:
-    """A heartbeat is up to one interval old when the pause begins, and expires sooner by that."""
+async def test_single_poller_whose_heartbeat_expired_keeps_its_replicas(
+    redis_client: Redis,
+) -> None:
     clock = ManualClock()
     a = Poller(redis_client, "a", clock=clock)
     await a.beat()
-    clock.advance(assignment.BEAT_S)
-    assert not a.assigner.paused
-    clock.advance(LIFE_S - 2 * assignment.BEAT_S)
-    assert a.assigner.paused  # at once, before any other task runs
-    await a.beat()
-    assert not a.assigner.paused
-
-
-async def test_poller_whose_late_heartbeat_expired_starts_as_a_new_one(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process never stands still for long, and Redis is not empty."""
-    monkeypatch.setattr(assignment, "BEAT_S", 0.0)
-    clock = ManualClock()
-    a, b = Poller(redis_client, "a", clock=clock), Poller(redis_client, "b")
-    await a.beat()
-    watching = asyncio.create_task(a.assigner.watch())
-    for _ in range(3):
-        await asyncio.sleep(0)
-        clock.advance(LIFE_S / 2)
-    watching.cancel()
-    assert not a.assigner.paused
-    assert a.assigner.lapsed
+    clock.advance(LIFE_S + 1)
     await redis_client.delete(Keys(POOL).poller + "a")
-    assert (await b.beat()).replicas == TEN
-    assert await a.beat() == Assignment(frozenset(), listed_by_others=TEN, paused=True)
+    assert a.assigner.lapsed
+    assert await a.beat() == Assignment(TEN)
     assert not a.assigner.lapsed
 
 
-async def test_paused_single_poller_keeps_its_replicas(redis_client: Redis) -> None:
-    clock = ManualClock()
-    a = Poller(redis_client, "a", clock=clock)
-    await a.beat()
-    clock.advance(LIFE_S)
-    assert a.assigner.paused
-    assert await a.beat() == Assignment(TEN)
-
-
-@pytest.mark.parametrize("failure", ["no answer", "answer from before the pause"])
-async def test_pause_counts_until_a_later_heartbeat_is_answered(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, failure: str
+async def test_answer_from_before_a_pause_does_not_renew_the_heartbeat(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock()
-    async with connect(redis_server.url, POOL) as redis:
-        a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
+    a, b = Poller(redis_client, "a", clock=clock), Poller(redis_client, "b")
+    await a.beat()
+    send = a.assigner._write
+
+    async def answer_before_pause(beat: Heartbeat) -> tuple[bool, set[str]]:
+        answer = await send(beat)
+        clock.advance(LIFE_S + 1)
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(a.assigner, "_write", answer_before_pause)
         await a.beat()
-        with monkeypatch.context() as patched:
-            if failure == "no answer":
-                clock.advance(LIFE_S)
-                await redis_server.kill()
-            else:
-                send = a.assigner._write
-
-                async def answer_before_pause(beat: Heartbeat) -> tuple[bool, set[str]]:
-                    answer = await send(beat)
-                    clock.advance(LIFE_S)
-                    return answer
-
-                patched.setattr(a.assigner, "_write", answer_before_pause)
-            await a.beat()
-            assert a.assigner.paused
-        if failure == "no answer":
-            await redis_server.start()
-        await redis.delete(Keys(POOL).poller + "a")  # expired during the pause
-        assert (await b.beat()).replicas == TEN
-        assert (await a.beat()).paused
-        assert not a.assigner.paused
+    assert a.assigner.lapsed
+    await redis_client.delete(Keys(POOL).poller + "a")
+    assert (await b.beat()).replicas == TEN
+    assert (await a.beat()).lapsed
+    assert not a.assigner.lapsed
 
 
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
