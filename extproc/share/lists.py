@@ -4,7 +4,7 @@ With 500 names in every state, each router would receive 8 MB/s. Redis stores ea
 longer than the states that name it. If Redis lacks a list, the state carries the list itself.
 """
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -63,44 +63,36 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """Cache of the lists that the last states of replicas name; other lists are read from Redis."""
+    """Lists that replicas' last states named; other lists are read from Redis."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
         self._key = Keys(pool).lists
         self._skips = skips
-        self._lists: dict[str, Lists] = {}  # by hash
-        self._named: dict[str, str] = {}  # replica → hash
+        self._last: dict[str, tuple[str, Lists]] = {}  # replica → hash and lists
 
     def forget(self, replica: str) -> None:
-        self._named.pop(replica, None)
+        self._last.pop(replica, None)
 
     def keep(self, replicas: Container[str]) -> None:
         """Forgets all other replicas."""
-        self._named = {id_: name for id_, name in self._named.items() if id_ in replicas}
+        self._last = {id_: last for id_, last in self._last.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:
         """Adds the lists to states that name them. Drops a state whose list Redis lacks; the
         replica's next state carries the list itself."""
-        new: dict[str, Lists] = {}
-        needed: set[str] = set()
-        for change in changes:
-            if isinstance(change, PutListed):
-                self._named[change.state.id] = change.lists
-                needed.add(change.lists)
-            elif isinstance(change, Put):
-                self._named.pop(change.state.id, None)
-                if change.state.adapters:
-                    lists = lists_of(change.state)
-                    name, _ = sealed_lists(lists)
-                    self._named[change.state.id] = name
-                    new[name] = lists
-        if unknown := sorted(needed - self._lists.keys() - new.keys()):
-            new |= await self._read(unknown)
-        if new:
-            named, known = {*self._named.values()}, self._lists | new
-            self._lists = {name: lists for name, lists in known.items() if name in named}
-        completed = map(self._completed, changes)
+        listed = [change for change in changes if isinstance(change, PutListed)]
+        known = dict(
+            self._last[change.state.id] for change in listed if change.state.id in self._last
+        )
+        if unknown := sorted({change.lists for change in listed} - known.keys()):
+            known |= await self._read(unknown)
+        self._last |= {
+            change.state.id: (change.lists, known[change.lists])
+            for change in listed
+            if change.lists in known
+        }
+        completed = (_completed(change, known) for change in changes)
         return [change for change in completed if change is not None]
 
     async def _read(self, names: list[str]) -> dict[str, Lists]:
@@ -114,10 +106,10 @@ class KnownLists:
         }
         return {name: lists for name, lists in found.items() if lists is not None}
 
-    def _completed(self, change: Any) -> Any:
-        if not isinstance(change, PutListed):
-            return change
-        lists = self._lists.get(change.lists)
-        if lists is None:
-            return None
-        return Put(structs.replace(change.state, models=lists.models, adapters=lists.adapters))
+
+def _completed(change: Any, known: Mapping[str, Lists]) -> Any:
+    if not isinstance(change, PutListed):
+        return change
+    if (lists := known.get(change.lists)) is None:
+        return None
+    return Put(structs.replace(change.state, models=lists.models, adapters=lists.adapters))

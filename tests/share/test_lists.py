@@ -42,6 +42,7 @@ async def test_unchanged_list_of_500_adapters_adds_at_most_2_kb(
         return await sent() - before
 
     assert await cost_of(MANY) > 10_000
+    await cost_of(MANY)  # the router reads the list once
     plain = structs.replace(MANY, models=("m",), adapters=())
     assert await cost_of(MANY) - await cost_of(plain) <= 2_000
 
