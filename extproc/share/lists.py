@@ -21,13 +21,7 @@ class Put(Struct, array_like=True, frozen=True):
     """New state of a replica."""
 
     state: ReplicaState
-
-
-class PutListed(Struct, array_like=True, frozen=True):
-    """New state of a replica, without models and adapters."""
-
-    state: ReplicaState
-    lists: str  # hash of the models and adapters
+    lists: str = ""  # hash of the models and adapters, which the state lacks; empty: it has them
 
 
 class Lists(Struct, array_like=True, frozen=True):
@@ -37,8 +31,7 @@ class Lists(Struct, array_like=True, frozen=True):
     adapters: tuple[str, ...]
 
 
-PUT = EnvelopeKind("put", Put, pack=float)  # for numbers of numpy
-PUT_LISTED = EnvelopeKind("put listed", PutListed, pack=float)
+PUT = EnvelopeKind("replica state", Put, pack=float)  # for numbers of numpy
 LISTS = EnvelopeKind("lists", Lists)
 
 
@@ -59,7 +52,7 @@ def sealed(state: ReplicaState) -> bytes:
     if not state.adapters:
         return PUT.seal(Put(state))
     name, _ = sealed_lists(lists_of(state))
-    return PUT_LISTED.seal(PutListed(structs.replace(state, models=(), adapters=()), name))
+    return PUT.seal(Put(structs.replace(state, models=(), adapters=()), name))
 
 
 class KnownLists:
@@ -81,7 +74,7 @@ class KnownLists:
     async def complete(self, changes: Collection[Any]) -> list[Any]:
         """Adds the lists to states that name them. Drops a state whose list Redis lacks; the
         replica's next state carries the list itself."""
-        listed = [change for change in changes if isinstance(change, PutListed)]
+        listed = [change for change in changes if isinstance(change, Put) and change.lists]
         known = dict(
             self._last[change.state.id] for change in listed if change.state.id in self._last
         )
@@ -108,7 +101,7 @@ class KnownLists:
 
 
 def _completed(change: Any, known: Mapping[str, Lists]) -> Any:
-    if not isinstance(change, PutListed):
+    if not (isinstance(change, Put) and change.lists):
         return change
     if (lists := known.get(change.lists)) is None:
         return None

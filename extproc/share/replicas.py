@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
-from extproc.share.lists import PUT, PUT_LISTED, KnownLists, Put, lists_of, sealed, sealed_lists
+from extproc.share.lists import PUT, KnownLists, Put, lists_of, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after
 
 _MAX_IN_MESSAGE = 16
@@ -153,7 +153,7 @@ class StateReader(ChannelReader[Change]):
             left_s = {}
             found = []
             for key, value, left_ms in zip(page, values, left, strict=True):
-                if value is not None and (put := self._skips.open(key, value, PUT, PUT_LISTED)):
+                if value is not None and (put := self._skips.open(key, value, PUT)):
                     found.append(put)
                     left_s[put.state.id] = left_ms / 1000
             for put in await self._lists.complete(found):
@@ -169,7 +169,7 @@ class StateReader(ChannelReader[Change]):
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
-        changes = self._skips.open_all(self._channel, data, PUT, PUT_LISTED, REMOVED)
+        changes = self._skips.open_all(self._channel, data, PUT, REMOVED)
         completed = await self._lists.complete(changes)
         for change in changes:
             if isinstance(change, Removed):

@@ -20,7 +20,7 @@ from extproc.share.blocks import BLOCKS, ReplicaBlockUpdate
 from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
 from extproc.share.envelope import VERSION, EnvelopeKind, Skips, sealed_list
-from extproc.share.lists import LISTS, PUT, PUT_LISTED, Lists, Put, PutListed
+from extproc.share.lists import LISTS, PUT, Lists, Put
 from extproc.share.replicas import REMOVED, Removed
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
@@ -28,7 +28,7 @@ STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
 KEYS = np.arange(3, dtype=np.uint64)
 FIGURES = np.arange(10.0).reshape(10, 1)
 MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
-    (PUT, Put(STATE)),
+    (PUT, Put(STATE, "hash")),
     (REMOVED, Removed("10.0.0.1:8000")),
     (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (STATE.id,), FIGURES)),
     (PROMPTS, Prompts("router", (SentPrompt("10.0.0.1:8000", KEYS, 64.0, 200.0, 5),))),
@@ -36,7 +36,6 @@ MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
     (BLOCKS, ReplicaBlockUpdate("10.0.0.1:8000", BlockUpdate(2, 1, 16, KEYS, KEYS[:1]))),
     (DRAIN, Drain(True)),
     (HEARTBEAT, Heartbeat(("10.0.0.1:8000",))),
-    (PUT_LISTED, PutListed(STATE, "hash")),
     (LISTS, Lists(("m", "lora"), ("lora",))),
 ]
 KINDS = [kind for kind, _ in MESSAGES]
@@ -151,7 +150,7 @@ def test_digest_takes_40_bytes_per_replica() -> None:
 def test_nested_fields_of_a_later_version_are_counted() -> None:
     state = msgpack.decode(msgpack.encode(STATE)) | {"colour": "blue", "size": 3}
     opened = Opened()
-    put = opened.open(msgpack.encode(["put", VERSION + 1, [state]]), PUT)
+    put = opened.open(msgpack.encode(["replica state", VERSION + 1, [state]]), PUT)
     assert put == Put(STATE)
     assert opened.counts == {"unknown_field": 2}
 
@@ -160,7 +159,7 @@ def test_sealed_list_keeps_readable_messages() -> None:
     opened = Opened()
     put, removed = PUT.seal(Put(STATE)), REMOVED.seal(Removed("a"))
     future = from_the_future(put, tag="new")
-    listed = sealed_list(put, future, removed, msgpack.encode(["put", VERSION, [7]]))
+    listed = sealed_list(put, future, removed, msgpack.encode(["replica state", VERSION, [7]]))
     assert opened.skips.open_all("channel", listed, PUT, REMOVED) == [Put(STATE), Removed("a")]
     assert opened.counts == {"unknown_tag": 1, "garbage": 1}
     assert opened.skips.open_all("channel", sealed_list(), PUT) == []
@@ -188,8 +187,7 @@ def test_message_fields_match_version() -> None:
     found["update"] = " ".join(BlockUpdate.__struct_fields__)
     assert VERSION == 5
     assert found == {
-        "put": "state",
-        "put listed": "state lists",
+        "replica state": "state lists",
         "lists": "models adapters",
         "removed": "id",
         "load": "router number sent_at kind replicas figures",

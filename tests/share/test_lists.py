@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.lists import PUT_LISTED, Put, PutListed
+from extproc.share.lists import PUT, Put
 from extproc.share.replicas import Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
@@ -98,8 +98,8 @@ async def test_poller_that_takes_over_keeps_list(
 async def test_state_whose_list_is_lost_is_skipped_until_next(
     redis_client: Redis, following: Next, writer: StateWriter
 ) -> None:
-    unknown = PutListed(structs.replace(MANY, models=(), adapters=()), "unknown")
-    await redis_client.publish(KEYS.changes, sealed_list(PUT_LISTED.seal(unknown)))
+    unknown = Put(structs.replace(MANY, models=(), adapters=()), "unknown")
+    await redis_client.publish(KEYS.changes, sealed_list(PUT.seal(unknown)))
     await writer.put([MANY])
     assert await following() == Put(MANY)
 
