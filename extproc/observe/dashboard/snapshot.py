@@ -73,7 +73,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             }
         )
         await asyncio.sleep(0)
-    observed = observed_requests(first.log)
+    observed_figures, observed_facts = observed_requests(first.log)
     return {
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
         "warnings": warnings,
@@ -82,12 +82,12 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
             ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
             ("requests a second", f"{history[0][0]:.1f}"),
-            *observed.figures,
+            *observed_figures,
         ],
         "facts": [
             *_facts(pools),
             ("Policy", first.config.route.policy + steering(first.config.serve)),
-            *observed.facts,
+            *observed_facts,
         ],
         "pools": shown,
         "history": _history(history),
