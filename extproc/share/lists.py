@@ -35,15 +35,10 @@ PUT = EnvelopeKind("replica state", Put, pack=float)  # for numbers of numpy
 LISTS = EnvelopeKind("lists", Lists)
 
 
-def lists_of(state: ReplicaState) -> Lists:
-    """Returns the models and adapters of a state."""
-    return Lists(state.models, state.adapters)
-
-
 @lru_cache(maxsize=256)
-def sealed_lists(lists: Lists) -> tuple[str, bytes]:
+def sealed_lists(models: tuple[str, ...], adapters: tuple[str, ...]) -> tuple[str, bytes]:
     """Returns the hash of the lists, and their envelope."""
-    value = LISTS.seal(lists)
+    value = LISTS.seal(Lists(models, adapters))
     return blake2b(value, digest_size=12).hexdigest(), value
 
 
@@ -51,7 +46,7 @@ def sealed(state: ReplicaState) -> bytes:
     """Returns the envelope of a state, which names its lists if it has adapters."""
     if not state.adapters:
         return PUT.seal(Put(state))
-    name, _ = sealed_lists(lists_of(state))
+    name, _ = sealed_lists(state.models, state.adapters)
     return PUT.seal(Put(structs.replace(state, models=(), adapters=()), name))
 
 

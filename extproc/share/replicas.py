@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
-from extproc.share.lists import PUT, KnownLists, Put, lists_of, sealed, sealed_lists
+from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after
 
 _MAX_IN_MESSAGE = 16
@@ -95,8 +95,8 @@ class StateWriter:
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
-        named = {lists_of(state) for state in states if state.adapters}
-        lists = {self._keys.lists + name: value for name, value in map(sealed_lists, named)}
+        named = (sealed_lists(state.models, state.adapters) for state in states if state.adapters)
+        lists = {self._keys.lists + name: value for name, value in named}
         # Lists live twice as long as states, so that readers find the lists of each state.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
