@@ -87,14 +87,12 @@ class ReplicaServer:
         app.on_response_prepare.append(_name_replica)
         engine, live, stored = self.replica.engine, self.replica.live, self._responses
         response = f"{Endpoint.RESPONSES}/{{name}}"
-        cancel = f"{response}/cancel"
         sleeping = _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
         routes = [
             *(web.post(path, self._generate) for path in GENERATING),
             *(web.post(path, self._pool) for path in POOLING),
             *(web.post(path, self._transcribe) for path in AUDIO),
             web.get(response, _json(lambda request: stored.response(request.match_info["name"]))),
-            web.post(cancel, _json(lambda request: stored.cancel(request.match_info["name"]))),
             web.post("/tokenize", self._tokenize),
             web.post("/sleep", _json(self._sleep)),
             web.post("/wake_up", _json(self._wake_up)),
@@ -145,10 +143,7 @@ class ReplicaServer:
         if body.stream:
             stream = _stream(request, generation, reply, body.include_usage)
             return await self._finish(stream, body, reply, generation)
-        work = self._finish(generation.done(), body, reply, generation)
-        if isinstance(body, bodies.ResponsesBody) and body.background:
-            return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
-        await work
+        await self._finish(generation.done(), body, reply, generation)
         return web.json_response(reply.whole(generation))
 
     def _head(self, body: Body) -> tuple[str, str, int]:
