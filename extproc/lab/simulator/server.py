@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from extproc.ground.address import join_address
 from extproc.lab.simulator import bodies, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
-from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
+from extproc.lab.simulator.bodies import Body, RequestError
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
@@ -43,7 +43,6 @@ _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Inference = TypeVar("Inference", bound=Body)
-Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Seconds = Annotated[float, Field(ge=0, le=60)]
 
@@ -140,11 +139,14 @@ class ReplicaServer:
         prompt_tokens = generation.usage().prompt
         details = self.replica.settings.enable_prompt_tokens_details
         reply = reply_type(*self._head(body), prompt_tokens, details)
-        if body.stream:
-            stream = _stream(request, generation, reply, body.include_usage)
-            return await self._finish(stream, body, reply, generation)
-        await self._finish(generation.done(), body, reply, generation)
-        return web.json_response(reply.whole(generation))
+        try:
+            if body.stream:
+                return await _stream(request, generation, reply, body.include_usage)
+            await generation.done()
+            return web.json_response(reply.whole(generation))
+        finally:
+            self.replica.live.abort(generation)
+            self._responses.store(body, reply, generation)
 
     def _head(self, body: Body) -> tuple[str, str, int]:
         return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
@@ -160,15 +162,6 @@ class ReplicaServer:
             raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
         self.replica.check_model(parsed.model)
         return parsed
-
-    async def _finish(
-        self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
-    ) -> Result:
-        try:
-            return await work
-        finally:
-            self.replica.live.abort(generation)
-            self._responses.store(body, reply, generation)
 
     async def _complete(self, generation: Generation) -> None:
         try:
