@@ -142,7 +142,7 @@ class Estimator:
         if ratio <= 0.0:
             return
         weight = work.seconds / SECONDS[-1] * min(ratio, 1.0 / ratio) ** 2
-        [row] = relative([work], self._unit)
+        row = np.array([*map(mul, work.terms, self._unit), work.seconds]) / work.seconds
         self._equations += weight * np.outer(row[:4], row)
 
     def _solve(self, fleet: Prior) -> None:
@@ -214,14 +214,6 @@ def _warms_up(counts: EngineCounts) -> bool:
 def coefficients(model: StepModel) -> Terms:
     """Coefficients of a step-time model in the order of the terms: seconds per unit."""
     return model.c0, model.c_prefill, model.c_batch, model.c_kv
-
-
-def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
-    """Returns a row for each stretch of work: each term as a fraction of the actual seconds, by the
-    coefficients ``units``, and 1 in the last column."""
-    rows = np.array([(*work.terms, work.seconds) for work in works])
-    scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
-    return scaled
 
 
 def descend(

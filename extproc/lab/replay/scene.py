@@ -13,7 +13,6 @@ from msgspec import convert, structs
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
-from extproc.lab.replay.speeds import step_times
 from extproc.observe.record import ReplicaLine, RequestLine, keys_of
 from extproc.predict.step import HardwareProfile, StepModel, profile_or_default
 from extproc.replica_state import ReplicaState
@@ -56,11 +55,15 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPhase:
-    """Step times and state of a replica from one time to the next phase."""
+    """State of a replica from one time to the next phase."""
 
     at: float
-    step: StepModel
     state: ReplicaState
+
+    @property
+    def step(self) -> StepModel:
+        """Step times of the replica: those that the router had learned."""
+        return self.state.learned or profile_or_default(self.state.profile).step
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,7 @@ class ReplayReplica:
             learned=step,
             max_model_len=None if longest is None else min(longest, hardware.kv_tokens),
         )
-        phases = (replace(phase, step=step or hardware.step) for phase in moved.phases)
-        return ReplayReplica(hardware, tuple(phases))
+        return replace(moved, hardware=hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,7 @@ def scene_of(recorded: Recorded) -> Scene:
         }
         lines = sorted(recorded.requests + recorded.refused, key=attrgetter("at"))
         requests = list(_requests(lines, began, per_step))
-        learned = step_times(recorded.replicas, recorded.requests)
-        replicas = {
-            name: _replica(lines, learned[name], began) for name, lines in recorded.replicas.items()
-        }
+        replicas = {name: _replica(lines, began) for name, lines in recorded.replicas.items()}
     except (TypeError, KeyError) as error:
         raise ValueError(f"the record has an invalid line: {error}") from None
     lasts_s = max(line.at + line.seconds for line in recorded.requests) - began
@@ -210,12 +209,15 @@ def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
     )
 
 
-def _replica(
-    lines: Sequence[ReplicaLine], steps: Sequence[StepModel], began: float
-) -> ReplayReplica:
+def _replica(lines: Sequence[ReplicaLine], began: float) -> ReplayReplica:
     present = [line for line in lines if line.state is not None]
     states = [convert(line.state, ReplicaState) for line in present]
     last = states[-1]
+    # Before the first measurement the router assumed a profile.
+    measured = next((state.learned for state in states if state.measured), states[0].learned)
+    states = [
+        state if state.measured else structs.replace(state, learned=measured) for state in states
+    ]
     if max(state.engines for state in states) > 1:
         raise ValueError(
             f"{last.name or last.id} is a data-parallel server: such a record cannot be replayed"
@@ -223,20 +225,16 @@ def _replica(
     profile = profile_or_default(last.profile)
     hardware = replace(
         profile,
-        step=steps[0],
+        step=states[0].learned or profile.step,
         kv_tokens=last.kv_tokens or profile.kv_tokens,
         token_budget=int(present[-1].token_budget),
         max_num_seqs=max(state.max_num_seqs for state in states) or int(present[-1].max_num_seqs),
     )
-    step, state = steps[0], states[0]
-    known = zip(steps, states, strict=True)
+    state, known = states[0], iter(states)
     phases = []
     for line in lines:
-        if line.state is None:
-            state = structs.replace(state, healthy=False)
-        else:
-            step, state = next(known)
-        phases.append(ReplicaPhase(max(line.at - began, 0.0), step, state))
+        state = structs.replace(state, healthy=False) if line.state is None else next(known)
+        phases.append(ReplicaPhase(max(line.at - began, 0.0), state))
     if phases[0].at > _JOINED_S:  # the replica joined later
         absent = structs.replace(phases[0].state, healthy=False)
         phases.insert(0, replace(phases[0], at=0.0, state=absent))

@@ -1,8 +1,8 @@
 """``extproc what-if`` predicts the effect of changes, and refuses records it cannot replay."""
 
 import json
-import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from extproc import cli
 from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded, read
 from extproc.lab.replay.scene import scene_of
-from extproc.lab.replay.speeds import step_times
 from extproc.observe.record import (
     Line,
     RefusedLine,
@@ -23,6 +22,7 @@ from extproc.observe.record import (
     text_of,
 )
 from extproc.predict.inputs import Floats
+from extproc.predict.step import PROFILES
 from tests.lab.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
 
 pytestmark = pytest.mark.slow
@@ -86,18 +86,23 @@ def test_replay_is_near_the_record(record: Path, what_if: WhatIf) -> None:
     assert "differences" not in answer
 
 
-def test_streams_correct_the_speed_of_a_wrong_profile(
+def test_replica_has_its_first_measured_step_times_before_they_are_measured(
     busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
 ) -> None:
-    wrong = [
-        replace(line, state=(line.state or {}) | {"profile": "llama-8b-h100"})
+    """Until the first measurement, the router took the A10 for an H100."""
+    learned = asdict(PROFILES[A10].step)
+    later = [
+        replace(line, at=line.at + 5.0, state=(line.state or {}) | {"learned": learned})
+        for line in busy
         if isinstance(line, ReplicaLine)
-        else line
+    ]
+    assumed = {"profile": "llama-8b-h100", "measured": False}
+    wrong = [
+        replace(line, state=(line.state or {}) | assumed) if isinstance(line, ReplicaLine) else line
         for line in busy
     ]
-    fit = what_if(write(tmp_path / "record", wrong))["replay"]["completion_s"]
+    fit = what_if(write(tmp_path / "record", [*wrong, *later]))["replay"]["completion_s"]
     assert max(map(abs, fit["off"].values())) < 0.05
-    assert fit["request"] < 0.05
 
 
 def swapped(every: Sequence[Line]) -> list[Line]:
@@ -402,41 +407,3 @@ def test_file_without_a_record_is_an_error(
     file.write_text(text)
     assert cli.main(["what-if", str(file)]) == 2
     assert error in capsys.readouterr().err
-
-
-def test_memory_of_a_fit_is_linear_in_the_record() -> None:
-    """A number for each pair of times in half a day would take 150 MB."""
-    seconds = 12 * 3600.0
-    streams = [replace(line, ttft_s=0.2, keys="") for line in requests(0.1, seconds)]
-    states = [
-        replica(1, at=BEGAN + at, steps=40 * at, prompt_tokens=90 * at, generated_tokens=11 * at)
-        for at in range(0, int(seconds), 10)
-    ]
-    tracemalloc.start()
-    try:
-        step_times({address(1): states}, streams)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 100_000_000
-
-
-def test_step_times_are_fitted_to_counters() -> None:
-    """A GPU decodes half as fast and prefills twice as fast as its profile, and is throttled in the
-    last third."""
-    c0, c_prefill, at, steps, prompts, states = 0.058, 0.00013, BEGAN, 0, 0, []
-    for number in range(60):
-        slow = 2.0 if number >= 40 else 1.0
-        states.append(replica(1, at=at, steps=steps, prompt_tokens=prompts, generated_tokens=steps))
-        steps, prompts = steps + 60 + 10 * (number % 3), prompts + 5000 * (number % 4)
-        at += slow * (c0 * (60 + 10 * (number % 3)) + c_prefill * 5000 * (number % 4))
-        at += 7.0  # without requests
-    busy = [
-        replace(line, at=before.at, seconds=after.at - before.at - 7.0, prompt_tokens=1)
-        for line, before, after in zip(requests(100.0, 9.0), states, states[1:], strict=False)
-    ]
-    models = step_times({address(1): states}, busy)[address(1)]
-    assert models[10].step_time(0, 1, 100) == pytest.approx(c0, rel=0.1)
-    assert models[10].c_prefill == pytest.approx(c_prefill, rel=0.15)
-    ratio = models[-5].step_time(0, 1, 100) / models[10].step_time(0, 1, 100)
-    assert ratio == pytest.approx(2.0, rel=0.05)
