@@ -44,7 +44,7 @@ def files(name: str = "extproc", namespace: str = "default", **values: Any) -> d
 def manifests(**values: Any) -> list[Manifest]:
     """Objects of a release, the Pod of `helm test` included."""
     texts = (text for name, text in files(**values).items() if name.endswith(".yaml"))
-    parsed = map(yaml.safe_load_all, texts)
+    parsed = (yaml.load_all(text, yaml.CSafeLoader) for text in texts)
     return [item for documents in parsed for item in documents if item]
 
 

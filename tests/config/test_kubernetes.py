@@ -14,7 +14,7 @@ from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, pod, title
 from tests.kubernetes_api import KIND, endpoint_slice, terminating
 
-MANIFESTS = list(yaml.safe_load_all(chart.PLAIN.read_text(encoding="utf-8")))
+MANIFESTS = list(yaml.load_all(chart.PLAIN.read_text(encoding="utf-8"), yaml.CSafeLoader))
 OBJECTS = by_title(MANIFESTS)
 DEPLOYMENTS = [item for item in MANIFESTS if item["kind"] == "Deployment"]
 
@@ -148,7 +148,7 @@ def test_slow_start_is_no_reason_to_restart(deployment: Manifest) -> None:
 
 def test_envoy_is_ready_when_it_knows_the_replicas() -> None:
     """Envoy then opens its port; without the probes of another port it would be restarted."""
-    envoy = yaml.safe_load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"])
+    envoy = yaml.load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"], yaml.CSafeLoader)
     clusters = {item["name"]: item for item in envoy["static_resources"]["clusters"]}
     eds = clusters["replicas"]["eds_cluster_config"]["eds_config"]
     assert eds["initial_fetch_timeout"] == "0s"
@@ -202,7 +202,7 @@ def test_images_have_a_tag_and_are_not_always_pulled() -> None:
 
 
 def envoy_clusters() -> list[dict[str, Any]]:
-    envoy = yaml.safe_load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"])
+    envoy = yaml.load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"], yaml.CSafeLoader)
     return list(envoy["static_resources"]["clusters"])
 
 

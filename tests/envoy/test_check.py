@@ -22,7 +22,7 @@ from extproc.lab.harness.envoy_config import manager_of
 from tests.envoy.watched_files import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
-GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
+GOOD = yaml.load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 DESTINATION = "x-gateway-destination-endpoint"
 SKIPPED = "request.headers['x-extproc-response-skipped']"
