@@ -46,17 +46,24 @@ def hits() -> dict[str, list[str]]:
             if path.name.endswith("_pb2.py"):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
-                place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-                line = _first_line(node)
-                if line and line.split()[0].rstrip(",:;.") in FIRST_WORDS:
-                    found["docstring"].append(f"{place} {line}")
-                if isinstance(node, ast.ClassDef):
-                    classes[node.name] += 1
-                    if classes[node.name] > 1:
-                        found["class name"].append(f"{place} {node.name}")
-                banned = filter(BANNED_NAMES.__contains__, _names(node))
-                found["identifier"] += [f"{place} {name}" for name in banned]
+                for kind, text in _hits(node, classes):
+                    line = getattr(node, "lineno", 1)
+                    found[kind].append(f"{path.relative_to(ROOT)}:{line} {text}")
     return found
+
+
+def _hits(node: ast.AST, classes: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Hits of a node, each with its kind; counts the names of classes."""
+    line = _first_line(node)
+    if line and line.split()[0].rstrip(",:;.") in FIRST_WORDS:
+        yield "docstring", line
+    if isinstance(node, ast.ClassDef):
+        classes[node.name] += 1
+        if classes[node.name] > 1:
+            yield "class name", node.name
+    for field in _name_fields(type(node)):
+        if (name := getattr(node, field)) in BANNED_NAMES:
+            yield "identifier", name
 
 
 def _first_line(node: ast.AST) -> str:
@@ -66,12 +73,10 @@ def _first_line(node: ast.AST) -> str:
     return (text or "").partition("\n")[0]
 
 
-def _names(node: ast.AST) -> Iterator[str]:
-    """Identifiers of variables, attributes, parameters, definitions and imports."""
-    for field in ("id", "attr", "arg", "name", "asname"):
-        name = getattr(node, field, None)
-        if isinstance(name, str):
-            yield name
+@cache
+def _name_fields(kind: type[ast.AST]) -> list[str]:
+    """Fields that name variables, attributes, parameters, definitions and imports."""
+    return [field for field in ("id", "attr", "arg", "name", "asname") if field in kind._fields]
 
 
 if __name__ == "__main__":
