@@ -35,8 +35,8 @@ class Backlog:
 
     def enter(self, request: Waiting) -> None:
         self.shares.enter(request.key)
-        self._tenants.setdefault(request.key[1:], {})[request] = None
-        self._seconds.setdefault(request.key[1:], 0.0)
+        self._tenants.setdefault(request.key, {})[request] = None
+        self._seconds.setdefault(request.key, 0.0)
         self._rank(request)
         self._add(request, self._models)
         self.await_replica(request)
@@ -44,12 +44,12 @@ class Backlog:
     def leave(self, request: Waiting) -> None:
         self.await_no_more(request)
         _remove(request, self._models)
-        del self._tenants[request.key[1:]][request]
+        del self._tenants[request.key][request]
         self._rank(request)
         self.shares.leave(request.key)
 
     def _rank(self, request: Waiting) -> None:
-        tenant = request.key[1:]
+        tenant = request.key
         if size := len(self._tenants[tenant]):
             self._victims.put(tenant, request.priority, -size, request.tenant)
         else:
@@ -84,7 +84,7 @@ class Backlog:
         if row + 1 >= load.shape[1]:
             load = self._load[request.priority] = np.hstack([load, np.zeros((2, row + 1))])
         load[:, row] += sign, sign * request.cost
-        self._seconds[request.key[1:]] += sign * request.cost
+        self._seconds[request.key] += sign * request.cost
 
     def _add(self, request: Waiting, lines: Lines) -> None:
         if request.model not in lines:
@@ -114,7 +114,11 @@ class Backlog:
         for head in self.firsts(models):
             if row in head.usable:
                 found.setdefault(head, 1)
-        return sorted(found, key=lambda head: (-head.priority, found[head], head.due))
+
+        def rank(head: Waiting) -> tuple[float, ...]:
+            return -head.priority, found[head], self.shares.tag(head.key), head.due
+
+        return sorted(found, key=rank)
 
     def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
         """Count what is queued ahead of a request with this place, for each candidate.
@@ -139,7 +143,7 @@ class Backlog:
         if priority > place.priority or total <= 0.0:
             return 1.0
         line = self._models.get(place.model)
-        turns = len(self.shares) * self._seconds.get(place.key[1:], 0.0)
+        turns = len(self.shares) * self._seconds.get(place.key, 0.0)
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:
@@ -147,7 +151,8 @@ class Backlog:
 
         The head of a line reserves its replica against its own model, and against all lower
         priorities. Against a request for another model of the same priority the head reserves the
-        replica only if that request arrived more than B seconds after the head was due.
+        replica only if that request's tenant got as much or more, and the request arrived more than
+        B seconds after the head was due.
         """
         rank = self.shares.tag(place.key), place.due
         moves = place.row is not None and place.row != row
@@ -157,10 +162,10 @@ class Backlog:
                 continue
             if head.priority > place.priority:
                 return True
+            before = (self.shares.tag(head.key), head.due) < rank
             if model != place.model:
-                reserved = head.due + OVERTAKEN_S < place.since
+                reserved = before and head.due + OVERTAKEN_S < place.since
             else:
-                before = (self.shares.tag(head.key), head.due) < rank
                 reserved = before or moves or line.next_due(place.key) < place.due
             if reserved:
                 return True

@@ -47,15 +47,15 @@ class Ranked(Generic[Item]):
 class Shares:
     """Replica-seconds that each tenant received while its requests waited.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each model and priority: the tenant
-    with the lowest tag is next, and a request adds its cost to the tag of its tenant. A tenant
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each priority: the tenant with the
+    lowest tag is next, and a request for any model adds its cost to the tag of its tenant. A tenant
     without queued requests begins at the tag that was served last. So an idle tenant saves up no
     service, and no tenant pays for the idle hours of others.
     """
 
     def __init__(self, now: float) -> None:
         self._tags: dict[Key, float] = {}
-        self._levels: dict[tuple[str, int], float] = {}  # by model and priority: highest tag served
+        self._levels: dict[int, float] = {}  # by priority: highest tag served
         self._queued = Counter[Key]()
         self._recent: dict[str, float] = {}  # replica-seconds by tenant, decayed
         self._at = now
@@ -68,10 +68,10 @@ class Shares:
         return len(self._queued)
 
     def tag(self, key: Key) -> float:
-        """Start tag of a tenant, in replica-seconds: among tenants of a model and priority, the
-        lowest tag is next."""
+        """Start tag of a tenant, in replica-seconds: among tenants of a priority, the lowest tag is
+        next."""
         tag = self._tags.get(key, 0.0)
-        return tag if key in self._queued else max(tag, self._levels.get(key[:2], 0.0))
+        return tag if key in self._queued else max(tag, self._levels.get(key[0], 0.0))
 
     def enter(self, key: Key) -> None:
         self._tags[key] = self.tag(key)
@@ -87,8 +87,8 @@ class Shares:
 
     def charge(self, key: Key, cost: float) -> None:
         """Add the ``cost`` of a dispatched request, in replica-seconds, to its tenant."""
-        tag, tenant = self.tag(key), key[2]
-        self._levels[key[:2]] = max(self._levels.get(key[:2], 0.0), tag)
+        tag, (priority, tenant) = self.tag(key), key
+        self._levels[priority] = max(self._levels.get(priority, 0.0), tag)
         self._tags[key] = tag + cost
         self._recent[tenant] = self._recent.get(tenant, 0.0) + cost
 
@@ -102,7 +102,7 @@ class Shares:
 
 
 class Line:
-    """Queued requests in order: by priority, then tag of the tenant, then due time."""
+    """Queued requests for a model in order: by priority, tag of the tenant, and due time."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -143,4 +143,4 @@ class Line:
         return group.first()[1].due if group else inf
 
     def _turn(self, key: Key) -> tuple[int, float, Key]:
-        return -key[1], self._shares.tag(key), key
+        return -key[0], self._shares.tag(key), key

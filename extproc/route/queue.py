@@ -11,8 +11,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   request would miss the target of its objective, or more than 16 requests exceed the longest wait
   at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
-  delays other models of its priority only on the replica that it waits for, and only requests that
-  arrive more than B seconds after the head was due.
+  delays other models of its priority only on the replica that it waits for, and only requests of
+  tenants that got as much or more that arrive more than B seconds after the head was due.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
   tenant overtake it only if they arrived at most B seconds after it. Between tenants the rule
   *Fair* applies.
@@ -20,12 +20,13 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   router preempts no running request. When the queue is full, the victim is, among the requests of
   the lowest priority, the newest request of the tenant with the most queued. The victim may be the
   request that has just arrived.
-- *Fair.* While tenants have requests for one model at one priority queued, each gets the same
-  replica-seconds, to within R + 1 of the largest requests on R replicas (start-time fair queueing):
-  a tenant whose requests wait for another replica does not keep this one idle. The bound holds for
-  a tenant, not for each request: a request that needs much KV space may wait for one replica while
-  later requests of its tenant start on other replicas. Requests for different models, such as LoRA
-  adapters, share a replica in the order of their due times, whichever tenants they are from.
+- *Fair.* While tenants have requests of one priority queued, each gets the same replica-seconds
+  (start-time fair queueing). For requests for one model this holds to within R + 1 of the largest
+  requests on R replicas: a tenant whose requests wait for another replica does not keep this one
+  idle. For requests for different models it holds over a minute: the head of a line does not delay
+  older requests for another model, even of a tenant that got more. The bounds hold for a tenant,
+  not for each request: a request that needs much KV space may wait for one replica while later
+  requests of its tenant start on other replicas.
 - *Cost.* An arrival, or the end of a request, costs O(log n) and a number of decisions that does
   not depend on n. A sweep decides a bounded number of requests: if thousands could start at once,
   dispatching them takes seconds.

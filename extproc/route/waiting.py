@@ -15,12 +15,12 @@ first token is shorter, but the p99 of simulated overload (azure-2023-conv ×2.4
 long."""
 _SMALL_FIRST = 10.0  # seconds of delay per replica-second of cost: small requests go first
 
-Key = tuple[str, int, str]  # model, priority and tenant
+Key = tuple[int, str]  # priority and tenant
 
 
 def key_of(profile: RequestProfile) -> Key:
-    """Return model, priority and tenant. Tenants of one model and priority share fairly."""
-    return profile.model, profile.objective.priority, profile.tenant
+    """Return priority and tenant. Tenants of one priority share fairly."""
+    return profile.objective.priority, profile.tenant
 
 
 class Place:
@@ -37,7 +37,8 @@ class Place:
     def __init__(self, profile: RequestProfile, since: float, decode_s: float, cost: float) -> None:
         """``since``: arrival, seconds on the queue's clock; ``cost``: replica-seconds."""
         self.profile = profile
-        self.key = self.model, self.priority, self.tenant = key_of(profile)
+        self.model = profile.model
+        self.key = self.priority, self.tenant = key_of(profile)
         self.since = since
         self.cost = cost
         later = min(profile.objective.due_s(decode_s), _SMALL_FIRST * cost)

@@ -365,7 +365,7 @@ def test_overtaking_is_bounded(given: list[OfferedRequest]) -> None:
     for seen in SharedReplicas().play(given).sent:
         me = seen.request
         for entry, row in seen.queued:
-            if entry.key == (me.model, me.priority, me.tenant):
+            if (entry.model, *entry.key) == (me.model, me.priority, me.tenant):
                 assert row != seen.row or seen.since <= entry.since + OVERTAKEN_S
 
 
@@ -412,16 +412,19 @@ def test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority(
         st.tuples(*[st.sampled_from((8_000, 12_000, 16_000, 24_000))] * 2), min_size=3, max_size=9
     ),
     st.sampled_from((100, 400)),
+    st.sampled_from((MODEL, OTHER)),
 )
 def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
-    prompts: list[tuple[int, int]], answer: int
+    prompts: list[tuple[int, int]], answer: int, model_of_many: str
 ) -> None:
-    pool = SharedReplicas(models=((MODEL,),) * 2, routers=1)
-    for second in range(70):
-        for number in range(11 if second < 60 else 1):
+    pool = SharedReplicas(models=((MODEL, OTHER),) * 2, routers=1)
+    same_model = model_of_many == MODEL
+    ends_s = 60 if same_model else 120
+    for second in range(ends_s + 10):
+        for number in range(11 if second < ends_s else 1):
             few, many = prompts[(second + number) % len(prompts)]
-            tenant = "many" if number else "few"
-            pool.arrive(OfferedRequest(0.0, many if number else few, answer, tenant))
+            offered = (many, answer, "many") if number else (few, answer, "few")
+            pool.arrive(OfferedRequest(0.0, *offered, model=model_of_many if number else MODEL))
         pool.pass_s(1.0)
     got, largest, leads = {"few": 0.0, "many": 0.0}, 0.0, [0.0]
     for seen in pool.sent:
@@ -430,7 +433,8 @@ def test_tenants_with_offered_loads_of_10_to_1_get_the_same(
             largest = max(largest, seconds)
             leads.append(got["few"] - got["many"])
     assert sum(got.values()) ** 2 / (2 * sum(value**2 for value in got.values())) >= 0.98
-    assert max(leads) - min(leads) <= 3 * largest + 1e-6  # one more than there are replicas
+    if same_model:
+        assert max(leads) - min(leads) <= 3 * largest + 1e-6  # one more than there are replicas
 
 
 @examples
