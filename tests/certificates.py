@@ -24,7 +24,7 @@ class Authority:
     def __init__(self, directory: Path, parent: "Authority | None" = None) -> None:
         directory.mkdir()
         self._directory = directory
-        self._pair = _new_authority(directory.name, parent._pair if parent else None)
+        self._pair: _Pair = _new_authority(directory.name, parent._pair if parent else None)
         self.file, _ = self._written("ca", self._pair)
 
     def sign(self, name: str, days: int = 1) -> tuple[Path, Path]:

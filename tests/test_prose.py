@@ -61,9 +61,9 @@ def _hits(node: ast.AST, classes: Counter[str]) -> Iterator[tuple[str, str]]:
         classes[node.name] += 1
         if classes[node.name] > 1:
             yield "class name", node.name
-    for field in _name_fields(type(node)):
-        if (name := getattr(node, field)) in BANNED_NAMES:
-            yield "identifier", name
+    names = (getattr(node, field) for field in _name_fields(node._fields))
+    for name in filter(BANNED_NAMES.__contains__, names):
+        yield "identifier", name
 
 
 def _first_line(node: ast.AST) -> str:
@@ -74,9 +74,10 @@ def _first_line(node: ast.AST) -> str:
 
 
 @cache
-def _name_fields(kind: type[ast.AST]) -> list[str]:
-    """Fields that name variables, attributes, parameters, definitions and imports."""
-    return [field for field in ("id", "attr", "arg", "name", "asname") if field in kind._fields]
+def _name_fields(fields: tuple[str, ...]) -> list[str]:
+    """Those of a node's fields that name variables, attributes, parameters, definitions and
+    imports."""
+    return [field for field in ("id", "attr", "arg", "name", "asname") if field in fields]
 
 
 if __name__ == "__main__":
