@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from extproc.cli.arguments import CommandError, Parser
+from extproc.ground.garbage import never_garbage
 
 _COMMANDS = {
     "serve": "Runs a router: the ext_proc server of Envoy.",
@@ -84,7 +85,8 @@ class _Command(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its C core adds lines to the log
         name = self.prog.split()[-1]
-        command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
+        with never_garbage():
+            command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
         return super().parse_known_args(args, namespace)

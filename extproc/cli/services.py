@@ -10,6 +10,7 @@ import uvloop
 from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config
+from extproc.ground.garbage import never_garbage
 from extproc.observe import logs
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _service(command: str) -> Callable[[Config], Coroutine[Any, Any, None]]:
     """Import only the service that starts."""
-    if command == "poll":
-        from extproc.poll.into_redis import run_poller as service
-    elif command == "eds":
-        from extproc.envoy.eds import run_eds as service
-    else:
-        from extproc.proxy.app import run_router as service
+    with never_garbage():
+        if command == "poll":
+            from extproc.poll.into_redis import run_poller as service
+        elif command == "eds":
+            from extproc.envoy.eds import run_eds as service
+        else:
+            from extproc.proxy.app import run_router as service
     return service

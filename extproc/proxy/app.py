@@ -85,7 +85,7 @@ async def run_router(config: Config) -> None:
         names = ", ".join(pool.config.pool for pool in pools)
         logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
-        gc.freeze()  # modules are never garbage: a collection would scan them for 15 ms
+        gc.freeze()  # the router's parts are never garbage, either
         await stopping.wait()
         in_flight = sum(pool.fleet.in_flight for pool in pools)
         logger.info("router stopping", extra={"in_flight": in_flight})
