@@ -16,6 +16,7 @@ from extproc.fleet.peers import DEAD_S, STALE_S
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.share.digests import DIGEST
+from tests.examples import examples
 from tests.fakes import ManualClock, chat, replica, state
 
 A10 = "llama-8b-a10"
@@ -238,4 +239,4 @@ class SharedLoad(RuleBasedStateMachine):
 
 
 TestLoad = SharedLoad.TestCase
-TestLoad.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLoad.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -90,6 +90,7 @@ def test_each_unserved_model_needs_a_replica(clock: ManualClock, routers: int) -
     assert Demand(clock).replicas(waiting, routers) * routers == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "output", "rate"), [(500, 200, 12.0), (4000, 20, 3.0)])
 def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: float) -> None:
     replicas, seconds, random, at = 2, 120.0, Random(1), 0.0

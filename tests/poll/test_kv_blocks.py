@@ -15,6 +15,7 @@ from extproc.fleet.held_blocks import is_up_to
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys
+from tests.examples import examples
 from tests.fakes import ManualClock
 
 IDS = list(range(1000, 1064))
@@ -146,7 +147,7 @@ class EngineAndRouter(RuleBasedStateMachine):
 
 
 EngineAndRouter.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None
+    max_examples=examples(100), stateful_step_count=20, deadline=None
 )
 TestBlocks = EngineAndRouter.TestCase
 

@@ -11,6 +11,7 @@ from msgspec import msgpack
 
 from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
 from extproc.replica_state import ReplicaState
+from tests.examples import examples
 
 DATA = Path(__file__).parent.parent / "data" / "vllm"
 
@@ -193,7 +194,7 @@ BUSY, PLACE = sample("busy"), st.integers(0, 60_000)
 DAMAGED = st.builds(lambda start, size: BUSY[:start] + BUSY[start + size :], PLACE, PLACE)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary() | LINES | DAMAGED)
 def test_any_page_is_read_or_refused(page: bytes) -> None:
     """Accepted figures make a state that Redis can carry."""

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from extproc.proxy.body_memory import BODY_MEMORY_BYTES, BodyMemory
 from extproc.proxy.services import Services
 from tests.conftest import Logged
+from tests.examples import examples
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import config_of, router_of, samples, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, LocalCall, Stream, headers_message
@@ -240,7 +241,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
     assert services.body_memory.free == MEMORY
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(EVENTS, min_size=20, max_size=60))
 def test_any_messages_leave_ledger_and_memory_as_before(
     events: list[tuple[Any, Any]],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
+from tests.examples import examples
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
@@ -170,7 +171,7 @@ def test_usage_is_the_same_byte_by_byte(body: bytes) -> None:
     assert read(body[i : i + 1] for i in range(len(body))) == read([body])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from(sorted(STREAMS)), st.data())
 def test_usage_is_the_same_however_split(name: str, data: st.DataObject) -> None:
     body = STREAMS[name]
