@@ -6,7 +6,7 @@ its meaning or is removed, use a new tag: older readers skip and count the whole
 
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from msgspec import Raw, Struct, msgpack, structs
 
@@ -128,8 +128,13 @@ def _unknown(value: Any, body: type) -> int:
     else:
         unknown = max(len(value) - len(fields), 0)
         known = [(part, field.type) for part, field in zip(value, fields, strict=False)]
-    nested = [pair for pair in known if isinstance(pair[1], type) and issubclass(pair[1], Struct)]
-    return unknown + sum(_unknown(part, type_) for part, type_ in nested)
+    for part, type_ in known:
+        parts, nested = (
+            (part, get_args(type_)[0]) if get_origin(type_) is tuple else ([part], type_)
+        )
+        if isinstance(nested, type) and issubclass(nested, Struct):
+            unknown += sum(_unknown(each, nested) for each in parts)
+    return unknown
 
 
 _ENCODER = msgpack.Encoder()

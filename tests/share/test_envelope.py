@@ -155,6 +155,15 @@ def test_nested_fields_of_a_later_version_are_counted() -> None:
     assert opened.counts == {"unknown_field": 2}
 
 
+def test_fields_of_a_later_version_are_counted_in_each_sent_prompt() -> None:
+    prompts = [[STATE.id, KEYS.tobytes(), 64.0, 200.0, 5, "colour"]] * 2
+    opened = Opened()
+    body = ["router", prompts]
+    sent = opened.open(msgpack.encode(["sent_prompts", VERSION + 1, body]), PROMPTS)
+    assert len(sent.prompts) == 2
+    assert opened.counts == {"unknown_field": 2}
+
+
 def test_sealed_list_keeps_readable_messages() -> None:
     opened = Opened()
     put, removed = PUT.seal(Put(STATE)), REMOVED.seal(Removed("a"))
