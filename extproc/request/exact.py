@@ -1,7 +1,6 @@
 """Token ids of prompts exactly as vLLM makes them, for models whose chat template is known."""
 
 import json
-from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,21 +67,9 @@ class ExactPrompts:
         options = {"tools": _tools(fields.get("tools")), "documents": None, **given}
         sent = _known(fields.get("messages") or None, list)
         messages = [_message(message, self._template.takes_parts) for message in sent]
-        text = self._text(messages, options, flag(fields.get("add_generation_prompt", True)))
-        prompt = self._tokenize(text)
-        begin, end = _last_answer(messages)
-        if not begin or not prompt.complete:
-            return prompt
-        before = self._text(messages[:begin], options, generate=True)
-        ids = self._tokenize(before).ids
-        if not text.startswith(before) or not np.array_equal(prompt.ids[: len(ids)], ids):
-            return prompt  # some templates print earlier turns in another way later
-        answered = _shared(text, self._text(messages[:end], options, generate=False))
-        return prompt._replace(answer_begin=len(ids), answer_end=self._tokenize(answered).tokens)
-
-    def _text(self, messages: list[dict[str, Any]], options: dict[str, Any], generate: bool) -> str:
-        given = {"messages": messages, "add_generation_prompt": generate}
-        return _known(self._template.render(options | given) or None, str)
+        generate = flag(fields.get("add_generation_prompt", True))
+        given = options | {"messages": messages, "add_generation_prompt": generate}
+        return self._tokenize(_known(self._template.render(given) or None, str))
 
     def _tokenize(self, text: str) -> TokenizedPrompt:
         if len(text) > MOST_BYTES:
@@ -158,22 +145,3 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters")
     optional = {"strict": strict} if (strict := function.get("strict")) is not None else {}
     return {"type": "function", "function": {n: function.get(n) for n in names} | optional}
-
-
-def _shared(text: str, other: str) -> str:
-    """Return the common beginning of two texts.
-
-    Some templates add the head of an answer even without ``add_generation_prompt``.
-    """
-    if text.startswith(other):
-        return other
-    ends = range(1, min(len(text), len(other)) + 1)
-    return text[: bisect_left(ends, True, key=lambda end: text[:end] != other[:end])]
-
-
-def _last_answer(messages: list[dict[str, Any]]) -> tuple[int, int]:
-    """Return the indices at which the last run of messages of the assistant begins and ends."""
-    roles = [message["role"] for message in messages]
-    end = next((i for i in range(len(roles), 0, -1) if roles[i - 1] == "assistant"), 0)
-    begin = next((i for i in range(end, 0, -1) if roles[i - 1] != "assistant"), 0)
-    return begin, end

@@ -24,14 +24,11 @@ class TokenizedPrompt(NamedTuple):
     ids: Ids
     tokens: int  # of the whole prompt, estimated unless ``complete``
     complete: bool  # ``ids`` are all of the prompt's
-    answer_begin: int = 0  # tokens before the last answer in the prompt; 0: no answer
-    answer_end: int = 0  # tokens up to the end of that answer
 
     def prefix(self, seed: int) -> Prefix:
         """Return the keys of the prompt's beginning, as far as its token ids are known."""
-        ids, begin, end = self.ids, self.answer_begin, self.answer_end
-        before, answer, after = ids[:begin], ids[begin:end], ids[end:]
-        prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
+        ids = self.ids
+        prefix = prefix_of(b"", b"", ids.tobytes(), len(ids), seed)
         return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 

@@ -27,7 +27,6 @@ from extproc.config import RequestSettings
 from extproc.request import tokenized
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter, TokenizerError
 from tests.request.conftest import assistant, profiled, user
@@ -230,20 +229,15 @@ def test_cached_tokenisation_of_turns_is_that_of_the_whole_text(
     counter: Folder, tokenizer: Tokenizer
 ) -> None:
     tokens, messages, text, place = counter(), [], "", 0
-    before: Prefix | None = None
     for size in (2_000, 700, 5_000, 1, 3_000, 0, 256):
         messages.append(user(TEXT[place : place + size]))
         text += f"<|im_start|>user\n{TEXT[place : place + size]}<|im_end|>\n"
         got = known(tokens, messages=messages)
         assert read(got) == printed(text + "<|im_start|>assistant\n", tokenizer)
         answer = TEXT[place : place + 200]
-        if before:
-            assert got.prefix.previous_key == before.whole
         messages.append(assistant(answer))
         text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
-        before, place = got.prefix, place + size
-    got = known(tokens, messages=messages)
-    assert got.prefix.previous_tokens == len(printed(text, tokenizer))
+        place += size
 
 
 def test_texts_that_diverge_within_a_word_are_tokenised_correctly(
@@ -255,27 +249,6 @@ def test_texts_that_diverge_within_a_word_are_tokenised_correctly(
             text = TEXT[:place] + end
             got = known(tokens, messages=[user(text)])
             assert read(got) == printed(text, tokenizer)
-
-
-def test_answer_rendered_differently_in_the_next_turn_gives_no_previous_key(
-    counter: Folder,
-) -> None:
-    tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
-    messages = [user("why?"), assistant("so"), user("well")]
-    assert known(tokens, messages=messages).prefix.previous_key == 0
-
-
-def test_template_may_always_print_the_head_of_an_answer(
-    counter: Folder, tokenizer: Tokenizer
-) -> None:
-    tokens = counter(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-    )
-    messages = [user("a" * 50), assistant("b" * 50), user("c" * 50)]
-    got = known(tokens, messages=messages).prefix
-    said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
-    assert got.previous_tokens == pytest.approx(len(said), abs=2)
-    assert got.previous_key == known(tokens, messages=messages[:1]).prefix.whole
 
 
 def test_earlier_turns_are_not_tokenised_again(counter: Folder, encoded: list[str]) -> None:
