@@ -95,7 +95,7 @@ class Assigner:
         self._others_until = clock()  # no poller counts as gone before
         self._replicas: frozenset[str] = frozenset()
         self._is_new = True
-        self._lives_until = inf  # the last heartbeat expires in Redis; infinity: Redis is away
+        self._lives_until = inf  # of the last heartbeat; while Redis is away, as if it were there
         self.beat_at: float | None = None  # end of the last heartbeat, failed or not
 
     @property
@@ -116,7 +116,9 @@ class Assigner:
             others = await self._read(names)
         except (RedisError, OSError) as error:
             self._outage.failed(error)
-            self._lives_until = self._lives_until if began_lapsed else inf
+            ended = self._clock()
+            if not began_lapsed and ended <= began + LIFE_S:  # else the process stood still
+                self._lives_until = ended + LIFE_S
             self._replicas &= {*replicas}
         else:
             now = self._clock()

@@ -167,21 +167,24 @@ async def test_single_poller_whose_heartbeat_expired_keeps_its_replicas(
     assert not a.assigner.lapsed
 
 
-async def test_answer_from_before_a_pause_does_not_renew_the_heartbeat(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answered", [True, False])
+async def test_pause_during_a_heartbeat_does_not_renew_it(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
     clock = ManualClock()
     a, b = Poller(redis_client, "a", clock=clock), Poller(redis_client, "b")
     await a.beat()
     send = a.assigner._write
 
-    async def answer_before_pause(beat: Heartbeat) -> tuple[bool, set[str]]:
+    async def pause(beat: Heartbeat) -> tuple[bool, set[str]]:
         answer = await send(beat)
         clock.advance(LIFE_S + 1)
+        if not answered:
+            raise RedisError("no answer within 1 s")
         return answer
 
     with monkeypatch.context() as patched:
-        patched.setattr(a.assigner, "_write", answer_before_pause)
+        patched.setattr(a.assigner, "_write", pause)
         await a.beat()
     assert a.assigner.lapsed
     await redis_client.delete(Keys(POOL).poller + "a")
