@@ -40,14 +40,16 @@ class Stack(stack.Stack):
             self.process(name).signal(signal.SIGCONT)
 
     def _service(self, name: str) -> list[str]:
-        argv = super()._service(name)
-        if name not in self.pollers:
-            return argv
-        _python, _option, _module, *arguments = argv
-        return patched(self._poller_constants(), *arguments)
+        _python, _option, _module, *arguments = super()._service(name)
+        poller = name in self.pollers
+        constants = self._poller_constants() if poller else self._router_constants()
+        return patched(constants, *arguments) if constants else super()._service(name)
 
     def _poller_constants(self) -> dict[str, object]:
         return {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
+
+    def _router_constants(self) -> dict[str, object]:
+        return {}
 
     def _write_configurations(self) -> None:
         super()._write_configurations()
