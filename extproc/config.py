@@ -1,4 +1,7 @@
-"""All settings, which ``extproc/settings.py`` fills from a file, the environment and flags."""
+"""All settings, which ``extproc/settings.py`` fills from a file, the environment and flags.
+
+The docstring below a field is its description; ``settings.descriptions`` reads them.
+"""
 
 import re
 from collections import Counter
@@ -50,9 +53,7 @@ REMOVED: dict[str, str] = {
 class Section(BaseModel):
     """Part of the configuration; an unknown key is an error."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def _paired(self, first: str, second: str) -> Self:
         if bool(getattr(self, first)) != bool(getattr(self, second)):
