@@ -21,7 +21,8 @@ from tests.waiting import PATIENCE_S
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # No test trusts the system's authorities; each process that imports aiohttp would read them all.
-os.environ["SSL_CERT_FILE"] = os.devnull
+# This authority has signed nothing, but httpx refuses an empty file.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("data") / "authority.pem")
 
 # A busy machine may take long for an example.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
