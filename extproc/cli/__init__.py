@@ -7,7 +7,7 @@ A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,7 @@ _COMMANDS = {
     "replicas": "Lists, drains and undrains replicas.",
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, a poller and a router.",
+    "completion": "Prints a script with which a shell completes commands and options.",
 }
 _MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
 _MODULES |= {"top": "look", "explain": "look", "what-if": "what_if"}
@@ -45,6 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if instead := _REMOVED.get(name):
             print(f"extproc {name} was removed: {instead}", file=sys.stderr)
             return 2
+    args = _parser().parse_args(words)
+    try:
+        return int(args.run(args))
+    except CommandError as error:
+        for problem in error.args:
+            print(f"extproc {args.command}: {problem}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells count
+
+
+def whole_parser() -> Parser:
+    """Parser of all commands, with the options of each."""
+    return _parser(lambda command: command.load())
+
+
+def _parser(prepare: Callable[["_Command"], None] = lambda command: None) -> Parser:
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",
@@ -56,16 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dest="command", required=True, metavar="COMMAND", prog="extproc", parser_class=_Command
     )
     for name, summary in _COMMANDS.items():
-        commands.add_parser(name, help=summary, description=summary)
-    args = parser.parse_args(words)
-    try:
-        return int(args.run(args))
-    except CommandError as error:
-        for problem in error.args:
-            print(f"extproc {args.command}: {problem}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells count
+        prepare(commands.add_parser(name, help=summary, description=summary))
+    return parser
 
 
 class _PrintVersion(argparse.Action):
@@ -82,11 +92,14 @@ class _Command(Parser):
     """Parser of a command, which imports the command and adds its options only if the command
     runs."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def load(self) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its C core adds lines to the log
         name = self.prog.split()[-1]
         with never_garbage():
             command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.load()
         return super().parse_known_args(args, namespace)

@@ -40,6 +40,29 @@ def test_help_imports_no_heavy_module() -> None:
     assert (run.returncode, run.stderr) == (1, "[]\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["ch"], ["check"]),
+        (["serve", "--route.max"], ["--route.max_ttft_s"]),
+        (["replicas", ""], ["drain", "list", "undrain"]),
+        (["completion", ""], ["bash", "fish", "zsh"]),
+    ],
+)
+def test_bash_completes_commands_and_options(
+    words: list[str], completed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = f"""{capsys.readouterr().out}
+        COMP_WORDS=(extproc "$@") COMP_CWORD=$#
+        function=$(complete -p extproc | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        $function extproc "${{@: -1}}" ""
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    run = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True)
+    assert (sorted(run.stdout.split()), run.stderr) == (completed, "")
+
+
 def test_command_checks_settings_of_other_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

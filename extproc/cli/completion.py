@@ -1,0 +1,18 @@
+"""``extproc completion SHELL``: a script with which the shell completes commands and options."""
+
+import argparse
+
+import shtab
+
+from extproc.cli import whole_parser
+
+_SHELLS = "bash", "zsh", "fish"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
+
+
+def run(args: argparse.Namespace) -> int:
+    print(shtab.complete(whole_parser(), args.shell))
+    return 0
