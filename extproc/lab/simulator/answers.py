@@ -1,5 +1,6 @@
 """Answers of the endpoints that generate text, in one piece or streamed, and stored responses."""
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ class ResponsesReply(Reply):
         self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
 
     def prelude(self) -> bytes:
-        response = self._response("in_progress")
+        response = self.response("in_progress")
         kinds = ("created", "in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
@@ -229,7 +230,7 @@ class ResponsesReply(Reply):
     def whole(self, generation: Generation) -> dict[str, Any]:
         [answer], usage = generation.answers, generation.usage()
         cut = answer.reason == FinishReason.LENGTH
-        return self._response("incomplete" if cut else "completed") | {
+        return self.response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._message("completed", [_part(answer.text)])],
             "usage": {
@@ -241,8 +242,8 @@ class ResponsesReply(Reply):
             },
         }
 
-    def _response(self, status: str) -> dict[str, Any]:
-        """Returns a response that has no output yet."""
+    def response(self, status: str) -> dict[str, Any]:
+        """Return a response that has no output yet."""
         head = {"id": self.id, "object": "response", "created_at": self.created}
         absent = ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p")
         tools = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -280,28 +281,51 @@ GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
 }
 
 
+@dataclass
+class _Stored:
+    response: dict[str, Any]
+    conversation: bytes = b""  # encoded, including the answer
+    work: asyncio.Task[None] | None = None  # of an unfinished background response
+
+
 class ResponseStore:
-    """Stored responses of a replica, each with its encoded conversation, answer included."""
+    """Stored responses of a replica."""
 
     def __init__(self) -> None:
-        self._stored: dict[str, tuple[dict[str, Any], bytes]] = {}
+        self._stored: dict[str, _Stored] = {}
 
     def response(self, name: str) -> dict[str, Any]:
-        return self._find(name)[0]
+        return self._find(name).response
 
     def resume(self, body: GenerateBody) -> None:
         """Prepend to ``body`` the conversation that the request continues."""
         if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
-            body.begin_with(self._find(body.previous_response_id)[1])
+            body.begin_with(self._find(body.previous_response_id).conversation)
 
     def store(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
         """Store a complete response if its request asks for that."""
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.answers[0].text)
             conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
-            self._stored[reply.id] = reply.whole(generation), conversation
+            whole = reply.whole(generation)
+            self._stored[reply.id] = _Stored(whole, conversation)
 
-    def _find(self, name: str) -> tuple[dict[str, Any], bytes]:
+    def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
+        """Store a background response until its ``work`` is done."""
+        assert isinstance(reply, ResponsesReply)
+        self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
+        return self.response(reply.id)
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        stored = self._find(name)
+        if stored.work is None:
+            raise RequestError("Cannot cancel a synchronous response.", "response_id")
+        stored.work.cancel()
+        stored.work = None
+        stored.response["status"] = "cancelled"
+        return stored.response
+
+    def _find(self, name: str) -> _Stored:
         if name not in self._stored:
             message = f"Response with id '{name}' not found."
             raise RequestError(message, "response_id", HTTPStatus.NOT_FOUND)

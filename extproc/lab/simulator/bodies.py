@@ -161,6 +161,7 @@ class ResponsesBody(GenerateBody):
     tools: Tools = None
     max_output_tokens: Bound | None = None
     store: bool | None = True
+    background: bool | None = False
     previous_response_id: str | None = None
     _earlier: bytes = PrivateAttr(b"")
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from extproc.ground.address import join_address
 from extproc.lab.simulator import bodies, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
-from extproc.lab.simulator.bodies import Body, RequestError
+from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
@@ -43,6 +43,7 @@ _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Inference = TypeVar("Inference", bound=Body)
+Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Seconds = Annotated[float, Field(ge=0, le=60)]
 
@@ -86,12 +87,14 @@ class ReplicaServer:
         app.on_response_prepare.append(_name_replica)
         engine, live, stored = self.replica.engine, self.replica.live, self._responses
         response = f"{Endpoint.RESPONSES}/{{name}}"
+        cancel = f"{response}/cancel"
         sleeping = _json(lambda _: {"is_sleeping": engine.sleep_level is not None})
         routes = [
             *(web.post(path, self._generate) for path in GENERATING),
             *(web.post(path, self._pool) for path in POOLING),
             *(web.post(path, self._transcribe) for path in AUDIO),
             web.get(response, _json(lambda request: stored.response(request.match_info["name"]))),
+            web.post(cancel, _json(lambda request: stored.cancel(request.match_info["name"]))),
             web.post("/tokenize", self._tokenize),
             web.post("/sleep", _json(self._sleep)),
             web.post("/wake_up", _json(self._wake_up)),
@@ -139,14 +142,14 @@ class ReplicaServer:
         prompt_tokens = generation.usage().prompt
         details = self.replica.settings.enable_prompt_tokens_details
         reply = reply_type(*self._head(body), prompt_tokens, details)
-        try:
-            if body.stream:
-                return await _stream(request, generation, reply, body.include_usage)
-            await generation.done()
-            return web.json_response(reply.whole(generation))
-        finally:
-            self.replica.live.abort(generation)
-            self._responses.store(body, reply, generation)
+        if body.stream:
+            stream = _stream(request, generation, reply, body.include_usage)
+            return await self._finish(stream, body, reply, generation)
+        work = self._finish(generation.done(), body, reply, generation)
+        if isinstance(body, bodies.ResponsesBody) and body.background:
+            return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
+        await work
+        return web.json_response(reply.whole(generation))
 
     def _head(self, body: Body) -> tuple[str, str, int]:
         return uuid4().hex, body.model or self.replica.settings.model, int(time.time())
@@ -162,6 +165,15 @@ class ReplicaServer:
             raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
         self.replica.check_model(parsed.model)
         return parsed
+
+    async def _finish(
+        self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
+    ) -> Result:
+        try:
+            return await work
+        finally:
+            self.replica.live.abort(generation)
+            self._responses.store(body, reply, generation)
 
     async def _complete(self, generation: Generation) -> None:
         try:

@@ -1,9 +1,10 @@
-"""Stored responses of a replica."""
+"""Stored and background responses of a replica."""
 
 from typing import Any
 
 from aiohttp import ClientSession
 
+from extproc.lab.simulator.replica import Replica
 from tests.lab.simulator.conftest import get, reply
 
 RESPONSES = "/v1/responses"
@@ -18,6 +19,10 @@ async def stored(client: ClientSession, name: str, status: int = 200) -> Any:
     return await get(client, f"{RESPONSES}/{name}", status)
 
 
+async def cancel(client: ClientSession, name: str, status: int = 200) -> Any:
+    return await reply(client, f"{RESPONSES}/{name}/cancel", {}, status=status)
+
+
 async def test_stored_response_can_be_read_and_continued(client: ClientSession) -> None:
     first = await respond(client)
     assert await stored(client, first["id"]) == first
@@ -30,3 +35,21 @@ async def test_stored_response_can_be_read_and_continued(client: ClientSession) 
 async def test_response_with_store_false_is_not_found(client: ClientSession) -> None:
     answer = await respond(client, store=False)
     await stored(client, answer["id"], 404)
+
+
+async def test_background_response_is_complete_later(client: ClientSession) -> None:
+    queued = await respond(client, background=True)
+    assert (queued["status"], queued["output"]) == ("queued", [])
+    while (now := await stored(client, queued["id"]))["status"] == "queued":
+        pass
+    assert now["output"][0]["content"][0]["text"]
+    await cancel(client, queued["id"], 400)
+
+
+async def test_background_response_can_be_cancelled(
+    client: ClientSession, replica: Replica
+) -> None:
+    queued = await respond(client, background=True, max_output_tokens=4_000, ignore_eos=True)
+    assert (await cancel(client, queued["id"]))["status"] == "cancelled"
+    assert (await stored(client, queued["id"]))["status"] == "cancelled"
+    assert replica.engine.running == 0
