@@ -119,6 +119,11 @@ class _Client:
                 if kind and response.content_type != kind:
                     raise self._no_router(f"{response.content_type} instead of {kind}")
                 yield response
+        except aiohttp.SocketTimeoutError:
+            raise RouterUnavailableError(
+                f"the router at {self.url} accepts connections, but does not answer: restart it if "
+                "it hangs (/livez does not answer, either)"
+            ) from None
         except (aiohttp.ClientError, TimeoutError, ValueError):
             raise RouterUnavailableError(
                 f"no router answers at {self.url}: check that a router runs and that this is its "

@@ -215,8 +215,8 @@ class RouterMetrics:
         )
         self.loop_delay = gauge(
             "extproc_loop_delay_seconds",
-            "Delay with which the router's event loop runs what is due, averaged with a time "
-            "constant of 30 s.",
+            "Delay with which the router's event loop runs what is due, at most 1 s, averaged with "
+            "a time constant of 30 s.",
         )
         self.open_streams = gauge("extproc_open_streams", "Open ext_proc streams.")
 

@@ -164,15 +164,17 @@ async def get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
 async def _answer(
     session: aiohttp.ClientSession, replica: str, path: str
 ) -> AsyncIterator[aiohttp.ClientResponse]:
+    verb = "answer"
     try:
         async with session.get(_url(replica, path), allow_redirects=False) as response:
+            verb = "end"
             if response.status != 200:
                 raise ScrapeError(f"{path} answered {response.status}")
             yield response
     except aiohttp.ConnectionTimeoutError:
         raise VanishedError("cannot connect: timed out") from None
     except TimeoutError:
-        raise SilentError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
+        raise SilentError(f"{path} did not {verb} within {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
         kind = RefusedError if refused else UnreachableError

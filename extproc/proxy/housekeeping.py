@@ -38,7 +38,8 @@ class Housekeeping:
         """Look at everything once a second, until cancelled."""
         turn, due = 0, self._clock()
         while True:
-            self._delays.loop_delay_s.add(max(self._clock() - due, 0.0))
+            late = self._clock() - due
+            self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
             self._set_gauges()

@@ -243,7 +243,7 @@ SCENES = (
         _routes("router"),
         Signs(
             "This router is slow",
-            "extproc_loop_delay_seconds > 0.03",
+            "extproc_loop_delay_seconds > 0.02",
             "This router is slow",
             "ExtprocRouterSlow",
         ),

@@ -164,7 +164,7 @@ async def test_documented_rights_suffice(redis_server: RedisServer, check: Check
     [
         ("/health", text("", 503), "error .*: /health answered 503: it gets no requests. Start it"),
         ("/metrics", text("up 1\n"), "error .*num_requests_running: is this vLLM"),
-        ("/metrics", hang, "error .*: /metrics did not answer in full in 2.4 s: it gets no"),
+        ("/metrics", hang, "error .*: /metrics did not answer within 2.4 s: it gets no"),
         ("/metrics", text(LACKING), "warning .*: lacks the size of its KV cache"),
         ("/metrics", text(WORKED.replace("iteration", "-")), "warning .*: lacks the number of"),
         ("/v1/models", text("{}"), "warning .*: /v1/models is not a list of models"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.ground.text import figure
 from extproc.lab.harness.processes import free_port
+from extproc.observe import client
 from extproc.observe.admin import serve_admin
 from extproc.predict.inputs import Excluded
 from extproc.proxy.app import build
@@ -241,6 +243,18 @@ async def test_unknown_request_is_an_error_of_one_line(router: str, show: Run) -
     (line,) = await show("nobody", status=1)
     reason = f"the router at http://{router} has no decision about request 'nobody'"
     assert line.startswith(f"extproc explain: {reason}")
+
+
+@pytest.mark.parametrize("command", ["explain", "top"])
+async def test_hung_router_is_an_error_of_its_own(
+    run: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        (line,) = await run(command, "--router", address, status=1)
+    accepts = f"the router at http://{address} accepts connections, but does not answer: restart it"
+    assert line.startswith(f"extproc {command}: {accepts}")
 
 
 @pytest.mark.parametrize("command", ["explain", "top"])

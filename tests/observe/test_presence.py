@@ -46,7 +46,17 @@ def test_warning_is_logged_when_it_appears_and_when_it_is_over(logged: Logged) -
 def test_average_weighs_values_by_their_time() -> None:
     clock = ManualClock(0.0)
     average = Average(clock)
-    for seconds, value in ((300.0, 1.0), (0.001, 100.0)):
+    for seconds, value in ((1.0, 1.0),) * 300 + ((0.001, 100.0),):
         clock.advance(seconds)
         average.add(value)
     assert 1.0 < average.value < 1.01
+
+
+def test_average_forgets_nothing_while_the_process_stands_still() -> None:
+    """A router that was stopped for minutes is not slow afterwards."""
+    clock = ManualClock(0.0)
+    average = Average(clock)
+    for seconds, value in ((200.0, 1.0),) + ((1.0, 0.0),) * 40:
+        clock.advance(seconds)
+        average.add(value)
+    assert average.value < 0.02

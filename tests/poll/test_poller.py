@@ -124,7 +124,7 @@ async def test_poller_continues_from_models_listed_before(redis_server: RedisSer
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/metrics", hang, "/metrics did not answer in full in 2.4 s"),
+        ("/metrics", hang, "/metrics did not answer within 2.4 s"),
     ],
 )
 async def test_failing_replica_becomes_unhealthy_and_recovers(

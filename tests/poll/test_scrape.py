@@ -57,10 +57,10 @@ async def test_scrape_reads_health_and_metrics(replica: Replica, session: Client
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/health", hang, "/health did not answer in full in 0.2 s"),
+        ("/health", hang, "/health did not answer within 0.2 s"),
         ("/metrics", text(page(), 500), "/metrics answered 500"),
-        ("/metrics", hang, "/metrics did not answer in full in 0.2 s"),
-        ("/metrics", drip, "/metrics did not answer in full in 0.2 s"),
+        ("/metrics", hang, "/metrics did not answer within 0.2 s"),
+        ("/metrics", drip, "/metrics did not end within 0.2 s"),
         ("/metrics", text("<html></html>"), "is this vLLM"),
         ("/metrics", text(b"\xff\x00" * 1000), "is this vLLM"),
         ("/metrics", compressed, "is this vLLM"),

@@ -31,8 +31,9 @@ _NOT_FOLLOWED = {
     NotFollowed.OTHER_FILTER: "another filter changed the choice after ext_proc",
 }
 _NEARLY = 0.9  # share of a limit
-_SLOW_LOOP_S = 0.03  # mean delay of the event loop: a request needs it several times
+_SLOW_LOOP_S = 0.02  # mean delay of the event loop: a request needs it several times
 _SLOW_REDIS_S = 0.02  # mean round trip
+_OWN_DELAYS = 4.0  # delays of the event loop in a round trip, at most: not the fault of Redis
 _EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by less
 
 
@@ -49,7 +50,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
         yield (
             "This router is slow: its event loop runs late. Give it more CPU, or run more routers."
         )
-    elif delays.redis_s.value > _SLOW_REDIS_S:
+    elif delays.redis_s.value > max(_SLOW_REDIS_S, _OWN_DELAYS * delays.loop_delay_s.value):
         yield (
             "Redis is slow: routers learn late of each other's requests. Use a nearer Redis, or "
             "give it more CPU."

@@ -11,6 +11,7 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
+from extproc.observe.averages import Delays
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.history import History
@@ -381,3 +382,24 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     clock.advance(151.0)
     poll(services, running=1, kv_usage=0.95)
     assert any("add replicas" in warning for warning in warnings(services))
+
+
+@pytest.mark.parametrize(
+    ("loop_delay_s", "redis_s", "warned"),
+    [
+        (0.001, 0.05, ["Redis is slow"]),
+        (0.01, 0.03, []),  # the router runs late itself, and so finds Redis slow
+        (0.03, 0.05, ["This router is slow"]),
+        (0.001, 0.003, []),
+    ],
+)
+def test_slow_router_blames_itself_and_not_redis(
+    services: Services, clock: ManualClock, loop_delay_s: float, redis_s: float, warned: list[str]
+) -> None:
+    services = replace(services, delays=Delays(clock))
+    for _ in range(300):
+        clock.advance(1.0)
+        services.delays.loop_delay_s.add(loop_delay_s)
+        services.delays.redis_s.add(redis_s)
+    poll(services)
+    assert [warning.partition(":")[0] for warning in warnings(services)] == warned
