@@ -396,7 +396,7 @@ SCENES = (
         20.0,
         _metrics("r4", MetricsPage.GOOD),
         _serves("r4"),
-        Signs("r4.*(gauges|progress)", "", ""),
+        Signs("r4 is showing gauges that do not move", "", "r4 is showing gauges"),
         victim="r4",
         most_share=1.0,
     ),

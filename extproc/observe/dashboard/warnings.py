@@ -83,6 +83,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     yield from _stale(pool)
     yield from _pollers(pool)
     yield from _external(pool)
+    yield from _frozen(pool, view)
     yield from _slow(pool)
     yield from _drifts(view)
     yield from _full_queue(pool)
@@ -141,6 +142,15 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
     for reason, cause in _NOT_FOLLOWED.items():
         if reason in reasons:
             yield f"Envoy did not follow decisions in the last minute: {cause}."
+
+
+def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
+    ids = zip(view.names, view.ids, strict=True)
+    if names := [name for name, replica in ids if pool.exclusions.frozen(replica)]:
+        yield (
+            f"{_listed(names)} showing gauges that do not move: they are ignored. Restart it if "
+            "they do not move again."
+        )
 
 
 def _slow(pool: ObservedPool) -> Iterator[str]:

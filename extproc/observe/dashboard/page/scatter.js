@@ -64,12 +64,12 @@ export function draw(canvas, points, [low, middle, high]) {
   pen.restore();
 }
 
-/** Ticks 1, 2, 5, 10 …, from just below the least value to just above the greatest. */
+/** Ticks 1, 2, 5, 10 …, from just below the least value to above the greatest. */
 function scale(values) {
   const steps = [];
   for (let power = -3; power < 5; power++) for (const digit of [1, 2, 5]) steps.push(Number(`${digit}e${power}`));
   const first = steps.findLastIndex((step) => step <= Math.min(...values));
-  const last = steps.findIndex((step) => step >= Math.max(...values));
+  const last = steps.findIndex((step) => step > 1.1 * Math.max(...values));
   return steps.slice(Math.max(first, 0), Math.max(last, first + 2, 2) + 1);
 }
 
