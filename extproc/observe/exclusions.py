@@ -1,6 +1,7 @@
 """Since when replicas have been excluded, whose gauges are ignored, and log lines about changes."""
 
 import logging
+from collections.abc import Collection
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
@@ -49,9 +50,10 @@ class Exclusions:
                 logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
         return reasons
 
-    def frozen(self, replica: str) -> bool:
-        """True if the gauges of a replica were ignored in the last minute."""
-        return replica in self._frozen
+    @property
+    def frozen(self) -> Collection[str]:
+        """Replicas whose gauges were ignored in the last minute, because they did not move."""
+        return self._frozen.keys()
 
     def since(self, replica: str) -> str:
         """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""

@@ -105,6 +105,11 @@ class RouterMetrics:
             "unhealthy, stalled (or silent), failing, draining.",
             ["replica", "reason"],
         )
+        self.frozen = gauge(
+            "extproc_replica_gauges_ignored",
+            "1 for each replica whose gauges were ignored in the last minute: they did not move.",
+            ["replica"],
+        )
         self.speed = gauge(
             "extproc_replica_speed_ratio",
             "Learned speed of a decode step, divided by that of the replica's hardware profile.",
@@ -227,6 +232,11 @@ class RouterMetrics:
         self.excluded.clear()
         for replica, reason in reasons:
             self.excluded.labels(replica, reason).set(1)
+
+    def set_frozen(self, replicas: Iterable[str]) -> None:
+        self.frozen.clear()
+        for replica in replicas:
+            self.frozen.labels(replica).set(1)
 
     def set_speeds(self, states: Iterable[ReplicaState]) -> None:
         self.speed.clear()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NoReturn
 
 from extproc.observe.counter_log import CounterLog
@@ -14,8 +15,12 @@ from extproc.replica_state import TTL_S
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
+_VARIED_S, _VARIED_BY = 0.2, 0.618
+"""Range and step of the length of a pause: a CPU limit stops a process at the same point of each
+100 ms, where pauses of equal lengths would all end, or none."""
 _WARNINGS_EVERY = 5  # seconds
 _REFUSED = "requests refused: add replicas, or change the limits (docs/overload.md)"
+_FAILED = "requests failed on replicas: read the log of each replica"
 _OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
 """Refusals whose cause is the request."""
 _NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
@@ -31,6 +36,7 @@ class Housekeeping:
         self._counters = (
             CounterLog(logger, _NOT_FOLLOWED, first.metrics.not_followed, first.clock, {"retry"}),
             CounterLog(logger, _REFUSED, first.metrics.refused, first.clock, _OF_CLIENTS),
+            CounterLog(logger, _FAILED, first.metrics.failures, first.clock, ()),
         )
         self._warnings = WarningLog(first.clock)
 
@@ -42,14 +48,16 @@ class Housekeeping:
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
+            self._metrics.set_frozen(chain(*(pool.exclusions.frozen for pool in self._pools)))
             self._set_gauges()
             self._history.look()
             for counter in self._counters:
                 counter.look()
             if turn % _WARNINGS_EVERY == _WARNINGS_EVERY - 1:  # not right after the start
                 self._warnings.look(self._unlogged_warnings())
-            turn, due = turn + 1, self._clock() + _EVERY_S
-            await asyncio.sleep(_EVERY_S)
+            pause_s = _EVERY_S + _VARIED_S * (turn * _VARIED_BY % 1.0 - 0.5)
+            turn, due = turn + 1, self._clock() + pause_s
+            await asyncio.sleep(pause_s)
 
     def _look_at(self, pool: Services) -> Iterator[tuple[str, str]]:
         """Update what is known of a pool; yield its excluded replicas, with the reasons."""

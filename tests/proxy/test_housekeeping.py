@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from extproc.proxy.housekeeping import Housekeeping
+from extproc.proxy.services import Services
+from tests.fakes import replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples
+
+
+async def one_pass(services: Services) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.0):  # until the first wait
+            await Housekeeping([services]).run()
 
 
 @pytest.mark.parametrize(
@@ -20,7 +28,21 @@ async def test_external_load_is_a_figure_of_routers_that_route_every_request(
     services = router_of(config_of(serve=serve))
     for later in (1.0, 2.0):  # load counts from the second poll on
         put_replicas(services, 1, running=3, steps=later, scraped_at=services.wall() + later)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(0.0):  # one pass, until the first wait
-            await Housekeeping([services]).run()
+    await one_pass(services)
     assert samples(services.metrics.external_requests) == external
+
+
+async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    services = router_of(config_of())
+    services.metrics.failures.add(replica(1), by=3)
+    await one_pass(services)
+    (record,) = caplog.records
+    assert record.message == "requests failed on replicas: read the log of each replica"
+    assert vars(record)[replica(1)] == 3
+
+
+async def test_gauges_that_do_not_move_are_a_figure() -> None:
+    services = router_of(config_of())
+    services.exclusions._frozen[replica(1)] = services.wall()
+    await one_pass(services)
+    assert samples(services.metrics.frozen) == {(replica(1),): 1.0}

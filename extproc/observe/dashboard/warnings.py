@@ -146,7 +146,7 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
 
 def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     ids = zip(view.names, view.ids, strict=True)
-    if names := [name for name, replica in ids if pool.exclusions.frozen(replica)]:
+    if names := [name for name, replica in ids if replica in pool.exclusions.frozen]:
         yield (
             f"{_listed(names)} showing gauges that do not move: they are ignored. Restart it if "
             "they do not move again."
