@@ -1,7 +1,4 @@
-"""All settings, which ``extproc/settings.py`` fills from a file, the environment and flags.
-
-The docstring below a field is its description; ``settings.descriptions`` reads them.
-"""
+"""All settings, which ``extproc/settings.py`` fills from a file, the environment and flags."""
 
 import re
 from collections import Counter
@@ -53,7 +50,9 @@ REMOVED: dict[str, str] = {
 class Section(BaseModel):
     """Part of the configuration; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def _paired(self, first: str, second: str) -> Self:
         if bool(getattr(self, first)) != bool(getattr(self, second)):

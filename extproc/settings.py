@@ -5,12 +5,9 @@ Precedence, low to high: file, environment (``EXTPROC_POLL__INTERVAL_S``), flags
 with the prefix ``EXTPROC_`` nor names the source of a wrong value.
 """
 
-import ast
-import inspect
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from extproc import config as definitions
 from extproc.config import REMOVED, Config, ReplicaSource
 from extproc.ground.text import suggest
 from extproc.ground.yaml_file import parse_yaml, read_yaml
@@ -89,44 +85,9 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 LEAVES: dict[str, FieldInfo] = dict(_leaves(Config))
-"""Fields by key, with their defaults."""
+"""Fields by key, with their descriptions and defaults."""
 
 _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
-
-
-def description(key: str) -> str:
-    """Returns the docstring of a key."""
-    section, _, name = key.rpartition(".")
-    model: Any = Config.model_fields[section].annotation if section else Config
-    return descriptions(model)[name]
-
-
-def descriptions(model: type[Any]) -> dict[str, str]:
-    """Returns the docstrings of a model's fields, by name.
-
-    pydantic would read them at every start (``use_attribute_docstrings``), for 25 ms.
-    """
-    found = _docstrings()
-    parts = (found.get(base.__name__, {}) for base in reversed(model.__mro__))
-    return {name: text for part in parts for name, text in part.items()}
-
-
-@cache
-def _docstrings() -> dict[str, dict[str, str]]:
-    """Reads the docstrings of all fields from the source, by class and name."""
-    tree = ast.parse(inspect.getsource(definitions))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {each.name: dict(_documented(each)) for each in classes}
-
-
-def _documented(model: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, text in pairwise(model.body):
-        match field, text:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(docstring))),
-            ):
-                yield name, inspect.cleandoc(docstring)
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:

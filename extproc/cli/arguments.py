@@ -29,7 +29,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"usage": "%(prog)s [OPTION]..."} | options, allow_abbrev=False)
-        self.before_help: Callable[[], None] = lambda: None  # completes the help of options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -43,10 +42,6 @@ class Parser(argparse.ArgumentParser):
             options = [option for action in self._actions for option in action.option_strings]
             self.error(f"unknown argument {name!r}{suggest(name, options)}")
         return parsed, []
-
-    def format_help(self) -> str:
-        self.before_help()
-        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

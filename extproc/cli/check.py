@@ -7,7 +7,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-from extproc.cli.arguments import CommandError, Parser, UsageError
+from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config, MutualTlsSettings, TlsSettings
 from extproc.envoy.check import check_envoy
@@ -22,7 +22,7 @@ from extproc.poll.discovery import require_client
 from extproc.request.tokens import TokenCounter, TokenizerError
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     file = "check an Envoy bootstrap, fragment or patch (YAML, JSON)"
     add("--envoy", type=Path, metavar="FILE", help=file)

@@ -12,7 +12,7 @@ from msgspec import structs
 from redis.exceptions import RedisError, ResponseError
 
 from extproc.cli.arguments import CommandError, Parser, UsageError, number
-from extproc.cli.configuration import add_file, add_flag, configured, described
+from extproc.cli.configuration import add_file, add_flag, configured
 from extproc.config import RedisSettings
 from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic, wall
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_file(command)
         pool = "pool of the replicas (default: the configuration's pool)"
         command.add_argument("--pool", dest="about", metavar="NAME", help=pool)
-        add_flag(command, "redis.url").help = described("redis.url")
+        add_flag(command, "redis.url")
         return command
 
     drain = action("drain", "Sends no new requests to a replica; its requests go on.", "REPLICA")

@@ -7,7 +7,7 @@ from typing import Any
 
 import uvloop
 
-from extproc.cli.arguments import CommandError, Parser, UsageError
+from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config
 from extproc.ground.garbage import never_garbage
@@ -23,7 +23,7 @@ _SHOWN = {  # sections and keys in the help of each command
 }
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, *_SHOWN[parser.prog.split()[-1]])
 
 

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from extproc import config, settings
 from extproc.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +22,6 @@ def schema() -> dict[str, Any]:
     """The schema that pydantic generates, with the short forms of ``replicas`` and
     ``route.models``."""
     made = Config.model_json_schema()
-    for name, part in {"Config": made, **made["$defs"]}.items():
-        for field, text in settings.descriptions(getattr(config, name)).items():
-            part["properties"][field] = dict(
-                sorted({**part["properties"][field], "description": text}.items())
-            )
     for part in (made, made["$defs"]["PoolReplicas"]):
         replicas = part["properties"]["replicas"]
         items = {"anyOf": [{"type": "string"}, replicas.pop("items")]}

@@ -1,5 +1,6 @@
 """Settings from file, environment and flags, and the error for each mistake."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -7,7 +8,6 @@ from typing import Any, get_args
 import pytest
 
 from extproc import settings
-from extproc.cli.arguments import Parser
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import REMOVED, Config, PolicyName
 from extproc.route.policies import POLICIES
@@ -324,11 +324,11 @@ def test_flag_with_invalid_yaml_is_one_line(text: str) -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    assert [key for key in settings.LEAVES if not settings.description(key)] == []
+    assert [key for key, field in settings.LEAVES.items() if not field.description] == []
 
 
 def test_flags_reach_the_configuration() -> None:
-    parser = Parser()
+    parser = argparse.ArgumentParser()
     add_flags(parser, "serve")
     words = [word for key in settings.LEAVES for word in (f"--{key}", "")]
     assert set(settings.LEAVES) < set(vars(parser.parse_args(words)))  # those not shown, too
