@@ -7,7 +7,7 @@ A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def whole_parser() -> Parser:
     """Parser of all commands, with the options of each."""
-    return _parser(lambda command: command.load())
+    return _parser(whole=True)
 
 
-def _parser(prepare: Callable[["_Command"], None] = lambda command: None) -> Parser:
+def _parser(whole: bool = False) -> Parser:
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",
@@ -74,7 +74,9 @@ def _parser(prepare: Callable[["_Command"], None] = lambda command: None) -> Par
         dest="command", required=True, metavar="COMMAND", prog="extproc", parser_class=_Command
     )
     for name, summary in _COMMANDS.items():
-        prepare(commands.add_parser(name, help=summary, description=summary))
+        command = commands.add_parser(name, help=summary, description=summary)
+        if whole:
+            command.load()
     return parser
 
 

@@ -11,8 +11,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
-
-
 _FROZEN_S = 60.0  # gauges count as ignored for so long: a known request hides that they stand still
 
 

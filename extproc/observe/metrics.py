@@ -229,14 +229,10 @@ class RouterMetrics:
         self._skipped.add(reason, by=number)
 
     def set_excluded(self, reasons: Iterable[tuple[str, str]]) -> None:
-        self.excluded.clear()
-        for replica, reason in reasons:
-            self.excluded.labels(replica, reason).set(1)
+        _mark(self.excluded, reasons)
 
     def set_frozen(self, replicas: Iterable[str]) -> None:
-        self.frozen.clear()
-        for replica in replicas:
-            self.frozen.labels(replica).set(1)
+        _mark(self.frozen, zip(replicas))
 
     def set_speeds(self, states: Iterable[ReplicaState]) -> None:
         self.speed.clear()
@@ -269,6 +265,13 @@ class RouterMetrics:
             label = _labels(counts.items(), _MODELS)
             for model, count in counts.items():
                 self.unserved.labels(pool, label[model]).inc(count)
+
+
+def _mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
+    """Set a gauge to 1 for these labels, and for no others."""
+    gauge.clear()
+    for labels in marked:
+        gauge.labels(*labels).set(1)
 
 
 def _labels(pairs: Iterable[tuple[str, float]], count: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NoReturn
 
 from extproc.observe.counter_log import CounterLog
@@ -48,7 +47,8 @@ class Housekeeping:
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
-            self._metrics.set_frozen(chain(*(pool.exclusions.frozen for pool in self._pools)))
+            frozen = [replica for pool in self._pools for replica in pool.exclusions.frozen]
+            self._metrics.set_frozen(frozen)
             self._set_gauges()
             self._history.look()
             for counter in self._counters:

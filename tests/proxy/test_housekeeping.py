@@ -5,10 +5,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from extproc.proxy.app import build
 from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.services import Services
-from tests.fakes import replica
+from tests.fakes import ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 
 
@@ -42,7 +44,10 @@ async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture)
 
 
 async def test_gauges_that_do_not_move_are_a_figure() -> None:
-    services = router_of(config_of())
-    services.exclusions._frozen[replica(1)] = services.wall()
+    clock = ManualClock()
+    services = build(config_of(), CollectorRegistry(), clock, clock)
+    for _ in range(5):
+        clock.advance(1.0)
+        put_replicas(services, 1, running=3, steps=5.0)
     await one_pass(services)
     assert samples(services.metrics.frozen) == {(replica(1),): 1.0}
