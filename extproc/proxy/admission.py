@@ -63,6 +63,8 @@ async def admit(
     """
     services, started = exchange.services, exchange.services.clock()
     profile = exchange.profile = _profile(exchange, headers, partial, unread_model)
+    if not headers.endpoint.computes:
+        return _forward(exchange, phase, profile, partial)
 
     def decide(place: Place | None = None) -> Decision | None:
         if _is_unserved(services, profile):
@@ -92,6 +94,20 @@ async def admit(
             exchange.dispatch(headers.request_id, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
     return exchange.reply(phase, decision, partial, leave_body=unread_model != "")
+
+
+def _forward(exchange: Exchange, phase: str, profile: RequestProfile, partial: bool) -> bytes:
+    """Returns the reply that sends a request without work to a replica that serves its model."""
+    services, decision = exchange.services, None
+    if not _is_unserved(services, profile):
+        # Not visible: the choice must not be a replica that is only to be tried out.
+        decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
+    if decision is None:
+        _refuse_unserved(services, profile, exchange.has_fallback)
+        exchange.leave_unrouted()
+    else:
+        exchange.forward(decision)
+    return exchange.reply(phase, decision, partial, leave_body=False)
 
 
 def _profile(

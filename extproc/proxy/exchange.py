@@ -64,10 +64,15 @@ class Exchange:
         self.subset = messages.subset_of(first)
 
     def inference_headers(self, values: Mapping[str, str]) -> RequestHeaders | None:
-        """Reads the headers of an inference request; returns None for any other request."""
+        """Reads the headers of a request that needs a decision; returns None for any other request.
+
+        A request that only tokenizes needs one if not every replica serves its model by its name.
+        """
         config = self.services.config
         self.steered = self.steered and is_steered(config, values)
         headers = inference_headers(values, config)
+        if headers is not None and not headers.endpoint.computes:
+            headers = headers if self.steered and self.only_model is None else None
         self.endpoint = None if headers is None else headers.endpoint
         return headers
 
@@ -200,7 +205,7 @@ class Exchange:
     async def pass_through(
         self, phase: str, values: Mapping[str, str], to_any: Callable[[], bytes]
     ) -> None:
-        """Answers a request that is no inference request. ``to_any`` makes the reply if any replica
+        """Answers a request that needs no decision. ``to_any`` makes the reply if any replica
         may serve the request.
 
         A request about a stored response goes to the replica that owns the response. The router
@@ -240,6 +245,12 @@ class Exchange:
             services.metrics.queued_seconds.observe(waited)
         if self._trace is not None:
             self._trace.sent(decision, request_id, pool, waited)
+
+    def forward(self, decision: Decision) -> None:
+        """Sends the request to the chosen replica without an entry in the ledger, because the
+        engine does not work on the request."""
+        self._destination = self.destination(decision)
+        self.services.metrics.requests.add("passed")
 
     def leave_unrouted(self) -> None:
         """Leaves the choice to Envoy, because no replica is usable."""

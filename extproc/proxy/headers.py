@@ -19,7 +19,7 @@ _STANDARD = frozenset({":path", ":method", "x-request-id", "content-length", "co
 
 
 class RequestHeaders(NamedTuple):
-    """The headers of an inference request that routing depends on."""
+    """The headers of a request with an endpoint that routing depends on."""
 
     endpoint: Endpoint
     request_id: str
@@ -33,7 +33,7 @@ class RequestHeaders(NamedTuple):
 
 
 def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHeaders | None:
-    """Reads the headers of an inference request; returns None for any other request."""
+    """Reads the headers of a request with an endpoint; returns None for any other request."""
     endpoint = endpoint_of(headers.get(":path", ""))
     if endpoint is None or headers.get(":method") != "POST":
         return None

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 
 class Endpoint(StrEnum):
-    """Endpoints of vLLM that make a replica compute."""
+    """Endpoints of vLLM whose requests name a model."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -26,13 +26,20 @@ class Endpoint(StrEnum):
     CLASSIFY = "/classify"
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
+    TOKENIZE = "/tokenize"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
 
     __hash__ = str.__hash__  # Enum's hash is slow, and each request looks up several endpoints
 
     @property
+    def computes(self) -> bool:
+        """True if the requests make the engine work; the others only tokenize."""
+        return self not in _TOKENIZE_ALONE
+
+    @property
     def decodes(self) -> bool:
-        """True if the endpoint generates tokens; the others only prefill."""
-        return self not in _PREFILL_ALONE
+        """True if the endpoint generates tokens."""
+        return self not in _WITHOUT_OUTPUT
 
     @property
     def takes_priority(self) -> bool:
@@ -45,10 +52,13 @@ class Endpoint(StrEnum):
         return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 
 
-_PREFILL_ALONE = frozenset(
-    {Endpoint.EMBEDDINGS, Endpoint.POOLING, Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.RERANK}
-)
-_WITHOUT_PRIORITY = frozenset({Endpoint.MESSAGES, Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS})
+_TOKENIZE_ALONE = frozenset({Endpoint.TOKENIZE, Endpoint.COUNT_TOKENS})
+_WITHOUT_OUTPUT = _TOKENIZE_ALONE | {
+    *(Endpoint.EMBEDDINGS, Endpoint.POOLING, Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.RERANK)
+}
+_WITHOUT_PRIORITY = _TOKENIZE_ALONE | {
+    *(Endpoint.MESSAGES, Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+}
 
 PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/v1/chat/completions/batch": Endpoint.CHAT,
@@ -59,7 +69,8 @@ PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
     "/v1/systemone": Endpoint.POOLING,  # a token for each question
-}  # by path, all those of vLLM 0.32
+    "/detokenize": Endpoint.TOKENIZE,
+}  # by path, all those of vLLM 0.32 that make an engine work
 _MOST_PARTS = max(path.count("/") for path in PATHS)
 
 _INVOKED = {
@@ -78,8 +89,7 @@ _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
-    """Return the endpoint with which a path ends, without its query string; None: no inference
-    request."""
+    """Return the endpoint with which a path ends, without its query string; None: none."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
         if endpoint := PATHS.get("/" + "/".join(parts[first:])):

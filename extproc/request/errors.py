@@ -80,8 +80,8 @@ class Saturated(Refusal):
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
-    """Return the JSON body of the answer: Anthropic's form at its endpoint, else OpenAI's."""
-    if endpoint is Endpoint.MESSAGES:
+    """Return the JSON body of the answer: Anthropic's form at its endpoints, else OpenAI's."""
+    if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
         described = {"type": error.anthropic_kind, "message": error.message}
         return to_json({"type": "error", "error": described})
     described = {"message": error.message, "type": error.kind}

@@ -19,7 +19,7 @@ from extproc.request.fields import (
 )
 from extproc.request.media import media_tokens, model_in_form, of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
-from extproc.request.profile import RequestProfile
+from extproc.request.profile import NO_WORK, RequestProfile
 from extproc.request.prompt import Reading, read
 from extproc.request.tokenized import TokenizedPrompt
 from extproc.request.tokens import TokenCounter
@@ -66,6 +66,8 @@ def inspect(
         endpoint = invoked(fields)
     requested, previous = _model(fields), _previous_response(endpoint, fields)
     model = model_of(requested, previous)
+    if not endpoint.computes:
+        return replace(NO_WORK, endpoint=endpoint, model=model, requested_model=requested)
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)

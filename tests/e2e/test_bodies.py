@@ -104,6 +104,17 @@ async def test_models_endpoint_lists_every_name(stack: Stack) -> None:
     assert {model.to_dict()["max_model_len"] for model in models} == {32_768}
 
 
+async def test_request_that_only_names_a_model_reaches_a_replica_that_serves_it(
+    client: Client,
+) -> None:
+    """Two requests of each name: Envoy alone would send half of them to the wrong replica."""
+    for model in ("llama", "chat/latest", "llama-a", "llama-b") * 2:
+        answer = await client.request("POST", "/tokenize", {"model": model, "prompt": "The sea"})
+        assert (answer.status, answer.decisions) == (200, []), answer.body
+    answer = await client.request("POST", "/tokenize", {"model": "nobody's", "prompt": "The sea"})
+    assert json.loads(answer.body)["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_rewritten_body_keeps_its_other_fields(client: Client, chunked: bool) -> None:
     """A replica counts the same prompt tokens with and without a rewrite of 2 MB."""

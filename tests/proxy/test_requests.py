@@ -319,12 +319,19 @@ ANTHROPIC_ERRORS = [
 
 
 @in_each_protocol
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(("body", "status", "kind"), ANTHROPIC_ERRORS)
-async def test_messages_endpoint_refuses_in_anthropics_form(
-    services: Services, envoy: EnvoySide, protocol: str, body: Any, status: int, kind: str
+async def test_messages_endpoints_refuse_in_anthropics_form(
+    services: Services,
+    envoy: EnvoySide,
+    protocol: str,
+    path: str,
+    body: Any,
+    status: int,
+    kind: str,
 ) -> None:
     put_replicas(services, 3, models=("down",), healthy=False)
-    reply, _ = await envoy.route(protocol, body, "/v1/messages")
+    reply, _ = await envoy.route(protocol, body, path)
     assert status_of(reply) == status
     assert reply.immediate_response is not None
     answer = json.loads(reply.immediate_response.body)
