@@ -5,7 +5,8 @@
 Needs `kubectl` and `helm` on PATH, a cluster whose nodes have the images or can pull them, 2 cores
 and 4 GiB, and clocks that agree within a tenth of a second. Works in the namespace
 `extproc-trial`, which it makes and removes. `--api-server-kill COMMAND` is a shell command that
-kills the API server; without it that step is not run.
+kills the API server; without it that step is not run. With `--inference-pool`, for which the
+cluster needs the definition of InferencePools, pollers find the fast replicas through one.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "docs" / "helm"
@@ -139,13 +142,20 @@ class Outcome:
 
 
 class Trial:
-    def __init__(self, image: str, redis: str, rate: float, api_server_kill: str) -> None:
+    def __init__(
+        self, image: str, redis: str, rate: float, api_server_kill: str, pool: bool
+    ) -> None:
         repository, _, tag = image.rpartition(":")
         self._set = ["--set", f"image.repository={repository},image.tag={tag}"]
         self._parts = (HERE / "parts.yaml").read_text(encoding="utf-8")
         for name, value in (("REDIS_IMAGE", redis), ("IMAGE", image), ("RATE", str(rate))):
             self._parts = self._parts.replace(name, value)
         self._api_server_kill = api_server_kill
+        self._pool = (HERE / "pool.yaml").read_text(encoding="utf-8") if pool else ""
+        if pool:
+            (fast, slow) = yaml.safe_load((HERE / "values.yaml").read_text())["replicas"]
+            sources = [fast | {"kubernetes": {"inference_pool": "vllm"}}, slow]
+            self._set += ["--set-json", f"replicas={json.dumps(sources)}"]
 
     def helm(self, command: str, *more: str, check: bool = True) -> None:
         values = (
@@ -166,6 +176,8 @@ class Trial:
             kubectl("create", "configmap", "load", load)
             without_load, load_pod = self._parts.rsplit("---\n", 1)
             kubectl("apply", "--filename=-", stdin=without_load)
+            if self._pool:
+                self.put_pool()
             for name in ("vllm-fast", "vllm-slow", "redis"):
                 self.rolled_out(name)
             self.helm("install", "--wait", "--timeout=3m")
@@ -186,6 +198,9 @@ class Trial:
         yield TrialStep("scale fast replicas 1 → 2", lambda: self.scale("vllm-fast", 2))
         yield TrialStep("roll fast replicas", lambda: self.restart("vllm-fast"))
         yield TrialStep("delete a replica", lambda: self.delete("app=vllm,gpu=fast"))
+        if self._pool:
+            yield TrialStep("delete the pool, make it again", self.remake_pool)
+            yield TrialStep("pool without pods, and again with", self.empty_pool)
         yield TrialStep("roll routers", lambda: self.restart("extproc-router"))
         yield TrialStep("kill a router", lambda: self.kill("component=router"))
         yield TrialStep("kill both routers", lambda: self.kill("component=router", 2))
@@ -230,6 +245,21 @@ class Trial:
     def kill(self, selector: str, number: int = 1) -> None:
         kubectl("delete", *self.pods(selector)[:number], "--force", "--grace-period=0")
 
+    def put_pool(self, **labels: str) -> None:
+        pool = yaml.safe_load(self._pool)
+        pool["spec"]["selector"]["matchLabels"] |= labels
+        kubectl("apply", "--filename=-", stdin=json.dumps(pool))
+
+    def remake_pool(self) -> None:
+        kubectl("delete", "inferencepool/vllm")
+        time.sleep(5)
+        self.put_pool()
+
+    def empty_pool(self) -> None:
+        self.put_pool(gpu="none")
+        time.sleep(5)
+        self.put_pool()
+
     def kill_api_server(self) -> None:
         subprocess.run(["sh", "-c", self._api_server_kill], check=True)
         time.sleep(15)
@@ -266,11 +296,13 @@ def main() -> int:
     parser.add_argument("--redis", default="redis:7", help="image of Redis")
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--api-server-kill", default="", metavar="COMMAND")
+    parser.add_argument("--inference-pool", action="store_true", help="find replicas through one")
     parser.add_argument("steps", nargs="*", help="only the steps whose names have these words")
     args = parser.parse_args()
     if not os.environ.get("KUBECONFIG"):
         parser.error("KUBECONFIG names no cluster")
-    outcomes = Trial(args.image, args.redis, args.rate, args.api_server_kill).run(args.steps)
+    trial = Trial(args.image, args.redis, args.rate, args.api_server_kill, pool=args.inference_pool)
+    outcomes = trial.run(args.steps)
     whole = Outcome("all", [item for outcome in outcomes for item in outcome.requests])
     print("| step | requests | in Envoy's log | failed | unrouted | for at most, s | elsewhere |")
     print("|---|---|---|---|---|---|---|")
