@@ -42,7 +42,7 @@ securityContext: {readOnlyRootFilesystem: true, allowPrivilegeEscalation: false,
 {{- /* Options of a part's pods: those of `pods`, then the part's own. Lists are joined. */ -}}
 {{- define "extproc.options" -}}
 {{- $all := (first .).Values.pods -}}
-{{- $own := index (first .).Values (last .) -}}
+{{- $own := get (first .).Values (last .) | default dict -}}
 {{- $made := dict "priorityClassName" ($own.priorityClassName | default $all.priorityClassName | default "") -}}
 {{- range list "env" "volumes" "volumeMounts" "tolerations" -}}
 {{- $_ := set $made . (concat (get $all . | default list) (get $own . | default list) | default list) -}}
