@@ -90,42 +90,53 @@ def _of_kubernetes(name: str) -> str:
 
 
 _KubernetesName = Annotated[str, AfterValidator(_of_kubernetes)]
+_InferencePoolName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")]
 
 
-class KubernetesService(Section):
-    """Kubernetes Service whose pods are replicas."""
+class KubernetesPods(Section):
+    """Pods of a Kubernetes Service or InferencePool."""
 
-    service: _KubernetesName
+    service: _KubernetesName | None = None
     """Name of the Service."""
-    port: int | str
-    """Port of the pods (targetPort), a number or a name."""
+    port: int | str | None = None
+    """Port of the Service's pods (targetPort), a number or a name."""
+    inference_pool: _InferencePoolName | None = None
+    """Name of the InferencePool, which has the port itself."""
     namespace: _KubernetesName | None = None
-    """Namespace of the Service; null: the poller's own."""
+    """Namespace of the Service or InferencePool; null: the poller's own."""
 
     @field_validator("port")
     @classmethod
-    def _check_port(cls, port: int | str) -> int | str:
+    def _check_port(cls, port: int | str | None) -> int | str | None:
         port = int(port) if isinstance(port, str) and port.isdecimal() else port
         if isinstance(port, str):
             return _of_kubernetes(port)
-        if not 1 <= port <= 65535:
+        if port is not None and not 1 <= port <= 65535:
             raise ValueError("a port is a number from 1 to 65535, or a name")
         return port
 
+    @model_validator(mode="after")
+    def _check_pods(self) -> Self:
+        if (self.service is None) == (self.inference_pool is None):
+            raise ValueError("Kubernetes pods need one of 'service' and 'inference_pool'")
+        return self._paired("service", "port")
+
     def __str__(self) -> str:
-        name = f"{self.namespace}/{self.service}" if self.namespace else self.service
-        return f"Service {name}, port {self.port}"
+        prefix = f"{self.namespace}/" if self.namespace else ""
+        if self.inference_pool:
+            return f"InferencePool {prefix}{self.inference_pool}"
+        return f"Service {prefix}{self.service}, port {self.port}"
 
 
 class ReplicaSource(Section):
-    """Replicas: an address, a DNS name, or the pods of a Kubernetes Service."""
+    """Replicas: an address, a DNS name, or the pods of a Kubernetes Service or InferencePool."""
 
     url: _ReplicaAddress = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: _ReplicaAddress = ""
     """``name:port`` whose addresses are replicas; resolved every 2 s."""
-    kubernetes: KubernetesService | None = None
-    """Service whose pods are replicas."""
+    kubernetes: KubernetesPods | None = None
+    """Service or InferencePool whose pods are replicas."""
     profile: _ProfileName = DEFAULT_PROFILE
     """Hardware profile that predictions start from."""
     name: str = ""
@@ -137,7 +148,7 @@ class ReplicaSource(Section):
 
     @property
     def where(self) -> str:
-        """Address, DNS name or Service as text, for messages."""
+        """Address, DNS name, Service or InferencePool as text, for messages."""
         return self.url or self.dns or str(self.kubernetes)
 
     @property

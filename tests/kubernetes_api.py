@@ -1,4 +1,4 @@
-"""API server of Kubernetes that lists and watches EndpointSlices like kube-apiserver.
+"""API server of Kubernetes that lists and watches objects like kube-apiserver.
 
 Every change has a version. A watch sends all changes after the version in its query, and nothing
 while that version is yet to come. Items of a list have no kind.
@@ -18,16 +18,22 @@ import pytest
 from aiohttp import web
 
 from extproc.lab.harness.processes import free_port
-from extproc.poll import kubernetes
+from extproc.poll import reflector
 from tests.certificates import Authority
 from tests.waiting import until
 
 RECORDED = Path(__file__).parent / "data" / "kubernetes"  # answers of a real server
 KIND = {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1"}
+KINDS = {
+    "endpointslices": KIND,
+    "pods": {"kind": "Pod", "apiVersion": "v1"},
+    "inferencepools": {"kind": "InferencePool", "apiVersion": "inference.networking.k8s.io/v1"},
+}
 SERVICE = "kubernetes.io/service-name"
 
-_Slice = dict[str, Any]
-_Change = tuple[int, _Slice | None, _Slice | None]  # version, and the slice before and after
+_Object = dict[str, Any]
+_Change = tuple[int, str, _Object | None, _Object | None]
+"""Version, resource, and the object before and after."""
 _END, _HANG_UP = "end", "hang up"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,18 +83,41 @@ def endpoint_slice(
     }
 
 
+def pod(name: str, ip: str = "", ready: bool = True, **metadata: Any) -> dict[str, Any]:
+    """Returns a running pod as kubelet writes it; ``metadata``: labels, annotations, …"""
+    condition = {"type": "Ready", "status": str(ready)}
+    return {
+        "metadata": {"name": name, "namespace": "llm", "labels": {"app": "vllm"}, **metadata},
+        "status": {"phase": "Running", "podIP": ip, "conditions": [condition]},
+    }
+
+
+def inference_pool(*ports: int, name: str = "vllm-llama", **labels: str) -> dict[str, Any]:
+    """Returns an InferencePool of the pods with these labels, by default ``app: vllm``."""
+    picker = {"name": "extproc-router", "port": {"number": 50051}, "failureMode": "FailOpen"}
+    return {
+        "metadata": {"name": name, "namespace": "llm"},
+        "spec": {
+            "selector": {"matchLabels": labels or {"app": "vllm"}},
+            "targetPorts": [{"number": port} for port in ports or (8000,)],
+            "endpointPickerRef": picker,
+        },
+    }
+
+
 class ApiServer:
-    """HTTPS server that accepts a single token; a test writes its slices, and makes it fail."""
+    """HTTPS server that accepts a single token; a test writes its objects, and makes it fail."""
 
     def __init__(self, directory: Path) -> None:
         self.account = directory / "account"  # the files of a pod's service account
         self.port = free_port()
         self.token = "token-1"
-        self.forbidden: set[str] = set()  # verbs for which the token has no right
+        self.forbidden: set[str] = set()  # verbs and resources for which the token has no right
+        self.unknown: set[str] = set()  # resources whose definition is not installed
         self.queries: list[dict[str, str]] = []  # of accepted requests, each with its path
         self.version = 90
         self.handler: Handler = self._answer  # a test may replace it
-        self._slices: dict[str, _Slice] = {}
+        self._objects: dict[tuple[str, str], _Object] = {}  # by resource and name
         self._changes: list[_Change] = []
         self.watches: set[asyncio.Queue[Any]] = set()
         """Open watches, each with changes and lines to send, or its end."""
@@ -104,17 +133,17 @@ class ApiServer:
     def mount_token(self, token: str) -> None:
         (self.account / "token").write_text(token + "\n")
 
-    def put(self, new: Mapping[str, Any]) -> None:
+    def put(self, new: Mapping[str, Any], resource: str = "endpointslices") -> None:
         self.version += 1
         after = copy.deepcopy(dict(new))
         after["metadata"]["resourceVersion"] = str(self.version)
-        name = after["metadata"]["name"]
-        self._add_change(self._slices.get(name), after)
-        self._slices[name] = after
+        key = resource, after["metadata"]["name"]
+        self._add_change(resource, self._objects.get(key), after)
+        self._objects[key] = after
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, resource: str = "endpointslices") -> None:
         self.version += 1
-        self._add_change(self._slices.pop(name), None)
+        self._add_change(resource, self._objects.pop((resource, name)), None)
 
     def go_back(self, version: int) -> None:
         """Restores a backup of that version: later changes never happened."""
@@ -166,30 +195,34 @@ class ApiServer:
         return await self.handler(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        assert re.fullmatch(
-            "/apis/discovery.k8s.io/v1/namespaces/[^/]+/endpointslices", request.path
-        )
+        found = re.fullmatch("/apis?/(.+)/namespaces/[^/]+/([a-z]+)", request.path)
+        assert found
+        version, resource = found.groups()
+        assert version == KINDS[resource]["apiVersion"]
+        if resource in self.unknown:
+            return web.Response(status=404, text="404 page not found\n")
         verb = "watch" if request.query.get("watch") == "true" else "list"
-        if verb in self.forbidden:
+        if self.forbidden & {verb, resource}:
             status, body = recorded("forbidden")
-            message = body["message"].replace('API group ""', 'API group "discovery.k8s.io"')
-            message = message.replace("pods", "endpointslices").replace("list", verb)
+            group = version.rpartition("/")[0]
+            message = body["message"].replace('API group ""', f'API group "{group}"')
+            message = message.replace("pods", resource).replace("list", verb)
             return web.json_response(body | {"message": message}, status=status)
-        selector = request.query["labelSelector"]
-        return await (self._watch if verb == "watch" else self._list)(request, selector)
+        return await (self._watch if verb == "watch" else self._list)(request, resource)
 
-    async def _list(self, _: web.Request, selector: str) -> web.StreamResponse:
-        items = [item for item in self._slices.values() if _selected(item, selector)]
+    async def _list(self, request: web.Request, resource: str) -> web.StreamResponse:
+        kind = KINDS[resource]
+        objects = [item for (plural, _), item in self._objects.items() if plural == resource]
         return web.json_response(
             {
-                "kind": "EndpointSliceList",
-                "apiVersion": "discovery.k8s.io/v1",
+                "kind": f"{kind['kind']}List",
+                "apiVersion": kind["apiVersion"],
                 "metadata": {"resourceVersion": str(self.version)},
-                "items": items,
+                "items": [item for item in objects if _selected(item, request.query)],
             }
         )
 
-    async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, resource: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         watch: asyncio.Queue[Any] = asyncio.Queue()
@@ -199,15 +232,19 @@ class ApiServer:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(float(request.query["timeoutSeconds"])):
-                    await self._send_changes(watch, request, response)
+                    await self._send_changes(watch, request, response, resource)
         finally:
             self.watches.discard(watch)
         return response
 
     async def _send_changes(
-        self, watch: "asyncio.Queue[Any]", request: web.Request, response: web.StreamResponse
+        self,
+        watch: "asyncio.Queue[Any]",
+        request: web.Request,
+        response: web.StreamResponse,
+        resource: str,
     ) -> None:
-        since, selector = (request.query[key] for key in ("resourceVersion", "labelSelector"))
+        since = request.query["resourceVersion"]
         while (item := await watch.get()) != _END:
             if item == _HANG_UP:
                 assert request.transport is not None
@@ -215,31 +252,37 @@ class ApiServer:
                 return
             if isinstance(item, bytes):
                 await response.write(item)
-            elif item[0] > int(since):
-                await response.write(_event(item, selector))
+            elif item[0] > int(since) and item[1] == resource:
+                await response.write(_event(item, request.query))
 
-    def _add_change(self, before: _Slice | None, after: _Slice | None) -> None:
-        change = (self.version, before, after)
+    def _add_change(self, resource: str, before: _Object | None, after: _Object | None) -> None:
+        change = (self.version, resource, before, after)
         self._changes.append(change)
         for watch in self.watches:
             watch.put_nowait(change)
 
 
-def _selected(item: Mapping[str, Any], selector: str) -> bool:
-    label, _, value = selector.partition("=")
-    return bool(item["metadata"]["labels"].get(label) == value)
+def _selected(item: Mapping[str, Any] | None, query: Mapping[str, str]) -> bool:
+    """Returns True if the object has the labels, and the name, that the query wants."""
+    if item is None:
+        return False
+    metadata = item["metadata"]
+    labels = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
+    name = query.get("fieldSelector", "").removeprefix("metadata.name=")
+    return labels.items() <= metadata.get("labels", {}).items() and name in ("", metadata["name"])
 
 
-def _event(change: _Change, selector: str) -> bytes:
-    """Returns the line of a change for a watch with this selector; empty: not selected."""
-    version, before, after = change
+def _event(change: _Change, query: Mapping[str, str]) -> bytes:
+    """Returns the line of a change for a watch with this query; empty: not selected."""
+    version, resource, before, after = change
+    was, now = _selected(before, query), _selected(after, query)
+    if not was and not now:
+        return b""
     changed = copy.deepcopy(after or before)
     assert changed is not None
-    if not _selected(changed, selector):
-        return b""
     changed["metadata"]["resourceVersion"] = str(version)
-    kind = "DELETED" if after is None else "MODIFIED" if before else "ADDED"
-    return _line(kind, {**KIND, **changed})
+    kind = "MODIFIED" if was and now else "ADDED" if now else "DELETED"
+    return _line(kind, KINDS[resource] | changed)
 
 
 def _line(kind: str, item: Mapping[str, Any]) -> bytes:
@@ -250,4 +293,4 @@ def enter_pod(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives this process the environment and service account of a pod in the server's cluster."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-    monkeypatch.setattr(kubernetes, "ACCOUNT", server.account)
+    monkeypatch.setattr(reflector, "ACCOUNT", server.account)

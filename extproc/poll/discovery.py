@@ -1,4 +1,4 @@
-"""Discovery of replicas: addresses, DNS names, Services of Kubernetes, and a watched file."""
+"""Discovery of replicas: addresses, DNS names, pods of Kubernetes, and a watched file."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 from pydantic import ValidationError
 
-from extproc.config import Config, KubernetesService, ReplicaSource
+from extproc.config import Config, KubernetesPods, ReplicaSource
 from extproc.ground.address import join_address, with_name
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.files import WatchedFiles
@@ -22,7 +22,7 @@ from extproc.replica_state import ReplicaState
 from extproc.share.drains import Drains
 
 if TYPE_CHECKING:
-    from extproc.poll.kubernetes import ServiceWatch
+    from extproc.poll.kubernetes import KubernetesWatch
 
 RESOLVE_S = 2.0
 """Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
@@ -41,13 +41,13 @@ class Target:
     kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
     # The next two change without a new scraper: they do not take part in comparisons.
     draining: bool = field(default=False, compare=False)  # by a command, or its pod terminates
-    ready: bool = field(default=True, compare=False)  # False: not ready by its EndpointSlice
+    ready: bool = field(default=True, compare=False)  # False: not ready, says Kubernetes
 
     def marked(self, state: ReplicaState) -> ReplicaState:
         """Returns the state; it is marked as draining, or as not ready, if this target is."""
         state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
-            problem = "not ready, by its EndpointSlice"
+            problem = "not ready, says Kubernetes"
             state = structs.replace(state, healthy=False, problem=problem)
         return state
 
@@ -85,7 +85,7 @@ class Discovery:
         self._answers = answers
         self._clock = clock
         self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # by ``ip:port``
-        self._services: dict[KubernetesService, ServiceWatch] = {}
+        self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
         """Looks up and returns the replicas; of several targets with one address, the first
@@ -95,8 +95,8 @@ class Discovery:
         sources = (*self._sources, *self._listed)
         hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}
         self._follow({source.kubernetes for source in sources if source.kubernetes})
-        services = (service.look_up() for service in self._services.values())
-        await asyncio.gather(self._look_up(hosts), *services)
+        watches = (watch.look_up() for watch in self._watches.values())
+        await asyncio.gather(self._look_up(hosts), *watches)
         self._named_at = {
             source: self._named(source) for source in sources if not source.kubernetes
         }
@@ -111,24 +111,30 @@ class Discovery:
         )
 
     def unlisted(self) -> list[str]:
-        """Returns the Services of Kubernetes whose pods the API server has not listed yet."""
-        return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
+        """Returns the sources whose pods the API server of Kubernetes has not listed yet."""
+        return [str(wanted) for wanted, watch in self._watches.items() if not watch.listed]
 
     def problems(self) -> dict[str, str]:
-        """Returns the names and Services that could not be looked up, with the reasons."""
+        """Returns the names and Kubernetes sources that could not be looked up, with the
+        reasons."""
         problems = {name: host.problem for name, host in self._hosts.items()}
-        problems |= {str(wanted): watch.problem for wanted, watch in self._services.items()}
+        problems |= {str(wanted): watch.problem for wanted, watch in self._watches.items()}
         return {name: problem for name, problem in problems.items() if problem}
 
     def stop(self) -> None:
         self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
-        target = partial(Target, profile=source.profile, kv_events_ports=source.kv_events_ports)
+        ports = source.kv_events_ports
+        target = partial(Target, profile=source.profile, kv_events_ports=ports)
         if source.kubernetes:
-            for address, pod in self._services[source.kubernetes].pods.items():
+            for address, pod in self._watches[source.kubernetes].pods.items():
                 name = "/".join(filter(None, (source.name, pod.name or address)))
-                yield target(address, name, draining=pod.terminating, ready=pod.ready)
+                made = target(address, name, draining=pod.terminating, ready=pod.ready)
+                if ports and pod.rank:  # as vLLM's data-parallel ranks choose theirs
+                    shifted = ports[0] + pod.rank, ports[1] + pod.rank
+                    made = replace(made, kv_events_ports=shifted)
+                yield made
             return
         named_at = self._named_at[source]
         last = max(named_at.values(), default=0.0)
@@ -146,14 +152,15 @@ class Discovery:
         stay = {id_: at for id_, at in before.items() if self._answers(id_)}
         return {**stay, **dict.fromkeys(named, self._clock())}
 
-    def _follow(self, services: set[KubernetesService]) -> None:
-        for gone in self._services.keys() - services:
-            self._services.pop(gone).stop()
-        for service in services - self._services.keys():
-            from extproc.poll.kubernetes import ServiceWatch  # imports an optional package
+    def _follow(self, sources: set[KubernetesPods]) -> None:
+        for gone in self._watches.keys() - sources:
+            self._watches.pop(gone).stop()
+        for wanted in sources - self._watches.keys():
+            from extproc.poll.kubernetes import PoolWatch, ServiceWatch  # an optional package
 
+            kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
-            self._services[service] = ServiceWatch(service, wake, self._timeout_s, self._random)
+            self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
 
     async def _look_up(self, names: set[str]) -> None:
         for gone in self._hosts.keys() - names:
@@ -177,7 +184,7 @@ def names_replicas(config: Config) -> bool:
 
 
 def require_client(config: Config) -> None:
-    """Checks that the Kubernetes client is installed, if any source is a Service.
+    """Checks that the Kubernetes client is installed, if any source needs it.
 
     Raises:
         ValueError: lightkube is needed and missing.
@@ -185,7 +192,7 @@ def require_client(config: Config) -> None:
     sources = (source for pool in config.each_pool for source in pool.replicas)
     if any(source.kubernetes for source in sources) and find_spec("lightkube") is None:
         raise ValueError(
-            "replicas: a Service of Kubernetes needs lightkube, which is not installed: "
+            "replicas: pods of Kubernetes need lightkube, which is not installed: "
             "pip install 'extproc[kubernetes]'"
         )
 

@@ -1,227 +1,174 @@
-"""Pods of a Service of Kubernetes, read from its EndpointSlices; needs the extra ``kubernetes``.
+"""Pods of a Service or an InferencePool of Kubernetes; needs the extra ``kubernetes``.
 
-EndpointSlices have all that a poller needs: address, port, readiness, and whether a pod terminates.
-They follow the Service's selector, and reading them needs no right to read pods.
+EndpointSlices have all that a poller needs of a Service's pods: address, port, readiness, and
+whether a pod terminates. Reading them needs no right to read pods. An InferencePool has no slices:
+its selector names the pods.
 """
 
 import asyncio
 import logging
-import ssl
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import httpx2
-import msgspec
-from lightkube import AsyncClient, KubeConfig
-from lightkube.core.exceptions import ApiError, ConfigError
+from lightkube.generic_resource import create_namespaced_resource
 from lightkube.models.discovery_v1 import Endpoint
-from lightkube.models.meta_v1 import Status
+from lightkube.resources import core_v1
 from lightkube.resources.discovery_v1 import EndpointSlice
 
-from extproc.config import KubernetesService
+from extproc.config import KubernetesPods
 from extproc.ground.address import join_address
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import Backoff
+from extproc.poll.reflector import Reflector
 
 log = logging.getLogger(__name__)
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Folder with a pod's token and CA; kubelet renews the token."""
-
-_CONNECT_S = 5.0
-_LIST_S = 10.0
-_WATCH_S = 40
-"""Seconds after which the API server ends a watch, and a new list begins. Proxies may cut
-connections that are silent for a minute, and the list fails if the server is gone."""
-_LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which this side ends the watch
-_FIRST_WAIT_S = 0.5
-_LONGEST_WAIT_S = 10.0
+_InferencePool = create_namespaced_resource(
+    "inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"
+)
+_ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
+"""Annotation of a pod that serves only these ports of its InferencePool, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod, or another endpoint of the Service."""
+    """A pod, one of its ports, or another endpoint of the Service."""
 
     name: str  # empty: not a pod
     ready: bool
     terminating: bool  # gets no new requests, but may still serve those in flight
+    rank: int = 0  # place of the port among those of the InferencePool: the data-parallel rank
 
 
-class ServiceWatch:
-    """Pods of a Service: lists its EndpointSlices, watches them for ``_WATCH_S``, and repeats.
+@dataclass(eq=False)
+class KubernetesWatch:
+    """Pods of a source. After a failure the last pods stay."""
 
-    After a failure the last pods stay. Each round reads token and CA again, because kubelet renews
-    them.
+    wanted: KubernetesPods
+    changed: Callable[[], None]  # called when the pods have changed
+    timeout_s: float  # longest wait of ``look_up``
+    random: Random  # source of random waits after failures
+    pods: dict[str, Pod] = field(init=False, default_factory=dict)  # by ``ip:port``
 
-    Args:
-        wanted: the Service.
-        changed: called when the pods have changed.
-        timeout_s: longest wait of :meth:`look_up`.
-        random: source of random waits after failures, so that pollers do not retry together.
-    """
+    def __post_init__(self) -> None:
+        self._reflectors: list[Reflector[Any]] = []
+        source = str(self.wanted)
+        self._empty = OutageLog(log, "Kubernetes source has no replicas", each=True, source=source)
 
-    def __init__(
-        self,
-        wanted: KubernetesService,
-        changed: Callable[[], None],
-        timeout_s: float,
-        random: Random,
-    ) -> None:
-        self.pods: dict[str, Pod] = {}  # by ``ip:port``
-        self.listed = False
-        self._wanted = wanted
-        self._changed = changed
-        self._timeout_s = timeout_s
-        self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
-        service = str(wanted)
-        begins = "Service cannot be watched: keeping its last pods and retrying"
-        over = "Service is watched again"
-        self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, service=service)
-        self._empty = OutageLog(log, "Service has no replicas", each=True, service=service)
-        self._tried = asyncio.Event()
-        self._task = asyncio.create_task(self._follow())
+    @property
+    def listed(self) -> bool:
+        """True if the API server has listed the pods."""
+        return all(reflector.listed for reflector in self._reflectors)
 
     @property
     def problem(self) -> str:
-        """Reason why the pods are unknown or the Service has none; empty: no problem."""
-        return self._outage.problem or self._empty.problem or ("" if self.listed else "no answer")
+        """Reason why the pods are unknown or the source has none; empty: no problem."""
+        problems = (reflector.problem for reflector in self._reflectors)
+        return next(filter(None, problems), self._empty.problem)
 
     async def look_up(self) -> None:
-        """Waits until the first list has succeeded or failed, at most ``timeout_s``."""
+        """Waits until the first lists have succeeded or failed, at most ``timeout_s``."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                await self._tried.wait()
+            async with asyncio.timeout(self.timeout_s):
+                for reflector in self._reflectors:  # the first one may add another
+                    await reflector.tried.wait()
 
     def stop(self) -> None:
-        self._task.cancel()
+        for reflector in self._reflectors:
+            reflector.stop()
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                await self._list_and_watch()
-            except (httpx2.HTTPError, ConfigError, OSError, KeyError) as error:
-                self._outage.failed(_problem(error))
-            except Exception as error:  # must not end the watches of other Services
-                self._outage.failed(f"{type(error).__name__}: {error}", error)
-            self._tried.set()
-            await asyncio.sleep(self._backoff.next())
+    def _reflect(
+        self, kind: type[Any], changed: Callable[[], None], **selection: dict[str, Any]
+    ) -> Reflector[Any]:
+        where = {"namespace": self.wanted.namespace, **selection}
+        reflector = Reflector[Any](kind, where, changed, str(self.wanted), self.random)
+        self._reflectors.append(reflector)
+        return reflector
 
-    async def _list_and_watch(self) -> None:
-        config = KubeConfig.from_service_account(ACCOUNT)
-        authority = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
-        transport = _Transport(self._watch_began, authority)
-        times = httpx2.Timeout(_LIST_S, connect=_CONNECT_S)
-        client = AsyncClient(config, timeout=times, trust_env=False, transport=transport)
-        labels: Any = {"kubernetes.io/service-name": self._wanted.service}
-        selected = {"namespace": self._wanted.namespace, "labels": labels}
-        try:
-            listed = client.list(EndpointSlice, **selected)
-            slices = {_name(item): item async for item in listed}
-            self._read(slices.values())
-            version = listed.resourceVersion
-            events = client.watch(
-                EndpointSlice, server_timeout=_WATCH_S, resource_version=version, **selected
-            )
-            async with asyncio.timeout(_WATCH_S + _LATE_S):
-                async for kind, item in events:
-                    if kind in ("ADDED", "MODIFIED"):
-                        slices[_name(item)] = item
-                    elif kind == "DELETED":
-                        slices.pop(_name(item), None)
-                    self._read(slices.values())
-        except (httpx2.TransportError, TimeoutError, msgspec.DecodeError) as error:
-            if not transport.watched or isinstance(error, msgspec.ValidationError):
-                raise  # otherwise the watch was cut, perhaps within a line
-        finally:
-            await client.close()
-
-    def _watch_began(self) -> None:
-        self._outage.recovered()
-        self._backoff.reset()
-
-    def _read(self, slices: Collection[EndpointSlice]) -> None:
-        self.listed = True
-        pods = pods_of(slices, self._wanted.port)
+    def _update(self, pods: dict[str, Pod], problem: str = "") -> None:
         if pods != self.pods:
             self.pods = pods
-            self._changed()
-        if not slices:
-            self._empty.failed("no EndpointSlices: does the Service exist in that namespace?")
-        elif not pods and any(item.endpoints for item in slices):
-            port = self._wanted.port
-            self._empty.failed(f"none of its endpoints has an IP address and the port {port}")
+            self.changed()
+        if problem:
+            self._empty.failed(problem)
         else:
             self._empty.recovered()
-        self._tried.set()
 
 
-class _Transport(httpx2.AsyncHTTPTransport):
-    """HTTP transport that allows a single watch, and raises an error with the API server's reason
-    for a refusal.
+class ServiceWatch(KubernetesWatch):
+    """Pods of a Service, as its EndpointSlices list them."""
 
-    After the end of a watch, lightkube would begin another from the last resource version. An API
-    server that was restored from older data would wait for that version and send nothing
-    (kubernetes/kubernetes issue 107457).
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        labels = {"kubernetes.io/service-name": self.wanted.service}
+        self._slices = self._reflect(EndpointSlice, self._read, labels=labels)
+
+    def _read(self) -> None:
+        slices, port = self._slices.objects.values(), self.wanted.port or ""
+        pods, problem = pods_of(slices, port), ""
+        if not slices:
+            problem = "no EndpointSlices: does the Service exist in that namespace?"
+        elif not pods and any(item.endpoints for item in slices):
+            problem = f"none of its endpoints has an IP address and the port {port}"
+        self._update(pods, problem)
+
+
+class PoolWatch(KubernetesWatch):
+    """Pods of an InferencePool: those that its selector matches, at its ports."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = {"metadata.name": self.wanted.inference_pool}
+        self._pools = self._reflect(_InferencePool, self._read, fields=name)
+        self._members: Reflector[core_v1.Pod] | None = None
+        self._selector: dict[str, str] | None = None  # of the members
+
+    def _read(self) -> None:
+        pool = next(iter(self._pools.objects.values()), None)
+        self._select(pool and pool.spec["selector"]["matchLabels"])
+        if pool is None:
+            self._update({}, "no InferencePool of that name in that namespace")
+        elif self._members and self._members.listed:
+            ports = [port["number"] for port in pool.spec["targetPorts"]]
+            self._update(members_of(self._members.objects.values(), ports))
+
+    def _select(self, selector: dict[str, str] | None) -> None:
+        """Follows the pods with these labels instead of those before; None: no pods."""
+        if selector == self._selector:
+            return
+        self._selector = selector
+        if self._members:
+            self._members.stop()
+            self._reflectors.remove(self._members)
+            self._members = None
+        if selector is not None:
+            self._members = self._reflect(core_v1.Pod, self._read, labels=selector)
+
+
+def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
+    """Returns the replicas of an InferencePool by ``ip:port``: every port of a pod is one.
+
+    Pods without an address and those that have ended are left out, as EndpointSlices do.
+    Replicas have the names of the reference endpoint picker if the pool has several ports.
     """
-
-    def __init__(self, watch_began: Callable[[], None], authority: ssl.SSLContext) -> None:
-        # Python 3.13 sets this flag by default; many clusters' authorities do not pass with it.
-        authority.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        super().__init__(verify=authority)
-        self._watch_began = watch_began
-        self.watched = False
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if self.watched:
-            raise httpx2.ReadError("the watch has ended")
-        response = await super().handle_async_request(request)
-        if not response.is_success:
-            refusal = _refusal(response.status_code, await response.aread())
-            raise httpx2.HTTPStatusError(refusal, request=request, response=response)
-        if "watch" in request.url.params:
-            self.watched = True
-            self._watch_began()
-        return response
-
-
-def _refusal(status: int, body: bytes) -> str:
-    try:
-        reason = msgspec.json.decode(body, type=Status).message
-    except msgspec.DecodeError:
-        reason = "no reason given"
-    match status:
-        case 401:
-            return f"the token in {ACCOUNT / 'token'} is not accepted (401): {reason}"
-        case 403:
-            return (
-                "the pod's service account needs a Role that allows the verbs list and watch on "
-                f"endpointslices (403): {reason}"
-            )
-    return f"the API server answered {status}: {reason}"
-
-
-def _problem(error: Exception) -> str:
-    match error:
-        case ApiError():
-            return f"the watch failed ({error.status.code}): {error}"
-        case KeyError():
-            return f"{error.args[0]} is not set, as it is in every pod: run this process in a pod"
-        case ssl.SSLError():
-            return f"{ACCOUNT / 'ca.crt'} holds no certificate (PEM): {error}"
-        case ConfigError() | OSError():
-            return (
-                f"{ACCOUNT}: {error}: give the pod a service account, and do not set "
-                "automountServiceAccountToken to false"
-            )
-    return f"no answer from the API server: {str(error) or type(error).__name__}"
-
-
-def _name(item: EndpointSlice) -> str | None:
-    return item.metadata.name if item.metadata else None
+    found: dict[str, Pod] = {}
+    for item in pods:
+        metadata, status = item.metadata, item.status
+        assert metadata is not None
+        assert status is not None
+        if not status.podIP or status.phase in ("Succeeded", "Failed"):
+            continue
+        conditions = {condition.type: condition.status for condition in status.conditions or ()}
+        ready, terminating = conditions.get("Ready") == "True", bool(metadata.deletionTimestamp)
+        active = (metadata.annotations or {}).get(_ACTIVE_PORTS)
+        for rank, port in enumerate(ports):
+            if active is None or str(port) in map(str.strip, active.split(",")):
+                name = f"{metadata.name}-rank-{rank}" if len(ports) > 1 else f"{metadata.name}"
+                address = join_address(status.podIP, port)
+                found[address] = Pod(name, ready, terminating, rank)
+    return dict(sorted(found.items()))
 
 
 def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:

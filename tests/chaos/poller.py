@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc.cli import main
-from extproc.poll import kubernetes
+from extproc.poll import reflector
 
 HOSTS = "hosts"  # file whose absence is the outage of DNS
 _DOMAIN = ".test"
@@ -31,5 +31,5 @@ def _look_up(folder: Path) -> Any:
 if __name__ == "__main__":
     folder, arguments = Path(sys.argv[1]), sys.argv[2:]
     socket.getaddrinfo = _look_up(folder)
-    kubernetes.ACCOUNT = folder / "account"
+    reflector.ACCOUNT = folder / "account"
     sys.exit(main(arguments))

@@ -467,7 +467,7 @@ SCENES = (
         Signs(
             "API server",
             "extproc_poll_lookups_failing > 0",
-            "Service cannot be watched",
+            "Kubernetes source cannot be watched",
             "ExtprocLookupFails",
         ),
     ),

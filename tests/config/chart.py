@@ -81,13 +81,15 @@ def schema() -> dict[str, Any]:
     parts = config.pop("$defs")
     for name in ("replicas", "pools"):  # values of their own
         del config["properties"][name]
-    service = parts["KubernetesService"]
-    service["properties"]["selector"] = {
+    pods = parts["KubernetesPods"]
+    pods["properties"]["selector"] = {
         "type": "object",
         "additionalProperties": {"type": "string"},
     }
-    service["required"] = ["port"]
-    service["oneOf"] = [{"required": ["service"]}, {"required": ["selector"]}]
+    kinds = ("service", "selector", "inference_pool")
+    pods["oneOf"] = [{"required": [kind]} for kind in kinds]
+    with_port = {"required": ["port"]}
+    pods["dependencies"] = dict.fromkeys(kinds, with_port) | {"inference_pool": {"not": with_port}}
     return made | {"definitions": {**parts, "Config": config}}
 
 
@@ -119,7 +121,6 @@ _SCHEMAS = {"components": {"schemas": strict(json.loads((RECORDED / "schemas.jso
 CUSTOM = {
     "cert-manager.io/v1": {"Certificate"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute"},
-    "inference.networking.k8s.io/v1": {"InferencePool"},
     "monitoring.coreos.com/v1": {"ServiceMonitor", "PrometheusRule"},
 }
 """Kinds of other projects, which the recorded API does not have."""

@@ -106,11 +106,14 @@ async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> No
         ({"config": {"route": {"polcy": "random"}}}, "polcy"),
         ({"config": {"route": {"policy": "randm"}}}, "policy"),
         ({"replicas": [{"kubernetes": {"service": "a", "prt": 1}}]}, "kubernetes"),
+        ({"replicas": [{"kubernetes": {"inference_pool": "a", "port": 1}}]}, "kubernetes"),
+        ({"replicas": [{"kubernetes": {"inference_pool": "a", "selector": {"b": "c"}}}]},
+         "kubernetes"),
         ({"image": "extproc"}, "image"),
         ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
         ({"redis": {"url": "redis.data:6379"}}, "url"),
     ],
-)
+)  # fmt: skip
 def test_typo_in_values_is_refused(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
         manifests(**wrong)
@@ -214,7 +217,23 @@ def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
 def test_poller_gets_a_role_in_each_namespace_of_services() -> None:
     roles = [item for item in manifests(**values("two_gpus")) if item["kind"] == "Role"]
     assert [item["metadata"]["namespace"] for item in roles] == ["default", "gpu-a10"]
-    assert all(role["rules"][0]["resources"] == ["endpointslices"] for role in roles)
+    for role in roles:
+        assert [rule["resources"] for rule in role["rules"]] == [["endpointslices"]]
+
+
+def test_poller_may_read_pods_only_beside_an_inference_pool() -> None:
+    pools = [{"kubernetes": {"inference_pool": name, "namespace": "gpu"}} for name in "ab"]
+    service = {"kubernetes": {"service": "vllm", "port": 8000}}
+    roles = by_title(manifests(replicas=[*pools, service]))
+    slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+    verbs = {"verbs": ["list", "watch"]}
+    assert roles["Role-extproc-poller"]["rules"] == [slices | verbs]
+    named = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"]}
+    pods = {"apiGroups": [""], "resources": ["pods"]}
+    assert roles["Role-default-extproc-poller"]["rules"] == [
+        named | {"resourceNames": ["a", "b"]} | verbs,
+        pods | verbs,
+    ]
 
 
 def test_gateway_of_routers_has_to_be_named() -> None:
@@ -226,15 +245,19 @@ def test_gateway_of_routers_has_to_be_named() -> None:
     assert "Service-extproc-router-pods" not in objects  # only the chart's Envoy needs it
 
 
-def test_inference_pool_has_the_pods_of_the_first_source() -> None:
+def test_shipped_inference_pool_fits_the_chart() -> None:
+    text = (chart.ROOT / "docs" / "inference_pool.yaml").read_text(encoding="utf-8")
+    pool, route = yaml.load_all(text, yaml.CSafeLoader)
+    (source,) = values("inference_pool")["replicas"]
+    assert pool["metadata"]["name"] == source["kubernetes"]["inference_pool"]
+    (rule,) = route["spec"]["rules"]
+    group = pool["apiVersion"].partition("/")[0]
+    named = {"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}
+    assert rule["backendRefs"] == [named]
     objects = by_title(manifests(**values("inference_pool")))
-    pool = objects["InferencePool-extproc"]["spec"]
-    assert pool["selector"] == {"matchLabels": {"app": "vllm"}}
-    assert pool["targetPorts"] == [{"number": 8000}]
-    router = objects["Service-extproc-router"]
-    picker = pool["endpointPickerRef"]
-    assert picker["name"] == router["metadata"]["name"]
-    assert picker["port"]["number"] in [port["port"] for port in router["spec"]["ports"]]
+    picker = pool["spec"]["endpointPickerRef"]
+    ports = {item["port"]: item for item in objects[f"Service-{picker['name']}"]["spec"]["ports"]}
+    assert "appProtocol" not in ports[picker["port"]["number"]]  # TLS, not plain HTTP/2
 
 
 def test_all_parts_speak_tls(tmp_path: Path) -> None:

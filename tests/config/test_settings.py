@@ -188,8 +188,14 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
             ("vllm, port: 1, namespace: ''", "namespace", "letters"),
             ("vllm, port: 0", "port", "from 1 to 65535"),
             ("vllm, port: '65536'", "port", "from 1 to 65535"),
-            ("vllm, port: 'a b'", "port", "letters, digits"),
-            ("vllm", "port", "required"))),
+            ("vllm, port: 'a b'", "port", "letters, digits"))),
+        *((f"replicas: [{{kubernetes: {{{pods}}}}}]", "replicas.0.kubernetes", reason)
+          for pods, reason in (
+            ("service: vllm", "service and port go together"),
+            ("inference_pool: vllm, port: 8000", "service and port go together"),
+            ("inference_pool: 'vllm/a'", "pattern"),
+            ("inference_pool: vllm, service: vllm, port: 1", "one of 'service' and"),
+            ("namespace: gpu", "one of 'service' and 'inference_pool'"))),
         ("replicas: [{url: a:1, dns: a:1}]", "replicas.0: ",
          "needs one of 'url', 'dns' and 'kubernetes'"),
         ("replicas: [{name: gpu-1}]", "replicas.0: ", "needs one of 'url', 'dns' and 'kubernetes'"),
@@ -225,6 +231,12 @@ def test_kubernetes_port_is_number_or_name(port: str, taken: int | str) -> None:
     assert replica.kubernetes is not None
     assert replica.kubernetes.port == taken
     assert replica.where == f"Service vllm, port {taken}"
+
+
+def test_inference_pool_is_a_source_of_replicas() -> None:
+    given = "[{kubernetes: {inference_pool: llama-3.1, namespace: gpu}}]"
+    [replica] = load({}, {"EXTPROC_REPLICAS": given}).replicas
+    assert replica.where == "InferencePool gpu/llama-3.1"
 
 
 @pytest.mark.parametrize(

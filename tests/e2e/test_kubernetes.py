@@ -40,7 +40,7 @@ class KubernetesStack(Stack):
 
     def _poller_constants(self) -> dict[str, object]:
         """Move the service account's folder: only root may write where kubelet mounts it."""
-        account = {"extproc.poll.kubernetes.ACCOUNT": self.api.account}
+        account = {"extproc.poll.reflector.ACCOUNT": self.api.account}
         return super()._poller_constants() | account
 
 

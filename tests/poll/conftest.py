@@ -1,10 +1,15 @@
-"""A replica whose answers a test chooses, and a poller that scrapes it."""
+"""A replica whose answers a test chooses, a poller that scrapes it, and an API server."""
 
+import gc
+import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from extproc.poll import reflector
 from tests.conftest import RedisServer
+from tests.kubernetes_api import ApiServer, enter_pod
 from tests.poll.polling import RouterView, config, watching
 from tests.poll.replica import Replica, serving
 
@@ -20,3 +25,18 @@ async def router(redis_server: RedisServer, replica: Replica) -> AsyncIterator[R
     """View of a router whose poller scrapes the replica."""
     async with watching(config(redis_server, replica)) as router:
         yield router
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    monkeypatch.setattr(reflector, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(reflector, "_LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(reflector, "_WATCH_S", 600)  # no watch ends by itself
+    server = ApiServer(tmp_path)
+    enter_pod(server, monkeypatch)
+    await server.start()
+    yield server
+    await server.stop()
+    with warnings.catch_warnings():  # httpcore2 leaves a cancelled handshake open
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

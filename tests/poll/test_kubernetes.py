@@ -1,13 +1,8 @@
 """Pods of a Service are found by list and watch, and stay known while the API server fails."""
 
-import asyncio
-import gc
-import json
 import socket
-import warnings
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
@@ -18,67 +13,30 @@ from lightkube.resources.discovery_v1 import EndpointSlice
 
 from extproc.config import ReplicaSource
 from extproc.ground.runtime import Backoff
-from extproc.poll import kubernetes
+from extproc.poll import reflector
 from extproc.poll.discovery import Discovery
 from extproc.poll.kubernetes import Pod, pods_of
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
-from tests.kubernetes_api import (
-    ApiServer,
-    endpoint,
-    endpoint_slice,
-    enter_pod,
-    recorded,
-    recorded_watch,
-    terminating,
-)
+from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
+from tests.poll.kubernetes import EMPTY, FOUND, LOST, Found, Recorded
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
-LOST = "Service cannot be watched: keeping its last pods and retrying"
-FOUND = "Service is watched again"
+SERVICE = {"service": "vllm", "port": 8000}
 TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
 
 
 @pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
-    monkeypatch.setattr(kubernetes, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(kubernetes, "_LONGEST_WAIT_S", 0.02)
-    monkeypatch.setattr(kubernetes, "_WATCH_S", 600)  # no watch ends by itself
-    server = ApiServer(tmp_path)
-    server.put(endpoint_slice(*TWO))
-    enter_pod(server, monkeypatch)
-    await server.start()
-    yield server
-    await server.stop()
-    with warnings.catch_warnings():  # httpcore2 leaves a cancelled handshake open
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
-
-
-class Found:
-    """Pods that discovery finds in a Service."""
-
-    def __init__(self, **service: Any) -> None:
-        service = {"service": "vllm", "port": 8000} | service
-        source = ReplicaSource.model_validate({"kubernetes": service})
-        self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
-
-    async def pods(self) -> dict[str, str]:
-        return {
-            pod.name: "drains" if pod.draining else "serves" if pod.ready else "not ready"
-            for pod in await self.discovery.targets()
-        }
-
-    async def has(self, **pods: str) -> None:
-        expected = {name.replace("_", "-"): state for name, state in pods.items()}
-        await until_read(self.pods, lambda now: now == expected)
+async def api(api: ApiServer) -> ApiServer:
+    api.put(endpoint_slice(*TWO))
+    return api
 
 
 @pytest.fixture
 async def found(api: ApiServer) -> AsyncIterator[Found]:
-    watching = Found()
+    watching = Found(**SERVICE)
     yield watching
     watching.discovery.stop()
 
@@ -91,29 +49,8 @@ async def watched(api: ApiServer, found: Found) -> Found:
     return found
 
 
-class Recorded:
-    """Answers of a real API server: a list, then watches, one after the other."""
-
-    def __init__(self, *watches: list[dict[str, Any]]) -> None:
-        self._watches = list(watches)
-        self.step = asyncio.Semaphore(0)  # each release sends an event
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if "watch" not in request.query:
-            status, body = recorded("endpointslices-list")
-            return web.json_response(body, status=status)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        if not self._watches:
-            await asyncio.Event().wait()
-        for event in self._watches.pop(0):
-            await self.step.acquire()
-            await response.write(json.dumps(event).encode() + b"\n")
-        return response
-
-
 async def test_recorded_watch_of_a_real_server_is_followed(api: ApiServer, found: Found) -> None:
-    real = Recorded(recorded_watch("endpointslices-watch"), recorded_watch("watch-too-old"))
+    real = Recorded("endpointslices", "endpointslices-watch", "watch-too-old")
     api.handler = real.answer
     await found.has(vllm_0="serves", vllm_1="serves")
     for now in (
@@ -154,7 +91,7 @@ async def test_list_and_watch_send_the_query_of_the_kubernetes_api(
 
 
 async def test_source_sets_namespace_and_name_prefix(api: ApiServer) -> None:
-    source = {"kubernetes": {"service": "vllm", "port": 8000, "namespace": "gpu"}, "name": "fast"}
+    source = {"kubernetes": SERVICE | {"namespace": "gpu"}, "name": "fast"}
     discovery = Discovery([ReplicaSource.model_validate(source)], None, PATIENCE_S)
     assert [target.name for target in await discovery.targets()] == ["fast/vllm-0", "fast/vllm-1"]
     assert api.queries[0]["path"].split("/")[5] == "gpu"
@@ -182,8 +119,8 @@ async def test_change_between_two_watches_is_found_by_the_next_list(
 async def test_watch_of_a_vanished_server_ends(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes, "_WATCH_S", 0.05)
-    monkeypatch.setattr(kubernetes, "_LATE_S", 0.05)
+    monkeypatch.setattr(reflector, "_WATCH_S", 0.05)
+    monkeypatch.setattr(reflector, "_LATE_S", 0.05)
     answer = api.handler
 
     async def silent(request: web.Request) -> web.StreamResponse:
@@ -201,8 +138,8 @@ async def test_watch_of_a_vanished_server_ends(
 async def test_server_that_accepts_and_never_answers_is_logged(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
-    monkeypatch.setattr(kubernetes, "_LIST_S", 600)
-    monkeypatch.setattr(kubernetes, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(reflector, "_LIST_S", 600)
+    monkeypatch.setattr(reflector, "_CONNECT_S", 0.05)
     await api.stop()
     with socket.create_server(("127.0.0.1", api.port)):
         assert await found.pods() == {}
@@ -269,7 +206,7 @@ async def test_missing_service_account_file_is_named_in_the_log(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     async def problem(times: int) -> str:
-        found = Found()
+        found = Found(**SERVICE)
         assert await found.pods() == {}
         await logged.line(LOST, times)
         found.discovery.stop()
@@ -296,12 +233,12 @@ async def test_missing_service_account_file_is_named_in_the_log(
 async def test_service_without_replicas_is_logged_with_the_reason(
     api: ApiServer, logged: Logged, service: dict[str, str], problem: str
 ) -> None:
-    found = Found(**service)
+    found = Found(**SERVICE | service)
     assert await found.pods() == {}
-    line = await logged.line("Service has no replicas")
+    line = await logged.line(EMPTY)
     assert problem in str(line["error"])
     name = service.get("service", "vllm")
-    assert line["service"] == f"Service {name}, port {service.get('port', 8000)}"
+    assert line["source"] == f"Service {name}, port {service.get('port', 8000)}"
     await api.watched()
     api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=name))
     await found.has(vllm_0="serves")
@@ -338,7 +275,7 @@ async def test_attempts_back_off_until_a_watch_begins(
         ("_LONGEST_WAIT_S", 10.0),
         ("Backoff", RecordedBackoff),
     ):
-        monkeypatch.setattr(kubernetes, name, value)
+        monkeypatch.setattr(reflector, name, value)
     await api.stop()
     await found.pods()
     await until(lambda: len(waits) >= 8)
@@ -456,7 +393,7 @@ async def test_pod_conditions_reach_routers_at_once(
             state = await router.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
             state = await router.replica(second, lambda state: bool(state.models))
-            assert (state.healthy, state.problem) == (False, "not ready, by its EndpointSlice")
+            assert (state.healthy, state.problem) == (False, "not ready, says Kubernetes")
             put(second)
             assert (await router.replica(second, healthy=True)).problem == ""
             first.answers["/metrics"] = hang  # no scrape ends from now on
@@ -476,7 +413,7 @@ async def test_poller_is_not_ready_until_its_service_was_listed(
     api: ApiServer, redis_server: RedisServer, logged: Logged
 ) -> None:
     api.forbidden = {"list"}
-    source = {"kubernetes": {"service": "vllm", "port": 8000}}
+    source = {"kubernetes": SERVICE}
     settings = config(redis_server, replicas=[source])
     async with polling(settings), aiohttp.ClientSession() as session:
 

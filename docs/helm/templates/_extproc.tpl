@@ -19,7 +19,7 @@
 {{- $made := list -}}
 {{- range last . -}}
 {{- $source := deepCopy . -}}
-{{- if .kubernetes -}}
+{{- if dig "kubernetes" "port" "" . -}}
 {{- $_ := set $source.kubernetes "service" (include "extproc.service" (list (first $) .)) -}}
 {{- $_ := unset $source.kubernetes "selector" -}}
 {{- end -}}
