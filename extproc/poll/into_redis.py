@@ -10,7 +10,7 @@ from random import Random
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from extproc.config import Config
 from extproc.ground.clock import Clock, monotonic
@@ -200,12 +200,17 @@ class IntoRedis(Destination):
         self._changed_blocks.pop(replica, None)
 
     async def _write_states(self) -> bool:
-        leaving = frozenset(self._leaving)
+        leaving, refusal = frozenset(self._leaving), None
         try:
-            await self._writer.remove([*leaving])  # first: a full Redis stores nothing new
-            self._leaving -= leaving
+            try:
+                await self._writer.remove([*leaving])  # first: a full Redis stores nothing new
+                self._leaving -= leaving
+            except ResponseError as error:  # Redis may still pass states on
+                refusal = error
             changed, self._changed = self._changed, set()
             await self._writer.put([self._current[replica] for replica in changed])
+            if refusal is not None:
+                raise refusal
         except (RedisError, OSError) as error:
             self._changed.update(self._current)
             self._states_due.set()

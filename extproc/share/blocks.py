@@ -23,16 +23,16 @@ _READ_AGAIN_S = 1.0  # shortest time between two reads of a replica's blocks
 
 # KEYS: a replica's list. ARGV: life in s, channel, update (empty: it is the whole one), whole
 # update (empty: none is due). Publishes the update. Returns 1 if it is stored, and 0 if there is no
-# list to append to, or Redis is full.
+# list to append to, or Redis refuses writes.
 _WRITE = """
 local stored
 if ARGV[4] ~= '' then
-  redis.call('DEL', KEYS[1])
+  redis.pcall('DEL', KEYS[1])
   stored = redis.pcall('RPUSH', KEYS[1], ARGV[4])
 else
   stored = redis.pcall('RPUSHX', KEYS[1], ARGV[3])
 end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.pcall('EXPIRE', KEYS[1], ARGV[1])
 redis.call('PUBLISH', ARGV[2], ARGV[3] ~= '' and ARGV[3] or ARGV[4])
 return (stored == 0 or (type(stored) == 'table' and stored.err)) and 0 or 1
 """

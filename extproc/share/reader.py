@@ -17,6 +17,7 @@ from extproc.share.connection import TIMEOUT_S, Keys, in_time, reconnecting
 from extproc.share.envelope import Skips
 
 _SCAN_PAGE = 1000
+_NO_CHANNEL = "none"  # nobody subscribes to this channel
 
 T = TypeVar("T")
 
@@ -86,12 +87,11 @@ class ChannelReader(Reader[T]):
                     async for change in self._found():
                         yield change
                     self._backoff.reset()
-                    async with in_time():
-                        await pubsub.ping()
+                    await _ask_for_answer(pubsub)
                 elif message["type"] == "message":
                     for change in await self._pushed(message["data"]):
                         yield change
-                elif message["type"] == "pong":
+                elif message["type"] == "unsubscribe":
                     self._caught_up()
 
     @abstractmethod
@@ -107,17 +107,23 @@ class ChannelReader(Reader[T]):
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yields messages; pings while none arrive, to detect a dead connection."""
-    pinged = False
+    """Yields messages; asks for an answer while none arrive, to detect a dead connection."""
+    asked = False
     while True:
         async with in_time(TIMEOUT_S):  # get_message reconnects without a limit
             message = await pubsub.get_message(timeout=TIMEOUT_S)
         if message is not None:
-            pinged = False
+            asked = False
             yield message
-        elif pinged:
+        elif asked:
             raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
         else:
-            async with in_time():
-                await pubsub.ping()
-            pinged = True
+            await _ask_for_answer(pubsub)
+            asked = True
+
+
+async def _ask_for_answer(pubsub: PubSub) -> None:
+    """Makes Redis send a message of the type ``unsubscribe``. A Redis that cannot save its data
+    would refuse PING, and connections would be made anew without end."""
+    async with in_time():
+        await pubsub.unsubscribe(_NO_CHANNEL)

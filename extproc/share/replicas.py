@@ -44,14 +44,14 @@ REMOVED = EnvelopeKind("removed", Removed)
 
 # KEYS: keys of the states, then of their lists. ARGV: number of states, TTL of states in ms, TTL of
 # lists in ms, channel, states, lists (none: Redis should have them). Returns 1, and does nothing
-# else, if Redis lacks a list. A full Redis stores nothing, but still publishes the states.
+# else, if Redis lacks a list. A Redis that refuses writes still publishes the states.
 _PUT = f"""
 local states, refused = tonumber(ARGV[1])
 for i = states + 1, #KEYS do
   if ARGV[4 + i] then
     local set = redis.pcall('SET', KEYS[i], ARGV[4 + i], 'PX', ARGV[3])
     if set.err then refused = set end
-  elseif redis.call('PEXPIRE', KEYS[i], ARGV[3]) == 0 then
+  elseif redis.pcall('PEXPIRE', KEYS[i], ARGV[3]) ~= 1 then
     return 1
   end
 end
@@ -110,7 +110,8 @@ class StateWriter:
         if not replicas:
             return
         keys = self._keys
-        async with in_time(), self._redis.pipeline() as pipe:
+        # No transaction: a Redis that refuses to delete would publish nothing.
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for replica in replicas:
                 pipe.delete(*(key + replica for key in (keys.replica, keys.blocks, keys.kv_stream)))
                 pipe.publish(keys.changes, sealed_list(REMOVED.seal(Removed(replica))))

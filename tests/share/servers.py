@@ -1,6 +1,7 @@
 """Redis with Sentinels, as a Cluster, and behind TLS."""
 
 import asyncio
+import shutil
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -142,6 +143,23 @@ class RedisCluster:
 async def command(client: Redis, *words: str | int) -> Any:
     execute: Any = client.execute_command  # redis-py leaves the method untyped
     return await execute(*words)
+
+
+async def fill(client: Redis) -> None:
+    """Make a Redis refuse writes that take memory."""
+    await client.config_set("maxmemory", 1)
+
+
+async def stop_saving(client: Redis) -> None:
+    """Make a Redis refuse writes and PING (MISCONF), because it cannot save its data to disk."""
+    await client.config_set("save", "3600 1")
+    shutil.rmtree((await client.config_get("dir"))["dir"])
+    await client.bgsave()
+    await until(partial(_save_failed, client))
+
+
+async def _save_failed(client: Redis) -> bool:
+    return bool((await client.info("persistence"))["rdb_last_bgsave_status"] == "err")
 
 
 async def replication_is(client: Redis, field: str, value: str) -> bool:

@@ -23,7 +23,7 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.share.conftest import router as sharing_router
-from tests.share.servers import publishing
+from tests.share.servers import fill, publishing, stop_saving
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -221,12 +221,19 @@ async def test_lost_block_list_is_written_whole_again(
     assert await write(whole(3, {1, 2}), whole(3, {1, 2})) == set()
 
 
-async def test_full_redis_passes_blocks_on(
-    write: Tell, following: Router, redis_client: Redis
+@pytest.mark.parametrize("refuse", [fill, stop_saving])
+async def test_redis_that_refuses_writes_passes_blocks_on(
+    write: Tell,
+    following: Router,
+    redis_client: Redis,
+    refuse: Callable[[Redis], Awaitable[None]],
 ) -> None:
-    await redis_client.config_set("maxmemory", 1)
+    await refuse(redis_client)
     assert await write(update_of(2, {2})) == {replica(1)}
     await following.holds({1, 2})
+    new = whole(3, {3})
+    await write(new, new)
+    await following.holds({3})
 
 
 async def test_missed_blocks_are_read_from_redis(

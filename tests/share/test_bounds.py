@@ -11,7 +11,7 @@ from extproc.share.lists import Put
 from extproc.share.replicas import Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, until
-from tests.share.servers import command, publishing
+from tests.share.servers import command, publishing, stop_saving
 from tests.share.test_forms import share_through
 
 pytestmark = pytest.mark.process
@@ -60,6 +60,30 @@ async def test_full_redis_forgets_states_and_passes_removals_on(
         await until(following, Removed(A.id))
         assert await redis_client.dbsize() == 0
         await logged.line(LOST)
+
+
+async def test_redis_that_cannot_save_passes_states_on(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    url = redis_server.url
+    async with publishing(url) as publisher, reading(url) as following:
+        publisher.put(A)
+        await until(following, Put(A))
+        await stop_saving(redis_client)
+        publisher.remove(A.id)
+        publisher.put(B)
+        await until(following, Removed(A.id))
+        await until(following, Put(B))
+        async with reading(url) as later:
+            assert isinstance(await later(), Snapshot)
+            changes = [await later() for _ in range(3)]  # no snapshot again
+            assert Put(B) in changes
+            assert {type(change) for change in changes} <= {Put, Removed}
+        await redis_client.config_set("save", "")
+        await logged.line(BACK)
+        async with reading(url) as later:
+            assert await later() == Snapshot((B,))
+    assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
 async def test_slow_reader_is_cut_off_and_starts_anew(

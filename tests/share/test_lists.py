@@ -1,5 +1,7 @@
 """Lists of models and adapters, which states name by their hash."""
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
@@ -12,7 +14,7 @@ from extproc.share.lists import PUT, Put
 from extproc.share.replicas import Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
-from tests.share.servers import command
+from tests.share.servers import command, fill, stop_saving
 
 pytestmark = pytest.mark.process
 
@@ -104,10 +106,14 @@ async def test_state_whose_list_is_lost_is_skipped_until_next(
     assert await following() == Put(MANY)
 
 
-async def test_full_redis_passes_list_on(
-    redis_client: Redis, following: Next, writer: StateWriter
+@pytest.mark.parametrize("refuse", [fill, stop_saving])
+async def test_redis_that_refuses_writes_passes_list_on(
+    redis_client: Redis,
+    following: Next,
+    writer: StateWriter,
+    refuse: Callable[[Redis], Awaitable[None]],
 ) -> None:
-    await redis_client.config_set("maxmemory", 1)
+    await refuse(redis_client)
     for state in (MANY, FEWER):
         with pytest.raises(RedisError):
             await writer.put([state])

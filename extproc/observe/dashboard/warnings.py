@@ -55,10 +55,11 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             "Redis is slow: routers learn late of each other's requests. Use a nearer Redis, or "
             "give it more CPU."
         )
-    if delays.redis_refusal:
+    if refusal := delays.redis_refusal.rstrip("."):
+        remedy = "Give it more memory (maxmemory)." if "maxmemory" in refusal else "See its log."
         yield (
-            f"Redis stores nothing, so that a router that starts now knows no replica: "
-            f"{delays.redis_refusal.rstrip('.')}. Give it more memory (maxmemory)."
+            "Redis stores nothing, so that a router that starts now knows no replica: "
+            f"{refusal}. {remedy}"
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
@@ -93,7 +94,7 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
     fleet, shares = pool.fleet, pool.config.state == "redis"
     if shares and fleet.pollers is None:
         yield "Redis does not answer: this router uses its last state and its own ledger."
-    elif shares and not fleet.pollers:
+    elif shares and not fleet.pollers and not pool.delays.redis_refusal:
         yield "No poller is alive: start extproc poll."
     if not fleet.members:
         yield "No replica is known yet: Envoy's fallback policy chooses."

@@ -315,6 +315,10 @@ def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> No
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = {}
     assert warnings(services) == ["No poller is alive: start extproc poll."]
+    services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
+    (warning,) = warnings(services)
+    assert warning.endswith("knows no replica: MISCONF cannot save. See its log.")
+    services.delays.redis_refusal = ""
     services.fleet.pollers = None
     (warning,) = warnings(services)
     assert warning.startswith("Redis does not answer")
