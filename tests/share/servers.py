@@ -153,7 +153,7 @@ async def fill(client: Redis) -> None:
 async def stop_saving(client: Redis) -> None:
     """Make a Redis refuse writes and PING (MISCONF), because it cannot save its data to disk."""
     await client.config_set("save", "3600 1")
-    shutil.rmtree((await client.config_get("dir"))["dir"])
+    shutil.rmtree(str((await client.config_get("dir"))["dir"]))
     await client.bgsave()
     await until(partial(_save_failed, client))
 
