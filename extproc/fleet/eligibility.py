@@ -31,7 +31,7 @@ from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, Floats
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_FROZEN_S = 2.0  # time after which gauges that do not move are ignored if no request is there
+_FROZEN_S = 2.0  # time for which gauges do not move before and after a sign that they are wrong
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
@@ -49,7 +49,8 @@ class _Member:
     models: frozenset[str]  # of the state
     adapters: frozenset[str]
     polled_at: float
-    moved_at: float  # when its engine last worked, or had nothing to do
+    moved_at: float  # when a figure of its engine last changed
+    refuted_at: float = inf  # first poll that did not count a prompt prefilled since
     stalled: str = ""  # why it counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
     ended: int = 0  # requests that ended there while it was new
@@ -57,7 +58,7 @@ class _Member:
     full_until: float = -inf
     unhealthy_at: float = inf  # first poll that found it not healthy
     trial_at: float = inf  # next trial while it is stalled or not healthy
-    frozen: bool = False  # True: its gauges do not move, and no known request is there
+    frozen: bool = False  # True: its gauges do not move, and are wrong
     ejection: Ejection = field(default_factory=Ejection)
 
 
@@ -88,10 +89,15 @@ class Eligibility:
 
     # -- events -----------------------------------------------------------------------------
 
-    def polled(self, state: ReplicaState, age: float = 0.0, idle: bool = False) -> None:
-        """Stores the state from a poll that was made ``age`` seconds ago.
+    def polled(self, state: ReplicaState, age: float, idle: bool, prefilled_sent_at: float) -> bool:
+        """Stores the state from a poll; returns True if its gauges are frozen.
 
-        ``idle``: no router is known to have a request on the replica.
+        Args:
+            state: the polled state.
+            age: seconds since the poll.
+            idle: no router is known to have a request on the replica.
+            prefilled_sent_at: when the latest request was sent of which this router knows that the
+                engine has prefilled its prompt. Headers and errors come without the engine.
         """
         now = self._clock()
         self.staleness.updated(state.id, now)
@@ -101,14 +107,12 @@ class Eligibility:
             member = self._members[state.id] = _Member(state, *served, now, now)
             self._changed = True
         else:
-            if _moved(member.state, state):
-                member.moved_at = now
+            self._judge(member, state, now - age, idle, prefilled_sent_at)
             if _facts(state) != _facts(member.state):
                 member.models = frozenset(state.models)
                 member.adapters = frozenset(state.adapters)
                 self._changed = True
         member.state, member.polled_at = state, now - age
-        member.frozen = idle and member.polled_at - member.moved_at >= _FROZEN_S
         if state.healthy:
             member.unhealthy_at = inf
         elif member.unhealthy_at == inf:
@@ -117,6 +121,7 @@ class Eligibility:
         if now - self._stalls_checked_at >= _STALL_CHECK_S:
             self._stalls_checked_at = now
             self._check_stalls()
+        return member.frozen
 
     def sent(self, replica: str, response_visible: bool = True) -> None:
         """Notes a dispatched request. The request is a trial if the replica was ejected and the
@@ -281,11 +286,8 @@ class Eligibility:
         return member is not None and not (self._unhealthy(member) or self._is_ejected(member))
 
     def frozen(self, replica: str) -> bool:
-        """Returns True if a member's gauges show requests that no longer exist.
-
-        If all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their last values
-        until the next step (vllm#22545).
-        """
+        """Returns True if a member's gauges do not move, and are wrong: they show requests though
+        none is there, or did not count a prompt that was sent later and is prefilled."""
         return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
@@ -418,13 +420,37 @@ class Eligibility:
         ejected = sum(member.ejection.pending for member in self._members.values())
         return ejected + 1 <= max(len(self._members) * _MAX_EJECTED, 1.0)
 
+    def _judge(
+        self,
+        member: _Member,
+        state: ReplicaState,
+        polled_at: float,
+        idle: bool,
+        prefilled_sent_at: float,
+    ) -> None:
+        """Decides whether the figures of a new state are frozen.
+
+        Both signs are needed. Under load only prompts show that counters should have moved. When
+        all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until
+        the next step (vllm#22545), and only the ledger shows that no request is there.
+        """
+        now = self._clock()
+        if _figures(state) != _figures(member.state):
+            member.moved_at, member.refuted_at, member.frozen = now, inf, False
+        elif state.scraped_at != member.state.scraped_at:
+            # A page without counters would not count the prompt, either.
+            if prefilled_sent_at - member.moved_at >= _FROZEN_S and state.prompt_tokens:
+                member.refuted_at = min(member.refuted_at, now)
+            wrong_since = member.moved_at if idle and _has_work(state) else member.refuted_at
+            member.frozen = polled_at - wrong_since >= _FROZEN_S
+
     def _check_stalls(self) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))
         for name, member in self._members.items():
-            why = ""
+            why, unmoved_s = "", member.polled_at - member.moved_at
             if name in stale:
                 why = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
-            elif member.polled_at - member.moved_at > STUCK_S and not member.frozen:
+            elif _has_work(member.state) and not member.frozen and unmoved_s > STUCK_S:
                 why = f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
             self._changed |= why != member.stalled
             if why and not member.stalled:
@@ -461,16 +487,15 @@ def _facts(state: ReplicaState) -> tuple[object, ...]:
     return state.healthy, state.problem, *served, state.draining, state.asleep, _is_hung(state)
 
 
-def _moved(before: ReplicaState, after: ReplicaState) -> bool:
-    """Returns True if the engine worked between two polls, or has no work.
+def _has_work(state: ReplicaState) -> bool:
+    return bool(state.running or state.waiting)
+
+
+def _figures(state: ReplicaState) -> tuple[float, ...]:
+    """Returns the figures that an engine at work changes.
 
     A step that prefills only a part of a prompt changes no counter of vLLM, but the use of KV
     blocks.
     """
-    return not (after.running or after.waiting) or any(
-        getattr(before, figure) != getattr(after, figure)
-        for figure in (
-            *("steps", "prompt_tokens", "generated_tokens", "first_tokens"),
-            *("kv_usage", "running", "waiting"),
-        )
-    )
+    counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
+    return *counters, state.kv_usage, state.running, state.waiting

@@ -6,7 +6,6 @@ from math import inf
 from uuid import uuid4
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
@@ -114,11 +113,11 @@ class Fleet:
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
         before = self.members.get(state.id)
-        self.eligibility.polled(state, age, before is not None and self._is_idle(state.id))
-        if self.eligibility.frozen(state.id):
-            state = structs.replace(state, running=0, waiting=0, kv_usage=0.0)
-        self.blocks.polled(state)
         row = self._join(state) if before is None else self._rows[state.id]
+        idle = not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
+        prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
+        frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
+        self.blocks.polled(state)
         self.members.by_row[row] = state
         if before is not None and before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
@@ -127,7 +126,7 @@ class Fleet:
         started_at = before.started_at if before else 0.0  # of its process; 0: not known
         fell = state.steps < self._replicas.polled_steps[row]
         is_older = fell and 0.0 < started_at == state.started_at  # from another poller
-        ignored = is_repeated or is_older or not state.healthy or bool(state.unanswered_s)
+        ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
         if state.measured or restarted:
             self._provisional.clear(row)
@@ -137,6 +136,9 @@ class Fleet:
             self._unmeasured.add(row)
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
+        if frozen:
+            self._replicas.sampled_at[row] = -inf  # drops the external load, as of a stale poll
+            self._progress.invalidate()
         if ignored:
             return
         if restarted:
@@ -159,11 +161,6 @@ class Fleet:
         self._replicas.prefill_slowness[row] = step.c_prefill / profile.c_prefill
         self._replicas.decode_slowness[row] = step.usual / profile.usual
         self._corrections.slowed(row, self._slower(row, before))
-
-    def _is_idle(self, replica: str) -> bool:
-        """Returns True if no router is known to have a request on a replica."""
-        row = self._rows[replica]
-        return not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
         """Learns from the growth of the replica's own histogram of output lengths."""

@@ -207,3 +207,5 @@ class Ledger:
         prompt_end, turn = requests.prompt_end.item(row), requests.turn.item(row)
         replicas.prefilled[replica] = max(replicas.prefilled.item(replica), prompt_end)
         replicas.known[replica] = max(replicas.known.item(replica), turn)
+        sent_at = max(replicas.prefilled_sent_at.item(replica), requests.sent_at.item(row))
+        replicas.prefilled_sent_at[replica] = sent_at

@@ -109,6 +109,7 @@ class Replicas(Columns, Table):
     begun: Floats  # last number with a first token, by polls
     known: Floats  # last number with a first token that this router observed
     known_before: Floats  # ``known`` at the last poll
+    prefilled_sent_at: Floats  # when the latest of them was sent that is known to be prefilled
     polled_firsts: Floats  # the replica's count of first tokens at the last poll
     decoding: Floats  # this router's sequences that decode
     held: Floats  # prompt tokens of these sequences

@@ -1,7 +1,6 @@
-"""Since when replicas have been excluded, whose gauges are ignored, and log lines about changes."""
+"""Since when replicas have been excluded, and log lines about changes."""
 
 import logging
-from collections.abc import Collection
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
@@ -11,7 +10,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
-_FROZEN_S = 60.0  # gauges count as ignored for so long: a known request hides that they stand still
 
 
 class Exclusions:
@@ -19,7 +17,6 @@ class Exclusions:
 
     def __init__(self) -> None:
         self._excluded: dict[str, tuple[str, float]] = {}  # reason, and since when
-        self._frozen: dict[str, float] = {}  # replicas whose gauges were ignored lately, and when
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
         """Compares the fleet with the last look; ``now``: seconds since the epoch.
@@ -27,10 +24,6 @@ class Exclusions:
         Returns the reason of each excluded replica.
         """
         reasons = dict(fleet.eligibility.exclusions())
-        frozen = self._frozen | {
-            state.id: now for state in fleet.members if fleet.eligibility.frozen(state.id)
-        }
-        self._frozen = {replica: at for replica, at in frozen.items() if at > now - _FROZEN_S}
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
             if replica in fleet.members and reason not in _NOT_LOGGED:
@@ -47,11 +40,6 @@ class Exclusions:
             elif reason not in _NOT_LOGGED:
                 logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
         return reasons
-
-    @property
-    def frozen(self) -> Collection[str]:
-        """Replicas whose gauges were ignored in the last minute, because they did not move."""
-        return self._frozen.keys()
 
     def since(self, replica: str) -> str:
         """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""

@@ -107,7 +107,7 @@ class RouterMetrics:
         )
         self.frozen = gauge(
             "extproc_replica_gauges_ignored",
-            "1 for each replica whose gauges were ignored in the last minute: they did not move.",
+            "1 for each replica whose gauges are ignored: they do not move.",
             ["replica"],
         )
         self.speed = gauge(

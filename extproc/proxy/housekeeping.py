@@ -47,8 +47,6 @@ class Housekeeping:
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
             self._metrics.set_excluded(excluded)
-            frozen = [replica for pool in self._pools for replica in pool.exclusions.frozen]
-            self._metrics.set_frozen(frozen)
             self._set_gauges()
             self._history.look()
             for counter in self._counters:
@@ -81,6 +79,12 @@ class Housekeeping:
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
         metrics.set_speeds(states)
+        metrics.set_frozen(
+            state.id
+            for fleet in fleets
+            for state in fleet.members
+            if fleet.eligibility.frozen(state.id)
+        )
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)

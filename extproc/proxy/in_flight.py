@@ -96,7 +96,8 @@ class InFlight:
         first = self.outcome.ttft_s is None and self._usage.generating
         if first and self._forecast.profile.stream:
             ttft = self.outcome.ttft_s = self._services.clock() - self._sent_at
-            self._services.fleet.first_token(self._ticket)
+            if self._served_by_member:
+                self._services.fleet.first_token(self._ticket)
             self._services.router.learn_first_token(self._forecast, self.served_by, ttft)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.record(found, self.served_by)
@@ -124,7 +125,7 @@ class InFlight:
         # A request that was sent earlier may have overtaken others of the ledger.
         prefilled = complete and not profile.stream and self._sent_now
         prefilled |= outcome.ttft_s is not None
-        generated = services.fleet.release(self._ticket, prefilled)
+        generated = services.fleet.release(self._ticket, prefilled and self._served_by_member)
         seconds = services.clock() - self._sent_at
         usage = self._usage.usage() if self._usage is not None and complete else None
         if complete:
@@ -176,6 +177,11 @@ class InFlight:
             self._failed(self.served_by, unavailable, counts)
         elif not self.outcome.overloaded and services.fleet.eligibility.succeeded(self.served_by):
             logger.info(f"replica {self.served_by} recovered: a request succeeded")
+
+    @property
+    def _served_by_member(self) -> bool:
+        """False if a server that no poller knows answered."""
+        return self.outcome.served_by == self.served_by
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
         """Says why another replica than the chosen one answered; None: the chosen one did.

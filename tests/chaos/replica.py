@@ -31,7 +31,7 @@ class MetricsPage(StrEnum):
     GARBAGE = "garbage"
     HUGE = "huge"  # 200 MB, as fast as the reader takes them
     ENDLESS = "endless"  # a line every 50 ms, without end
-    FROZEN = "frozen"  # always the figures of the first scrape that finds requests
+    FROZEN = "frozen"  # always the figures of the first scrape
 
 
 class MisbehavingServer(ReplicaServer):
@@ -60,8 +60,6 @@ class MisbehavingServer(ReplicaServer):
         if self._page is MetricsPage.GARBAGE:
             return web.Response(body=_GARBAGE)
         if self._page is MetricsPage.FROZEN:
-            if not self._frozen and not self._in_flight:
-                return await handler(request)
             self._frozen = self._frozen or self.replica.metrics.page().encode()
             return web.Response(body=self._frozen, headers={"content-type": CONTENT_TYPE})
         response = web.StreamResponse()

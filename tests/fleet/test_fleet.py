@@ -284,21 +284,6 @@ def test_replicas_own_queue_counts_as_waiting(fleet: Fleet, clock: ManualClock) 
     assert fleet.view(MODEL).waiting[0] == 5
 
 
-def test_frozen_gauges_of_an_idle_replica_are_ignored(fleet: Fleet, clock: ManualClock) -> None:
-    """vLLM's gauges keep their last values when all requests are aborted at once."""
-    ticket = fleet.dispatch(replica(1), chat(100, 100))
-    figures = {"running": 20, "waiting": 5, "kv_usage": 0.9, "kv_tokens": 42_000, "steps": 7.0}
-    fleet.put(state(1, A10, clock, **figures))
-    fleet.release(ticket)
-    for _ in range(60):
-        clock.advance(0.25)
-        fleet.put(state(1, A10, clock, **figures))
-    view = fleet.view(MODEL)
-    assert view.ids == [replica(1)]
-    assert view.requests[0] == 0.0
-    assert view.kv_usage[0] == pytest.approx(0.0, abs=0.01)
-
-
 def test_running_requests_raise_the_batch_limit_of_the_profile(
     fleet: Fleet, clock: ManualClock
 ) -> None:

@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 )
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
-from extproc.proxy.messages import SUBSET
+from extproc.proxy.messages import ATTEMPTS, SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.proxy.replies import BodyMode, body_of, chunk_of
@@ -135,13 +135,14 @@ class Stream:
         content_type: str = "application/json",
         end_of_stream: bool = False,
         flags: int = 0,
+        attempts: int = 0,
     ) -> ProcessingResponse:
-        """``flags``: Envoy's response flags."""
+        """``flags``: Envoy's response flags; ``attempts``: requests that Envoy sent."""
         values = {":status": str(status), "content-type": content_type}
         attributes = {"upstream.address": upstream} if upstream else {}
         return await self.send(
             response_headers=headers_message(values, end_of_stream),
-            attributes=attributes_of(attributes, {"response.flags": flags} if flags else {}),
+            attributes=attributes_of(attributes, {"response.flags": flags, ATTEMPTS: attempts}),
         )
 
     async def request_chunks(self) -> bytes:

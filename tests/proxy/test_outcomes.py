@@ -13,7 +13,7 @@ from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, chat, replica, state
-from tests.proxy.conftest import config_of, router_of, with_fleet
+from tests.proxy.conftest import config_of, put_replicas, router_of, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
 from tests.proxy.replies import destination
 
@@ -120,6 +120,25 @@ async def test_failures_are_counted_until_replica_leaves(
     services.metrics.drop_other_replicas({second})
     assert value(registry, "failures_total", {"replica": first}) is None
     assert value(registry, "completion_seconds_count") is None
+
+
+@pytest.mark.parametrize(("address", "refutes"), [("", True), ("10.0.0.9:8000", False)])
+async def test_only_an_answer_of_the_replica_refutes_its_gauges(
+    envoy: EnvoySide, services: Services, clock: ManualClock, address: str, refutes: bool
+) -> None:
+    figures = {"prompt_tokens": 1000.0, "generated_tokens": 100.0}
+    put_replicas(services, **figures)
+    clock.advance(3.0)
+    async with envoy.stream() as stream:
+        first, _ = destination(await stream.ask(STREAMED))
+        await stream.response_headers(upstream=address or first, content_type=EVENTS, attempts=1)
+        await stream.response_body(TOKEN, False)
+        await stream.response_body(LAST)
+        await stream.end()
+    for _ in range(2):
+        clock.advance(3.0)
+        put_replicas(services, **figures)
+    assert services.fleet.eligibility.frozen(first) == refutes
 
 
 async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:

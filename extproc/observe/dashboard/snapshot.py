@@ -166,7 +166,7 @@ def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
     """Say why a replica is excluded and since when, or that its gauges are ignored."""
     if reason and (since := pool.exclusions.since(replica)):
         return f"since {since}" if reason == "draining" else f"{reason} (since {since})"
-    frozen = "its gauges do not move: ignored" if replica in pool.exclusions.frozen else ""
+    frozen = "its gauges do not move: ignored" if pool.fleet.eligibility.frozen(replica) else ""
     return "" if reason == "draining" else reason or frozen
 
 

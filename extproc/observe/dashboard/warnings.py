@@ -147,7 +147,7 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
 
 def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     ids = zip(view.names, view.ids, strict=True)
-    if names := [name for name, replica in ids if replica in pool.exclusions.frozen]:
+    if names := [name for name, replica in ids if pool.fleet.eligibility.frozen(replica)]:
         yield (
             f"{_listed(names)} showing gauges that do not move: they are ignored. Restart it if "
             "they do not move again."
