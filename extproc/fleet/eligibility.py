@@ -50,6 +50,7 @@ class _Member:
     adapters: frozenset[str]
     polled_at: float
     moved_at: float  # when a figure of its engine last changed
+    unmoved_s: float = 0.0  # time since then at the last scrape that succeeded
     refuted_at: float = inf  # first poll that did not count a prompt prefilled since
     stalled: str = ""  # why it counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
@@ -436,21 +437,23 @@ class Eligibility:
         """
         now = self._clock()
         if _figures(state) != _figures(member.state):
-            member.moved_at, member.refuted_at, member.frozen = now, inf, False
+            member.moved_at, member.unmoved_s = now, 0.0
+            member.refuted_at, member.frozen = inf, False
         elif state.scraped_at != member.state.scraped_at:
             # A page without counters would not count the prompt, either.
             if prefilled_sent_at - member.moved_at >= _FROZEN_S and state.prompt_tokens:
                 member.refuted_at = min(member.refuted_at, now)
+            member.unmoved_s = polled_at - member.moved_at
             wrong_since = member.moved_at if idle and _has_work(state) else member.refuted_at
             member.frozen = polled_at - wrong_since >= _FROZEN_S
 
     def _check_stalls(self) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))
         for name, member in self._members.items():
-            why, unmoved_s = "", member.polled_at - member.moved_at
+            why = ""
             if name in stale:
                 why = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
-            elif _has_work(member.state) and not member.frozen and unmoved_s > STUCK_S:
+            elif _has_work(member.state) and not member.frozen and member.unmoved_s > STUCK_S:
                 why = f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
             self._changed |= why != member.stalled
             if why and not member.stalled:

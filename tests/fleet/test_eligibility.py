@@ -307,6 +307,19 @@ def test_engine_with_work_is_stalled_if_no_figure_moves(
     }
 
 
+def test_replica_that_is_up_again_is_used_at_once(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    figures = {"running": 3, "steps": 9.0, "scraped_at": clock()}
+    put(1, **figures)
+    for _ in range(15):
+        clock.advance(1.0)
+        put(1, **figures, healthy=False)
+        put(2)
+    put(1)
+    assert ids(fleet) == BOTH
+
+
 def test_all_replicas_are_used_if_all_are_stalled(
     fleet: Fleet, clock: ManualClock, put: Put
 ) -> None:
