@@ -36,8 +36,8 @@ from benchmarks.load.plan import (
 from benchmarks.load.summary import Effort, record, summary, table
 from extproc.cli.arguments import above_zero, probability
 from extproc.ground.clock import monotonic
+from extproc.ground.runtime import allow_many_connections
 from extproc.lab.harness.traffic import POLICY_HEADER, Client
-from extproc.lab.harness.usage import allow_many_connections
 from extproc.lab.replay.figures import progress
 
 SENDING = "sending"  # printed before the first request

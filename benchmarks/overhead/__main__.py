@@ -18,9 +18,9 @@ from benchmarks import arguments
 from benchmarks.arguments import about
 from benchmarks.overhead.client import ClientReport
 from benchmarks.overhead.stack import Cores, OverheadStack, Setup, running_on
+from extproc.ground.runtime import allow_many_connections
 from extproc.lab.harness.envoy_config import TEMPLATE
 from extproc.lab.harness.processes import ProcessError
-from extproc.lab.harness.usage import allow_many_connections
 
 _CLOSED_LOOP = 64  # requests in flight while the throughput is measured
 _RATE = 300  # requests a second while the latency is measured

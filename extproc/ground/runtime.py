@@ -1,16 +1,31 @@
-"""Parts of asyncio programs: runs until a signal, threads for calls that hang, backoff."""
+"""Parts of asyncio programs: signals, open files, threads for calls that hang, backoff."""
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from random import Random
 from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_FILES = 10_240  # open files where the limit is infinite: macOS refuses more
+
+
+def allow_many_connections() -> None:
+    """Raises this process's limit of open files as far as the system allows: each connection needs
+    a file, and the usual limit of 1,024 is meant for programs that call ``select``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    files = max(soft, _FILES) if hard == resource.RLIM_INFINITY else hard
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:

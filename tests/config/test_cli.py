@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -249,6 +250,36 @@ def test_address_in_use_exits_with_one_line(setting: str) -> None:
     assert status == 1
     assert line.startswith(f"extproc {command}: cannot listen ")
     assert f"on {address} ({setting}): " in line
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "ports"),
+    [
+        ("serve", ("serve.listen", "serve.admin")),
+        ("poll", ("poll.admin",)),
+        ("eds", ("eds.listen",)),
+    ],
+)
+def test_service_may_open_as_many_files_as_the_system_allows(
+    command: str, ports: tuple[str, ...]
+) -> None:
+    """Else a poller of a thousand replicas, with two connections each, would find them dead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    argv = [word for port in ports for word in (f"--{port}", "127.0.0.1:0")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        process = start(command, *argv, "--redis.url", "redis://127.0.0.1:1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("started" in line or "eds ready" in line for line in lines)
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        process.terminate()
+        process.stderr.read()
+    assert limits == (hard, hard)
 
 
 @pytest.mark.process
