@@ -62,8 +62,10 @@ class Fleet:
         clock: Clock = monotonic,
         wall: Clock = wall,
         names: ModelNames | None = None,
+        address: str = "router",
     ) -> None:
-        self.router = uuid4().hex[:16]  # this router's name among others, new with each start
+        """``address``: where this router runs, for people."""
+        self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
         """Living pollers: name, and what each cannot look up; None: not known."""

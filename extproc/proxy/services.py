@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 from random import Random
+from socket import gethostname
 from typing import Any
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
+from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.observe.averages import Average
 from extproc.observe.decision_log import Accuracy, ObservedPool
@@ -85,7 +87,9 @@ def routing(
     config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
 ) -> tuple[Queue, Router]:
     """Creates the queue and the router of a pool, with a fleet that has no replicas yet."""
-    fleet, route = Fleet(OutputLengths(), clock, wall, names), config.route
+    _, port = split_address(config.serve.listen)
+    address = f"{gethostname()}:{port}"
+    fleet, route = Fleet(OutputLengths(), clock, wall, names, address), config.route
     queue = Queue(fleet, config.hold, clock)
     return queue, Router(fleet, route.policy, random, route.session_cost_s, queue.backlog)
 

@@ -1,12 +1,15 @@
 """Figures that a router updates every second."""
 
 import asyncio
+import logging
 from contextlib import suppress
+from socket import gethostname
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.proxy.app import build
 from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.services import Services
@@ -32,6 +35,18 @@ async def test_external_load_is_a_figure_of_routers_that_route_every_request(
         put_replicas(services, 1, running=3, steps=later, scraped_at=services.wall() + later)
     await one_pass(services)
     assert samples(services.metrics.external_requests) == external
+
+
+async def test_other_router_is_known_by_host_and_port(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    services = router_of(config_of())
+    await one_pass(services)
+    other = router_of(config_of(serve={"listen": "127.0.0.1:50077"})).fleet
+    services.fleet.receive_digest(Digest(other.router, 1, 0.0, DigestKind.WHOLE, (), NOTHING))
+    await one_pass(services)
+    (record,) = caplog.records
+    assert record.message == "routers of the pool changed"
+    assert vars(record)["joined"].startswith(f"{gethostname()}:50077:")
 
 
 async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
