@@ -128,6 +128,9 @@ PARTS = {
     "speed of the last seconds": AblatedPart(f"{_ESTIMATOR}:Estimator._scale", _constant(1.0)),
     "proportions of step times": AblatedPart(f"{_ESTIMATOR}:_PROPORTIONS", _constant(1e3)),
     "prior of the fleet": AblatedPart(f"{_ESTIMATOR}:FleetPrior.report", _returning(None)),
+    "speed by the size of the KV cache": AblatedPart(
+        "extproc.predict.step:HardwareProfile.expected_step", _constant(lambda self, _: self.step)
+    ),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
     "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
     "trial of new replicas": AblatedPart(f"{_FLEET}._favour_idle", _returning(None)),
@@ -207,12 +210,14 @@ _CONV, _FOUR = "azure-2023-conv", {"routers": 4, "share_lag": 0.02}
 CELLS = {
     "equal": Cell(_CONV, "equal", 1.5),
     "mixed": Cell(_CONV, "mixed", 4),
-    "mixed, busy": Cell(_CONV, "mixed", 6),
+    "busy mixed": Cell(_CONV, "mixed", 6),
     "wrong ×0.25": Cell(_CONV, "mixed", 4, {"profile_error": 0.25}),
     "wrong ×4": Cell(_CONV, "mixed", 4, {"profile_error": 4.0}),
-    "wrong, unlike": Cell(_CONV, "live-mixed", 2.5),
+    "wrong and unlike": Cell(_CONV, "live-mixed", 2.5),
     "slow front end": Cell(_CONV, "mixed", 4, frontend=0.03),
     "cold": Cell(_CONV, "cold", 2.5),
+    "cold and equal": Cell(_CONV, "cold-equal", 2.5),
+    "cold and inverse": Cell(_CONV, "cold-inverse", 2.5),
     "newcomer": Cell(_CONV, "newcomer", 1.2, events=0.1),
     "throttled": Cell(_CONV, "throttled", 1.2, events=0.05),
     "flapping": Cell(_CONV, "flapping", 1.2, events=0.5),
@@ -221,7 +226,7 @@ CELLS = {
     "full": Cell(_CONV, "equal", 2.4, {"hold": True}),
     "four routers": Cell(_CONV, "mixed", 4, _FOUR),
     "agents": Cell("agents", "a100", 2),
-    "agents, four routers": Cell("agents", "mixed", 1.5, _FOUR),
+    "agents and four routers": Cell("agents", "mixed", 1.5, _FOUR),
     "mooncake": Cell("mooncake-synthetic", "a100", 1),
 }
 Task = tuple[str, int]  # cell and pair

@@ -1,7 +1,7 @@
 """Simulation of a trace on the fleet of a fleet file, under a policy or under the oracle."""
 
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -157,9 +157,9 @@ class FleetSimulation(simulation.Simulation):
         return RouterNode(config, Random(self.seed + 1000 * number), self.clock)
 
     def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> MachinePoller:
-        known = "coefficients" in self.know
         profile = self.fleet_file.believed[machine.name]
-        believed = None if known else profile.step.slowed(self.profile_error)
+        wrong = replace(profile, step=profile.step.slowed(self.profile_error))
+        believed = None if "coefficients" in self.know else wrong
         capacity = machine.engine.capacity
         configured = ReplicaState(
             id=machine.name,

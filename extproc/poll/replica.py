@@ -88,8 +88,9 @@ class PolledReplica:
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # in a row
         self._prior = prior
-        self._start = hardware_profile(target.profile).step
-        self._estimator = Estimator(self._start, _learned(known, target.profile))
+        self._profile = hardware_profile(target.profile)
+        self._learned = _learned(known, target.profile)
+        self._estimator: Estimator | None = None  # until the first scrape of the process
         self._models = Models(session, target, by_priority, self._update, known)
 
     @property
@@ -142,7 +143,10 @@ class PolledReplica:
         if self._restarted(figures):
             before = None
             self._models.forget()
-            self._estimator = Estimator(self._start)
+            self._estimator = self._learned = None
+        if self._estimator is None:
+            expected = self._profile.expected_step(figures.kv_tokens / figures.engines)
+            self._estimator = Estimator(expected, self._learned)
         if seconds <= self._settings.timeout_s:
             self._metrics.good.inc()
             self._estimator.poll(figures.counts(started + seconds / 2), self._prior.prior)
@@ -150,7 +154,7 @@ class PolledReplica:
         else:  # the figures' time is too uncertain to learn step times
             self._metrics.late.inc()
             self._estimator.interrupted()
-        self._succeeded(figures, before, seconds)
+        self._succeeded(figures, before, self._estimator, seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = self._monotonic() - started
@@ -169,7 +173,11 @@ class PolledReplica:
         return due
 
     def _succeeded(
-        self, figures: EngineFigures, before: ReplicaState | None, seconds: float
+        self,
+        figures: EngineFigures,
+        before: ReplicaState | None,
+        estimator: Estimator,
+        seconds: float,
     ) -> None:
         if not self.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
@@ -184,8 +192,8 @@ class PolledReplica:
             before,
             figures,
             **self._models.fields,
-            learned=self._estimator.model,
-            measured=self._estimator.measured,
+            learned=estimator.model,
+            measured=estimator.measured,
             scraped_at=self._wall(),
             scrape_seconds=seconds,
             kv_update=kv_stream.number if kv_stream is not None else None,
@@ -194,7 +202,8 @@ class PolledReplica:
 
     def _failed(self, error: ScrapeError) -> None:
         self._metrics.failed.inc()
-        self._estimator.interrupted()
+        if self._estimator is not None:
+            self._estimator.interrupted()
         self._prior.report(self.target.id, None)
         if self._kv_stream is not None:
             self._kv_stream.invalidate()
@@ -264,7 +273,7 @@ class PolledReplica:
         self._metrics.failed.inc()
         self._stop_counting_silence()
         self._figures = None
-        self._estimator = Estimator(self._start)
+        self._estimator = self._learned = None
         self._models.forget()
         self._publish(self._blank(healthy=False, problem=problem))
 

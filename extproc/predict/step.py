@@ -1,10 +1,12 @@
 """Step-time model of a vLLM engine, and the profiles that it starts from."""
 
 from dataclasses import dataclass
+from math import sqrt
 
 from extproc.ground.text import suggest
 
 USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
+_MOST_SLOWER = 5.0  # bound of the factor that the size of a KV cache implies, and of its inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,20 @@ class HardwareProfile:
     kv_tokens: int  # KV cache in tokens, for replicas that do not report theirs
     token_budget: int  # vLLM's ``max_num_batched_tokens``: most tokens scheduled in one step
     max_num_seqs: int  # vLLM's limit on running sequences
+
+    def expected_step(self, kv_tokens: float) -> StepModel:
+        """Step times expected of an engine before its first work, from the size of its KV cache.
+
+        An engine with four times the ``kv_tokens`` of the profile is expected to be twice as fast.
+        Of nine GPUs from L4 to B200 (data sheets), memory bandwidth and compute grow with the power
+        0.7 to 1.2 of the memory that a model of 1 to 8 billion parameters leaves for the KV cache.
+        The square root is cautious, because settings of vLLM change the size as well.
+
+        Args:
+            kv_tokens: KV cache of the engine in tokens; 0: not known.
+        """
+        slower = sqrt(self.kv_tokens / kv_tokens) if kv_tokens else 1.0
+        return self.step.slowed(min(max(slower, 1.0 / _MOST_SLOWER), _MOST_SLOWER))
 
 
 def _profile(

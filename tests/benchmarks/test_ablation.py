@@ -24,7 +24,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "not shared": {},
 }
 SHOWN_BY = {
-    "solo rows": "adapters",
     "wait for admission": "adapters",
     "KV pressure": "not shared",
     "equal first tokens": "adapters",
@@ -38,7 +37,7 @@ FLEET = FleetFile.model_validate(
         "replicas": [
             {"name": "right", "profile": "llama-8b-h100", **_LORAS},
             {"name": "faster", "profile": "llama-8b-h100", "believed": "llama-8b-a10", **_LORAS},
-            {"name": "slower", "profile": "llama-8b-a10", "believed": "llama-3-8b-a100", **_LORAS},
+            {"name": "slower", "profile": "llama-8b-a10", "believed": "llama-2-7b-h100", **_LORAS},
             {"name": "new", "profile": "llama-8b-h100", "believed": "llama-8b-a10", **_LORAS},
         ],
         "events": [

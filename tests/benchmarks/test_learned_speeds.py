@@ -145,8 +145,8 @@ def test_restarted_card_is_relearned_within_ten_seconds(slow_card: ObservedSimul
 
 
 def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() -> None:
-    """All four are said to be A100; two are H100 and two are A10."""
-    file = fleet.read(BENCHMARKS / "fleets" / "live-mixed.yaml")
+    """All four are said to be A100; two are H100 and two are A10, and all start cold."""
+    file = fleet.read(BENCHMARKS / "fleets" / "cold.yaml")
     groups = [group.model_copy(update={"believed": None}) for group in file.replicas]
     times = {}
     for believed in (file, file.model_copy(update={"replicas": groups})):
@@ -157,8 +157,8 @@ def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() ->
             completions += [served.completion for served in simulation.run(part)]
         times[believed is file] = np.mean(completions), np.quantile(completions, 0.99)
     (mean, p99), (true_mean, true_p99) = times[True], times[False]
-    assert mean <= 1.06 * true_mean
-    assert p99 <= 1.5 * true_p99
+    assert mean <= 1.04 * true_mean
+    assert p99 <= 1.25 * true_p99
 
 
 # -- counters of vLLM up to 0.15 ---------------------------------------------------------------

@@ -18,6 +18,7 @@ def page(
     waiting: int = 1,
     steps: int = 100,
     generated: int = 0,
+    kv_blocks: int = 100,
     model: str = "tiny",
     started_at: float | None = None,
     asleep: bool = False,
@@ -27,7 +28,7 @@ def page(
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
         f"vllm:num_requests_waiting{labels} {waiting}.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
-        f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="100"}} 1.0\n'
+        f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{kv_blocks}"}} 1.0\n'
         f"vllm:iteration_tokens_total_count{labels} {steps}.0\n{start}"
         f"vllm:generation_tokens_total{labels} {generated}.0\n"
         f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(not asleep)}.0\n'

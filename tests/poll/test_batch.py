@@ -44,8 +44,8 @@ class Loaded:
         self.machine = Machine(replica(1), hardware_profile(A10), engine)
         state = ReplicaState(id=replica(1), profile=A10, models=(MODEL,))
         self.fleet.put(state)
-        step = self.machine.profile.step
-        self._watch = MachinePoller(self.machine, state, step, FleetPrior(), POLL_S, Random(0))
+        profile = self.machine.profile
+        self._watch = MachinePoller(self.machine, state, profile, FleetPrior(), POLL_S, Random(0))
         self._in_flight, self._prompt = in_flight, prompt
         self._random = Random(1)
         self._numbers = count(1)

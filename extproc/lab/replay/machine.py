@@ -119,7 +119,7 @@ class MachinePoller:
         self,
         machine: Machine,
         base: ReplicaState,
-        believed: StepModel | None,
+        believed: HardwareProfile | None,
         prior: FleetPrior,
         interval: float,
         random: Random,
@@ -133,7 +133,7 @@ class MachinePoller:
         self.base = base
         self._machine = machine
         self._believed = believed
-        self._estimator = None if believed is None else Estimator(believed)
+        self._estimator: Estimator | None = None
         self._prior = prior
         self._backoff = Backoff(interval, _LONGEST_PAUSE_S, random)
         self._due = 0.0
@@ -161,8 +161,8 @@ class MachinePoller:
         self._backoff.reset()
         figures = self._figures()
         before = None if figures.steps < self._state.steps else self._state
-        if before is None and self._believed is not None:
-            self._estimator = Estimator(self._believed)
+        if self._believed and (before is None or self._estimator is None):
+            self._estimator = Estimator(self._believed.expected_step(figures.kv_tokens))
         learned, measured = self.base.learned or self._machine.step_model, True
         if self._estimator is not None:
             self._estimator.poll(figures.counts(now), self._prior.prior)
