@@ -133,7 +133,11 @@ class AdapterSlots:
 
     def _forecast(self, row: int, now: float) -> None:
         slots, table = self._slots[row], self._table
-        idle = sorted(slots.used_at.keys() - slots.in_use.keys(), key=slots.used_at.__getitem__)
+        # Not by a set: several are used at the time of one poll, and a set has no order.
+        idle = sorted(
+            (name for name in slots.used_at if name not in slots.in_use),
+            key=slots.used_at.__getitem__,
+        )
         idle = idle[max(len(slots.used_at) - slots.count, 0) :]
         slots.used_at = {name: slots.used_at[name] for name in (*slots.in_use, *idle)}
         typical_s = self._lengths.expected(0, UNBOUNDED_TOKENS)
