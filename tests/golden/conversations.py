@@ -58,7 +58,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "strict": {
         "replicas": _REPLICAS,
         "serve": {"chunks_per_s": 0, "second_choice": False},
-        "route": {"max_ttft_s": 0.3},
+        "route": {"max_ttft_s": 0.05},
     },
     "narrow": {"replicas": [{"url": SIMULATED}], "hold": {"longest_s": 2}, "serve": _SEES_ALL},
     "policy": {"replicas": _REPLICAS[:1], "route": {"policy": "queue_kv"}},
