@@ -109,12 +109,9 @@ class FleetFile(_Section):
 
     @property
     def believed(self) -> dict[str, HardwareProfile]:
-        """Names of the profiles that the router is configured with, by replica."""
-        groups = {name: self.group(name) for name in self.members}
-        return {
-            name: hardware_profile(group.believed or group.profile)
-            for name, group in groups.items()
-        }
+        """Profiles that the router is configured with, by replica."""
+        groups = ((name, self.group(name)) for name in self.members)
+        return {name: hardware_profile(of.believed or of.profile) for name, of in groups}
 
     def group(self, name: str) -> ReplicaGroup:
         return next(group for group in self.replicas if name.rpartition("-")[0] == group.name)
