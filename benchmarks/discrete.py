@@ -158,8 +158,8 @@ class FleetSimulation(simulation.Simulation):
 
     def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> MachinePoller:
         profile = self.fleet_file.believed[machine.name]
-        wrong = replace(profile, step=profile.step.slowed(self.profile_error))
-        believed = None if "coefficients" in self.know else wrong
+        assumed = replace(profile, step=profile.step.slowed(self.profile_error))
+        believed = None if "coefficients" in self.know else assumed
         capacity = machine.engine.capacity
         configured = ReplicaState(
             id=machine.name,

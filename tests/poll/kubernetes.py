@@ -15,14 +15,28 @@ from tests.waiting import PATIENCE_S, until_read
 LOST = "Kubernetes source cannot be watched: keeping its last pods and retrying"
 FOUND = "Kubernetes source is watched again"
 EMPTY = "Kubernetes source has no replicas"
+SCALED = (
+    {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "not ready"},
+    {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
+    {"vllm_0": "serves", "vllm_1": "not ready", "vllm_2": "serves"},
+    {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
+    {"vllm_0": "drains", "vllm_1": "serves", "vllm_2": "serves"},
+)
+"""Pods after each of the first events of the recorded watches."""
 
 
 class Found:
-    """Pods that discovery finds in a Kubernetes source."""
+    """Pods that discovery finds in a Kubernetes source, until the end of the ``with`` block."""
 
     def __init__(self, **pods: Any) -> None:
         source = ReplicaSource.model_validate({"kubernetes": pods})
         self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
+
+    def __enter__(self) -> "Found":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discovery.stop()
 
     async def pods(self) -> dict[str, str]:
         return {

@@ -13,7 +13,7 @@ from extproc.poll.discovery import Discovery
 from extproc.poll.kubernetes import Pod, members_of
 from tests.conftest import Logged
 from tests.kubernetes_api import ApiServer, inference_pool, pod
-from tests.poll.kubernetes import EMPTY, FOUND, LOST, Found, Recorded
+from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, Recorded
 from tests.waiting import PATIENCE_S, until, until_read
 
 POOL = {"inference_pool": "vllm-llama"}
@@ -31,9 +31,8 @@ async def api(api: ApiServer) -> ApiServer:
 
 @pytest.fixture
 async def found(api: ApiServer) -> AsyncIterator[Found]:
-    watching = Found(**POOL)
-    yield watching
-    watching.discovery.stop()
+    with Found(**POOL) as found:
+        yield found
 
 
 @pytest.fixture
@@ -68,11 +67,7 @@ async def test_recorded_watch_of_pods_is_followed(api: ApiServer, found: Found) 
     await found.has(vllm_0="serves", vllm_1="serves")
     real.step.release()  # vllm-2 has no address yet
     for now in (
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "not ready"},
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
-        {"vllm_0": "serves", "vllm_1": "not ready", "vllm_2": "serves"},
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
-        {"vllm_0": "drains", "vllm_1": "serves", "vllm_2": "serves"},
+        *SCALED,
         {"vllm_0": "drains", "vllm_1": "serves", "vllm_2": "serves"},  # its grace has ended
         {"vllm_1": "serves", "vllm_2": "serves"},
         {"vllm_2": "serves"},  # vllm-1 lost its label

@@ -19,7 +19,7 @@ from extproc.poll.kubernetes import Pod, pods_of
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
-from tests.poll.kubernetes import EMPTY, FOUND, LOST, Found, Recorded
+from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, Recorded
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
@@ -36,9 +36,8 @@ async def api(api: ApiServer) -> ApiServer:
 
 @pytest.fixture
 async def found(api: ApiServer) -> AsyncIterator[Found]:
-    watching = Found(**SERVICE)
-    yield watching
-    watching.discovery.stop()
+    with Found(**SERVICE) as found:
+        yield found
 
 
 @pytest.fixture
@@ -54,11 +53,7 @@ async def test_recorded_watch_of_a_real_server_is_followed(api: ApiServer, found
     api.handler = real.answer
     await found.has(vllm_0="serves", vllm_1="serves")
     for now in (
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "not ready"},
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
-        {"vllm_0": "serves", "vllm_1": "not ready", "vllm_2": "serves"},
-        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
-        {"vllm_0": "drains", "vllm_1": "serves", "vllm_2": "serves"},
+        *SCALED,
         {"vllm_1": "serves", "vllm_2": "serves"},
         {"vllm_1": "serves", "vllm_2": "serves", "vllm_3": "serves", "vllm_4": "serves"},
         {"vllm_1": "serves", "vllm_2": "serves"},
@@ -206,10 +201,9 @@ async def test_missing_service_account_file_is_named_in_the_log(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     async def problem(times: int) -> str:
-        found = Found(**SERVICE)
-        assert await found.pods() == {}
-        await logged.line(LOST, times)
-        found.discovery.stop()
+        with Found(**SERVICE) as found:
+            assert await found.pods() == {}
+            await logged.line(LOST, times)
         return str(logged.lines(LOST)[-1]["error"])
 
     Authority(tmp_path / "other").file.rename(api.account / "ca.crt")
@@ -233,16 +227,15 @@ async def test_missing_service_account_file_is_named_in_the_log(
 async def test_service_without_replicas_is_logged_with_the_reason(
     api: ApiServer, logged: Logged, service: dict[str, str], problem: str
 ) -> None:
-    found = Found(**SERVICE | service)
-    assert await found.pods() == {}
-    line = await logged.line(EMPTY)
-    assert problem in str(line["error"])
-    name = service.get("service", "vllm")
-    assert line["source"] == f"Service {name}, port {service.get('port', 8000)}"
-    await api.watched()
-    api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=name))
-    await found.has(vllm_0="serves")
-    found.discovery.stop()
+    with Found(**SERVICE | service) as found:
+        assert await found.pods() == {}
+        line = await logged.line(EMPTY)
+        assert problem in str(line["error"])
+        name = service.get("service", "vllm")
+        assert line["source"] == f"Service {name}, port {service.get('port', 8000)}"
+        await api.watched()
+        api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=name))
+        await found.has(vllm_0="serves")
 
 
 async def test_largest_endpoint_slice_is_read_from_a_watch(api: ApiServer, watched: Found) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,10 @@ async def stop_saving(client: Redis) -> None:
     shutil.rmtree(str((await client.config_get("dir"))["dir"]))
     await client.bgsave()
     await until(partial(_save_failed, client))
+
+
+Refuse = Callable[[Redis], Awaitable[None]]
+each_refusal = pytest.mark.parametrize("refuse", [fill, stop_saving])
 
 
 async def _save_failed(client: Redis) -> bool:

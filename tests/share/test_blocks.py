@@ -23,7 +23,7 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.share.conftest import router as sharing_router
-from tests.share.servers import fill, publishing, stop_saving
+from tests.share.servers import Refuse, each_refusal, publishing
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -221,12 +221,9 @@ async def test_lost_block_list_is_written_whole_again(
     assert await write(whole(3, {1, 2}), whole(3, {1, 2})) == set()
 
 
-@pytest.mark.parametrize("refuse", [fill, stop_saving])
+@each_refusal
 async def test_redis_that_refuses_writes_passes_blocks_on(
-    write: Tell,
-    following: Router,
-    redis_client: Redis,
-    refuse: Callable[[Redis], Awaitable[None]],
+    write: Tell, following: Router, redis_client: Redis, refuse: Refuse
 ) -> None:
     await refuse(redis_client)
     assert await write(update_of(2, {2})) == {replica(1)}

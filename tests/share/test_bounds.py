@@ -1,20 +1,33 @@
 """Limits of Redis: few rights, full memory, and slow readers."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
+from extproc.poll.into_redis import IntoRedis
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.lists import Put
 from extproc.share.replicas import Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, until
-from tests.share.servers import command, publishing, stop_saving
+from tests.share.servers import command, fill, publishing, stop_saving
 from tests.share.test_forms import share_through
 
 pytestmark = pytest.mark.process
+
+
+@asynccontextmanager
+async def passing_on(url: str) -> AsyncIterator[tuple[IntoRedis, Next]]:
+    """A publisher, and a reader that has got the state A from it."""
+    async with publishing(url) as publisher, reading(url) as following:
+        publisher.put(A)
+        await until(following, Put(A))
+        yield publisher, following
 
 
 async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: Redis) -> None:
@@ -34,7 +47,7 @@ async def test_full_redis_is_logged_once_and_passes_states_on(
     url = redis_server.url
     async with publishing(url) as publisher, reading(url) as following:
         assert await following() == Snapshot(())
-        await redis_client.config_set("maxmemory", 1)
+        await fill(redis_client)
         publisher.put(A)
         assert "maxmemory" in str((await logged.line(LOST))["error"])
         await until(following, Put(A))
@@ -50,11 +63,8 @@ async def test_full_redis_is_logged_once_and_passes_states_on(
 async def test_full_redis_forgets_states_and_passes_removals_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
-    url = redis_server.url
-    async with publishing(url) as publisher, reading(url) as following:
-        publisher.put(A)
-        await until(following, Put(A))
-        await redis_client.config_set("maxmemory", 1)
+    async with passing_on(redis_server.url) as (publisher, following):
+        await fill(redis_client)
         publisher.put(B)
         publisher.remove(A.id)
         await until(following, Removed(A.id))
@@ -65,23 +75,20 @@ async def test_full_redis_forgets_states_and_passes_removals_on(
 async def test_redis_that_cannot_save_passes_states_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
-    url = redis_server.url
-    async with publishing(url) as publisher, reading(url) as following:
-        publisher.put(A)
-        await until(following, Put(A))
+    async with passing_on(redis_server.url) as (publisher, following):
         await stop_saving(redis_client)
         publisher.remove(A.id)
         publisher.put(B)
         await until(following, Removed(A.id))
         await until(following, Put(B))
-        async with reading(url) as later:
+        async with reading(redis_server.url) as later:
             assert isinstance(await later(), Snapshot)
             changes = [await later() for _ in range(3)]  # no snapshot again
             assert Put(B) in changes
             assert {type(change) for change in changes} <= {Put, Removed}
         await redis_client.config_set("save", "")
         await logged.line(BACK)
-        async with reading(url) as later:
+        async with reading(redis_server.url) as later:
             assert await later() == Snapshot((B,))
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 

@@ -1,7 +1,5 @@
 """Lists of models and adapters, which states name by their hash."""
 
-from collections.abc import Awaitable, Callable
-
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
@@ -14,7 +12,7 @@ from extproc.share.lists import PUT, Put
 from extproc.share.replicas import Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
-from tests.share.servers import command, fill, stop_saving
+from tests.share.servers import Refuse, command, each_refusal
 
 pytestmark = pytest.mark.process
 
@@ -106,12 +104,9 @@ async def test_state_whose_list_is_lost_is_skipped_until_next(
     assert await following() == Put(MANY)
 
 
-@pytest.mark.parametrize("refuse", [fill, stop_saving])
+@each_refusal
 async def test_redis_that_refuses_writes_passes_list_on(
-    redis_client: Redis,
-    following: Next,
-    writer: StateWriter,
-    refuse: Callable[[Redis], Awaitable[None]],
+    redis_client: Redis, following: Next, writer: StateWriter, refuse: Refuse
 ) -> None:
     await refuse(redis_client)
     for state in (MANY, FEWER):
