@@ -13,7 +13,7 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.averages import Average, Delays
+from extproc.observe.changes import Exclusions, Presence
 from extproc.observe.decision import (
     Candidate,
     DecisionRecord,
@@ -21,9 +21,7 @@ from extproc.observe.decision import (
     RequestOutcome,
     Terms,
 )
-from extproc.observe.exclusions import Exclusions
-from extproc.observe.history import History
-from extproc.observe.presence import Presence
+from extproc.observe.history import Average, Delays, History
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
 from extproc.route.queue import Queue

@@ -1,7 +1,8 @@
-"""Requests and times of the last minute, ten minutes and hour, from the router's metrics."""
+"""Recent figures of a router: of the last minute, ten minutes and hour, and fading averages."""
 
 from collections import deque
 from collections.abc import Sequence
+from math import exp
 
 import numpy as np
 
@@ -13,6 +14,8 @@ SPANS_S = (60.0, 600.0, 3600.0)
 QUANTILES = (0.5, 0.99)
 
 _EVERY_S = 10.0
+_FADES_S = 30.0  # time in which the weight of a value in an average falls by a factor e
+_GAP_S = 2.0  # a longer gap counts as this one: the process stood still
 _ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
 _TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
 
@@ -72,3 +75,28 @@ def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:
         return float("nan")
     edges = np.array([0.0, *bounds, bounds[-1]])
     return float(np.interp(q * total, np.concatenate(([0.0], counts.cumsum())), edges))
+
+
+class Average:
+    """Mean of a figure over time, in which older values fade: after 30 s they count 1/e."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.value = 0.0
+        self._clock = clock
+        self._at = clock()
+
+    def add(self, value: float) -> None:
+        """Add the figure's value since the last call."""
+        now = self._clock()
+        faded = exp(-min(now - self._at, _GAP_S) / _FADES_S)
+        self.value = faded * self.value + (1.0 - faded) * value
+        self._at = now
+
+
+class Delays:
+    """Delays of the router itself, and of its Redis."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.loop_delay_s = Average(clock)  # how late the event loop runs what is due, at most 1 s
+        self.redis_s = Average(clock)  # round trip of a digest
+        self.redis_refusal = ""  # why Redis stores nothing; empty: it does

@@ -17,10 +17,9 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.observe.admin import serve_admin
-from extproc.observe.averages import Delays
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
-from extproc.observe.history import History
+from extproc.observe.history import Delays, History
 from extproc.observe.metrics import RouterMetrics, build_info
 from extproc.observe.traces import Traces
 from extproc.poll.destination import IntoFleet

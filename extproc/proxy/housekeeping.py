@@ -5,9 +5,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from extproc.observe.counter_log import CounterLog
+from extproc.observe.changes import CounterLog, WarningLog
 from extproc.observe.dashboard.warnings import figure_warnings, router_warnings
-from extproc.observe.warning_log import WarningLog
 from extproc.proxy.services import Services
 from extproc.replica_state import TTL_S
 

@@ -10,11 +10,10 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
-from extproc.observe.averages import Average
+from extproc.observe.changes import Exclusions, Presence
 from extproc.observe.decision_log import Accuracy, ObservedPool
-from extproc.observe.exclusions import Exclusions
+from extproc.observe.history import Average
 from extproc.observe.metrics import Demand, RouterMetrics
-from extproc.observe.presence import Presence
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths

@@ -17,7 +17,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
-from extproc.observe.averages import Delays
+from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import living
 from extproc.share.blocks import BlockReader

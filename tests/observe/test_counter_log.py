@@ -4,7 +4,7 @@ import logging
 
 from prometheus_client import CollectorRegistry
 
-from extproc.observe.counter_log import CounterLog
+from extproc.observe.changes import CounterLog
 from extproc.observe.tally import Counts
 from tests.conftest import Logged
 from tests.fakes import ManualClock

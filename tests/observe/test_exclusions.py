@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from extproc.observe.exclusions import Exclusions
+from extproc.observe.changes import Exclusions
 from tests.conftest import Logged
 from tests.fakes import ManualClock, fleet_of, replica, state
 

@@ -2,9 +2,8 @@
 
 from datetime import datetime
 
-from extproc.observe.averages import Average
-from extproc.observe.presence import Presence
-from extproc.observe.warning_log import WarningLog
+from extproc.observe.changes import Presence, WarningLog
+from extproc.observe.history import Average
 from tests.conftest import Logged
 from tests.fakes import ManualClock
 

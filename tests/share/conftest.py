@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from extproc.config import Config, RedisSettings
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic, wall
-from extproc.observe.averages import Delays
+from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.sharing import share

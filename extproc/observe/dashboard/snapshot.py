@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import Struct
 
 from extproc.ground.text import Column, row_of
+from extproc.observe.changes import Presence
 from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
-from extproc.observe.presence import Presence
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
 from extproc.route.waiting import Waiting

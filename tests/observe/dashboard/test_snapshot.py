@@ -11,10 +11,9 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
-from extproc.observe.averages import Delays
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision_log import LoggedDecision
-from extproc.observe.history import History
+from extproc.observe.history import Delays, History
 from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX

@@ -1,0 +1,135 @@
+"""Log lines about changes that a look every second finds: replicas, peers, counters, warnings."""
+
+import logging
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass
+
+from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
+from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import Clock, time_of_day
+from extproc.observe.tally import Counts
+
+logger = logging.getLogger(__name__)
+
+_NOT_LOGGED = FAILING.name, FULL.name
+"""An ejection is logged when it begins, with its time. A full replica may change every second."""
+_GONE_S = 600.0  # time for which a process that left is shown
+_COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
+_OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
+
+
+class Exclusions:
+    """Excluded replicas of a pool; the resolution is the time between two looks."""
+
+    def __init__(self) -> None:
+        self._excluded: dict[str, tuple[str, float]] = {}  # reason, and since when
+
+    def look(self, fleet: Fleet, now: float) -> dict[str, str]:
+        """Compares the fleet with the last look; ``now``: seconds since the epoch.
+
+        Returns the reason of each excluded replica.
+        """
+        reasons = dict(fleet.eligibility.exclusions())
+        for replica in self._excluded.keys() - reasons.keys():
+            reason, since = self._excluded.pop(replica)
+            if replica in fleet.members and reason not in _NOT_LOGGED:
+                text = f"replica {replica} is used again after {now - since:.0f} s"
+                logger.info(text, extra={"reason": reason})
+        for replica, reason in reasons.items():
+            if self._excluded.get(replica, ("",))[0] == reason:
+                continue
+            self._excluded[replica] = reason, now
+            state = fleet.members.get(replica)
+            extra = {"problem": state.problem} if state and state.problem else {}
+            if reason == DRAINING.name:
+                logger.info(f"replica {replica} excluded: draining")
+            elif reason not in _NOT_LOGGED:
+                logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
+        return reasons
+
+    def since(self, replica: str) -> str:
+        """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""
+        if replica not in self._excluded:
+            return ""
+        return time_of_day(self._excluded[replica][1])
+
+
+class Presence:
+    """Names of the living processes of one kind; the resolution is the time between two looks."""
+
+    def __init__(self, kind: str, pool: str) -> None:
+        """``kind``: routers or pollers; this and ``pool`` are for the log."""
+        self._kind = kind
+        self._pool = pool
+        self._alive: frozenset[str] | None = None  # None: not known yet
+        self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
+
+    def look(self, alive: Collection[str], now: float) -> None:
+        """Compares with the last look, and logs changes; ``now``: seconds since the epoch."""
+        before, self._alive = self._alive, frozenset(alive)
+        left = frozenset() if before is None else before - self._alive
+        if before is not None and before != self._alive:
+            joined = sorted(self._alive - before)
+            names = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
+            logger.info(f"{self._kind} of the pool changed", extra={"pool": self._pool} | names)
+        self._gone = {
+            name: since
+            for name, since in (self._gone | dict.fromkeys(left, now)).items()
+            if name not in self._alive and now - since < _GONE_S
+        }
+
+    @property
+    def gone(self) -> str:
+        """Processes that left in the last ten minutes, with since when; empty: none."""
+        gone = self._gone.items()
+        return ", ".join(f"{name} (since {time_of_day(since)})" for name, since in gone)
+
+
+@dataclass(eq=False)
+class CounterLog:
+    """Warns when a counter grows: at once, then every minute with the count since the last line."""
+
+    _log: logging.Logger
+    _event: str  # message of each line
+    _counts: Counts  # a counter with one label, which names the reason
+    _clock: Clock
+    _expected: Container[str]  # reasons that are not logged
+
+    def __post_init__(self) -> None:
+        self._logged: dict[str, float] = {}
+        self._next = 0.0  # on the clock
+
+    def look(self) -> None:
+        """Compares the counter with the last line, and logs the difference."""
+        now = self._clock()
+        if now < self._next:
+            return
+        counted = {reason: count for (reason,), count in self._counts.items()}
+        grown = {
+            reason: int(count - self._logged.get(reason, 0))
+            for reason, count in counted.items()
+            if reason not in self._expected and count > self._logged.get(reason, 0)
+        }
+        if grown:
+            self._log.warning(self._event, extra=grown)
+            self._next = now + _COUNTED_EVERY_S
+        self._logged = counted
+
+
+class WarningLog:
+    """Logs a warning of the page when it appears, and again when it is over."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}  # last time on the clock
+
+    def look(self, warnings: Iterable[str]) -> None:
+        """Compares the warnings that the page shows now with those before."""
+        now = self._clock()
+        for warning in warnings:
+            if warning not in self._seen:
+                logger.warning(f"warning of the page: {warning}")
+            self._seen[warning] = now
+        for warning in [text for text, at in self._seen.items() if now - at > _OVER_S]:
+            del self._seen[warning]
+            logger.info(f"warning of the page is over: {warning}")
