@@ -14,8 +14,6 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 
-import aiohttp
-
 from extproc.lab.demo.journal import Entry, Journal
 from extproc.lab.demo.report import Report, Run
 from extproc.lab.harness.processes import Process, ProcessError
@@ -70,15 +68,12 @@ async def _in_directory(args: argparse.Namespace) -> None:
 
 async def _with_stack(args: argparse.Namespace, directory: Path) -> None:
     _print("Starting Redis, 4 simulated vLLM replicas, poller, router and Envoy …")
-    async with (
-        Stack(directory, usual_ports=USUAL_PORTS) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session,
-    ):
+    async with Stack(directory, usual_ports=USUAL_PORTS) as stack:
         _print(f"Ready after {stack.ready_s:.1f} s: Envoy listens on {stack.url}")
         for name, port in USUAL_PORTS.items():
             if stack.ports[name] != port:
                 _print(f"Port {port} is taken: {name} has {stack.ports[name]} instead.")
-        journal = Journal(stack, session)
+        journal = Journal(stack)
         if args.once:
             await _compare(args, stack, journal)
         else:

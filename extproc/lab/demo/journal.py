@@ -4,9 +4,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-import aiohttp
-
 from extproc.lab.harness.envoy_config import Access, AccessLog
+from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.stack import Stack
 from extproc.observe.decision import DecisionRecord, read_decisions
 
@@ -46,23 +45,21 @@ class Entry:
 class Journal:
     """Requests of a stack that :meth:`refresh` has found at the router or in the access log."""
 
-    def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
+    def __init__(self, stack: Stack) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
-        self._session = session
         self._last_decision = 0
         self._ended: list[Access] = []  # read from the log and not yet entered
 
     async def refresh(self) -> list[Entry]:
         """Read new decisions and log entries; return the requests that ended."""
         self._ended += self._log.new()  # log first: a logged request has its decision already
-        try:
-            while page := await self._decisions():
-                for decision in read_decisions(page):
-                    self._last_decision = decision.number
-                    self._entry(decision.request_id).decision = decision
-        except (aiohttp.ClientError, TimeoutError):
+        while page := await get_json(f"{self._admin}/decisions?after={self._last_decision}"):
+            for decision in read_decisions(page):
+                self._last_decision = decision.number
+                self._entry(decision.request_id).decision = decision
+        if page is None:
             self._last_decision = 0  # a restarted router numbers decisions from 1 again
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
@@ -89,9 +86,3 @@ class Journal:
             if len(self.entries) > _MOST_ENTRIES:
                 del self.entries[next(iter(self.entries))]
         return entry
-
-    async def _decisions(self) -> object:
-        """New decisions of the router, as JSON; empty if there are none."""
-        url = f"{self._admin}/decisions?after={self._last_decision}"
-        async with self._session.get(url) as response:
-            return await response.json()

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -44,10 +43,9 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def journal(stack: Stack) -> AsyncIterator[Journal]:
-    async with aiohttp.ClientSession() as session:
-        yield Journal(stack, session)
+@pytest.fixture
+def journal(stack: Stack) -> Journal:
+    return Journal(stack)
 
 
 @pytest.mark.process
