@@ -13,6 +13,12 @@ FORMAT = 2  # version of the lines below; no other version is read
 PATTERN = "*.jsonl"  # names of a record's files
 _HALF_BITS = 32
 
+OF_PROFILE = (
+    *("endpoint", "model", "output_bound", "least_output", "sequences", "prompts"),
+    *("longest_share", "stream", "session"),
+)
+"""Fields of a :class:`RequestLine` that a request's profile has under the same name."""
+
 
 class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
     at: float  # seconds since the epoch

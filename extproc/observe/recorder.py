@@ -29,6 +29,7 @@ from extproc.ground.runtime import in_daemon_thread
 from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import (
     FORMAT,
+    OF_PROFILE,
     Line,
     LostLine,
     RefusedLine,
@@ -244,18 +245,9 @@ class Recorder:
 def _fields_of(profile: RequestProfile) -> dict[str, Any]:
     """Fields of a line that tell what the request asks for."""
     prefix, objective = profile.prefix, profile.objective
-    return {
-        "endpoint": str(profile.endpoint),
-        "model": profile.model,
+    return {name: getattr(profile, name) for name in OF_PROFILE} | {
         "estimated_tokens": profile.prompt_tokens,
-        "output_bound": profile.output_bound,
-        "least_output": profile.least_output,
-        "sequences": profile.sequences,
-        "prompts": profile.prompts,
-        "longest_share": profile.longest_share,
-        "stream": profile.stream,
         "tenant": f"{seed_of(profile.tenant):x}" if profile.tenant else "",
-        "session": profile.session,
         "objective": objective.name,
         "priority": objective.priority,
         "ttft_target_s": objective.ttft_s,

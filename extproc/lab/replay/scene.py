@@ -13,7 +13,7 @@ from msgspec import convert, structs
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
-from extproc.observe.record import ReplicaLine, RequestLine, keys_of
+from extproc.observe.record import OF_PROFILE, ReplicaLine, RequestLine, keys_of
 from extproc.predict.step import HardwareProfile, StepModel, profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
@@ -21,11 +21,6 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import RequestProfile
 
-# Fields of a request line that a profile has too.
-_SAME = (
-    *("output_bound", "sequences", "stream", "least_output"),
-    *("tenant", "prompts", "longest_share", "session"),
-)
 _JOINED_S = 5.0  # from the start of a record until every replica has a line
 
 
@@ -199,13 +194,15 @@ class _Lengths:
 
 def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
     targets = line.ttft_target_s, line.tpot_target_s, line.completion_target_s
-    same: dict[str, Any] = {name: getattr(line, name) for name in _SAME}
+    same: dict[str, Any] = {name: getattr(line, name) for name in OF_PROFILE}
     tokens = line.estimated_tokens
     return RequestProfile(
-        *(Endpoint(line.endpoint), line.model, tokens, 0),
+        **same | {"endpoint": Endpoint(line.endpoint)},
+        prompt_tokens=tokens,
+        prompt_bytes=0,
+        tenant=line.tenant,
         objective=Objective(line.objective, line.priority, False, *targets),
         prefix=Prefix(keys, line.unit, tokens, line.whole, line.previous_key, line.previous_tokens),
-        **same,
     )
 
 
