@@ -9,12 +9,11 @@ from extproc.observe.traces import Trace
 from extproc.proxy import messages
 from extproc.proxy.body_memory import BufferedBody
 from extproc.proxy.call import Call
-from extproc.proxy.headers import RequestHeaders, inference_headers, model_list
+from extproc.proxy.headers import RequestHeaders, inference_headers, is_steered, model_list
 from extproc.proxy.in_flight import InFlight
 from extproc.proxy.observed import Observed
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
-from extproc.proxy.steering import is_steered
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
 from extproc.request.profile import RequestProfile

@@ -1,7 +1,8 @@
-"""Headers of a request, and the answer to ``GET /v1/models``."""
+"""Headers of a request, whether the router steers it, and the answer to ``GET /v1/models``."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from hashlib import blake2b
 from typing import NamedTuple
 
 from pydantic_core import to_json
@@ -15,6 +16,7 @@ from extproc.request.objective import first_of, session_of, targets_of
 
 _LONGEST_ID = 128  # characters of a request id or tenant: each decision record keeps both
 _DIGITS = 15  # of a content-length: a petabyte
+_HASH_BYTES = 8
 _STANDARD = frozenset({":path", ":method", "x-request-id", "content-length", "content-encoding"})
 
 
@@ -50,6 +52,21 @@ def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHead
         length=int(length[:_DIGITS]) if length.isdecimal() else None,
         readable=headers.get("content-encoding", "identity") == "identity",
     )
+
+
+def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
+    """Decides by a hash, so that all routers and all requests of a session agree.
+
+    A request that is steered at one share is steered at every larger share. A request with
+    neither a session nor an id is not steered, unless all requests are.
+    """
+    serve, route = config.serve, config.route
+    if serve.steers_all or serve.mode == "observe":
+        return serve.steers_all
+    session = session_of(headers, route.session_header, route.session_cookie)
+    key = session or headers.get("x-request-id", "")
+    digest = blake2b(key.encode(), digest_size=_HASH_BYTES).digest()
+    return key != "" and int.from_bytes(digest) < serve.share * 256**_HASH_BYTES
 
 
 def header_names(config: Config) -> frozenset[str]:

@@ -16,8 +16,8 @@ from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.proxy.headers import is_steered
 from extproc.proxy.messages import DESTINATION
-from extproc.proxy.steering import is_steered
 from extproc.settings import load
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Behind, Stack, ext_proc_of

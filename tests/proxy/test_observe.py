@@ -10,9 +10,9 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import HttpBody, ProcessingReque
 
 from extproc.config import Config
 from extproc.proxy import messages
+from extproc.proxy.headers import is_steered
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
-from extproc.proxy.steering import is_steered
 from tests.fakes import MODEL, ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
 from tests.proxy.envoy_side import (
