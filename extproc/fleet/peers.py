@@ -57,6 +57,7 @@ class Peers:
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
         self._counts = np.zeros(0)  # 1: the peer counts
+        self._stopped: set[str] = set()  # peers that said farewell, see take_stopped
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
         self._connected_at = -inf  # infinite while Redis is away
         self.counted = False  # True: a peer counts
@@ -65,8 +66,14 @@ class Peers:
         return len(self._numbers)
 
     @property
-    def names(self) -> Collection[str]:
-        return self._numbers.keys()
+    def addresses(self) -> Collection[str]:
+        """Host and port of each peer, which stay the same when it starts again."""
+        return sorted({_address(name) for name in self._numbers})
+
+    def take_stopped(self) -> Collection[str]:
+        """Returns the addresses of the peers that said farewell since the last call."""
+        stopped, self._stopped = self._stopped, set()
+        return stopped
 
     @property
     def digest_age(self) -> float | None:
@@ -99,6 +106,7 @@ class Peers:
             if changed:
                 self._take(place, digest)
             if digest.kind is DigestKind.FAREWELL:
+                self._stopped.add(_address(name))
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 
@@ -218,3 +226,8 @@ class Peers:
     def _add_up(self) -> None:
         self.counted = bool(self._counts.any())
         np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)
+
+
+def _address(name: str) -> str:
+    """Returns a router's name without the part that is new with each start."""
+    return name.rpartition(":")[0]

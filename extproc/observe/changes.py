@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left is shown
+_LOST_S = 2.0  # time after which a process counts as lost: before, it may only be late
 _COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
 _OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
 
@@ -63,9 +64,21 @@ class Presence:
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
+        self._silent = frozenset[str]()  # those of them that said no farewell
+        self.lost: list[str] = []
+        """Processes that left without a farewell in the last ten minutes, with since when."""
 
-    def look(self, alive: Collection[str], now: float) -> None:
-        """Compares with the last look, and logs changes; ``now``: seconds since the epoch."""
+    def look(
+        self, alive: Collection[str], now: float, stopped: Collection[str] | None = None
+    ) -> None:
+        """Compares with the last look, and logs changes.
+
+        Args:
+            alive: names of the living processes.
+            now: seconds since the epoch.
+            stopped: processes that said farewell since the last look. None: processes of this kind
+                say no farewell, and none counts as lost.
+        """
         before, self._alive = self._alive, frozenset(alive)
         left = frozenset() if before is None else before - self._alive
         if before is not None and before != self._alive:
@@ -77,12 +90,18 @@ class Presence:
             for name, since in (self._gone | dict.fromkeys(left, now)).items()
             if name not in self._alive and now - since < _GONE_S
         }
+        if stopped is not None:
+            self._silent = ((self._silent | left) - {*stopped}) & self._gone.keys()
+        away = (name for name, since in self._gone.items() if now - since >= _LOST_S)
+        self.lost = [self._since(name) for name in away if name in self._silent]
 
     @property
     def gone(self) -> str:
         """Processes that left in the last ten minutes, with since when; empty: none."""
-        gone = self._gone.items()
-        return ", ".join(f"{name} (since {time_of_day(since)})" for name, since in gone)
+        return ", ".join(map(self._since, self._gone))
+
+    def _since(self, name: str) -> str:
+        return f"{name} (since {time_of_day(self._gone[name])})"
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ class Housekeeping:
         if pool.config.serve.steers_all:  # an observed request counts as external at first
             self._metrics.external_requests.labels(name).set(fleet.external_requests)
             pool.external.add(fleet.external_requests)
-        pool.routers.look(fleet.peers.names, now)
+        pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
         if fleet.pollers is not None:
             pool.pollers.look(fleet.pollers, now)
         yield from excluded.items()

@@ -201,8 +201,8 @@ def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0
     )
 
 
-_ROUTER_GONE = Signs(
-    "gone: ", "extproc_other_routers == 0", "routers of the pool", "ExtprocProcessDown"
+_ROUTER_LOST = Signs(
+    "lost: killed, hung", "extproc_other_routers == 0", "lost: killed, hung", "ExtprocProcessDown"
 )
 _POLLER_GONE = Signs("gone: ", 'up{job="poller"} == 0', "pollers of the pool", "ExtprocProcessDown")
 _NO_STATE = Signs(
@@ -216,7 +216,7 @@ SCENES = (
         5.0,
         _start("router-2"),
         _routes("router-2"),
-        _ROUTER_GONE,
+        _ROUTER_LOST,
     ),
     Scene(
         "routers-killed",
@@ -232,7 +232,7 @@ SCENES = (
         5.0,
         _signal("router", signal.SIGCONT),
         _routes("router"),
-        _ROUTER_GONE,
+        _ROUTER_LOST,
         stopped="router",
     ),
     Scene(

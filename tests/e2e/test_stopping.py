@@ -1,6 +1,7 @@
-"""A router of two is stopped, as at an upgrade."""
+"""A router of two is stopped, as at an upgrade, or killed."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,17 @@ async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stac
     assert noticed_s < LAME_DUCK_S
     assert without == 0
     assert {answer.status for answer in answers} == {200}
+
+
+async def test_killed_router_is_warned_of_until_it_returns(client: Client, stack: Stack) -> None:
+    async def lost() -> bool:
+        return any("lost: killed" in warning for warning in await client.warnings())
+
+    if not stack.process("router-2").running:
+        await stack.start("router-2")
+    await until_read(partial(client.metric, "extproc_other_routers"), lambda now: now == 1)
+    assert not await lost()
+    await stack.kill("router-2")
+    await until_read(lost, lambda now: now)
+    await stack.start("router-2")
+    await until_read(lost, lambda now: not now)

@@ -1,4 +1,4 @@
-"""Routers and pollers that left are shown with since when, and changes are logged."""
+"""Routers and pollers that left or are lost are shown with since when; changes are logged."""
 
 from datetime import datetime
 
@@ -28,6 +28,35 @@ def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
         routers.look(alive, 1000.0)
     assert routers.gone == ""
     assert [(line["joined"], line["left"]) for line in logged.lines()] == [("", "a"), ("a", "")]
+
+
+def test_process_that_left_without_farewell_is_lost_until_it_returns() -> None:
+    routers = Presence("routers", "batch")
+    routers.look({"a", "b", "c"}, 1000.0, ())
+    routers.look({"c"}, 1001.0, {"a"})
+    assert routers.lost == []  # b may only be late
+    routers.look({"c"}, 1003.0, ())
+    assert routers.lost == [f"b (since {datetime.fromtimestamp(1001):%H:%M:%S})"]
+    routers.look({"b", "c"}, 1004.0, ())
+    assert routers.lost == []
+
+
+def test_process_that_hung_and_then_says_farewell_is_no_longer_lost() -> None:
+    routers = Presence("routers", "batch")
+    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), 1003.0)):
+        routers.look(alive, now, ())
+    assert len(routers.lost) == 1
+    routers.look((), 1004.0, {"a"})
+    assert routers.lost == []
+
+
+def test_lost_process_is_forgotten_after_ten_minutes() -> None:
+    routers = Presence("routers", "batch")
+    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), 1600.0)):
+        routers.look(alive, now, ())
+    assert len(routers.lost) == 1
+    routers.look((), 1601.0, ())
+    assert routers.lost == []
 
 
 def test_warning_is_logged_when_it_appears_and_when_it_is_over(logged: Logged) -> None:

@@ -46,7 +46,23 @@ async def test_other_router_is_known_by_host_and_port(caplog: pytest.LogCaptureF
     await one_pass(services)
     (record,) = caplog.records
     assert record.message == "routers of the pool changed"
-    assert vars(record)["joined"].startswith(f"{gethostname()}:50077:")
+    assert vars(record)["joined"] == f"{gethostname()}:50077"
+
+
+@pytest.mark.parametrize("says_farewell", [False, True])
+async def test_router_that_left_is_lost_unless_it_said_farewell(says_farewell: bool) -> None:
+    clock = ManualClock(1000.0)
+    services = build(config_of(), CollectorRegistry(), clock, clock)
+    kinds = DigestKind.WHOLE, *([DigestKind.FAREWELL] if says_farewell else [])
+    for number, kind in enumerate(kinds, start=1):
+        digest = Digest("10.0.0.2:50051:1f", number, clock(), kind, (), NOTHING)
+        services.fleet.receive_digest(digest)
+        await one_pass(services)
+    for _ in range(2):
+        clock.advance(2.0)
+        await one_pass(services)
+    lost = ["10.0.0.2:50051"] if not says_farewell else []
+    assert [each.partition(" ")[0] for each in services.routers.lost] == lost
 
 
 async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -241,7 +241,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
         routers = "this router alone"
         if others := len(fleet.peers):
-            routers = f"this router and {others} more: {', '.join(fleet.peers.names)}"
+            routers = f"this router and {others} more: {', '.join(fleet.peers.addresses)}"
             if fleet.peers.digest_age is not None:
                 routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
         yield f"Routers{of}", _with_gone(routers, pool.routers)

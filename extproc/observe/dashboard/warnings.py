@@ -82,6 +82,7 @@ def pool_warnings(
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     """Yield those warnings about a pool that no event of the log reports."""
     yield from _stale(pool)
+    yield from _lost_routers(pool)
     yield from _pollers(pool)
     yield from _external(pool)
     yield from _frozen(pool, view)
@@ -102,6 +103,14 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         yield f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s."
     if fleet.peers.stale:
         yield "Stale state of other routers: their requests in flight are known from polls only."
+
+
+def _lost_routers(pool: ObservedPool) -> Iterator[str]:
+    if lost := pool.routers.lost:
+        yield (
+            f"Of the routers, {_listed(lost)} lost: killed, hung, or cut off from Redis. Envoy "
+            "uses the other routers. Restart it; if its /livez answers, check its way to Redis."
+        )
 
 
 def _pollers(pool: ObservedPool) -> Iterator[str]:
