@@ -15,7 +15,7 @@ from msgspec import Struct
 from extproc.ground.text import Column, row_of
 from extproc.observe.changes import Presence
 from extproc.observe.dashboard.observed import observed_requests, steering
-from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
+from extproc.observe.dashboard.warnings import pool_warnings, router_warnings, worst_first
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
 from extproc.predict.completion import backlog_s
@@ -56,12 +56,13 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     """
     first = pools[0]
     dispatched, history = _dispatched(first), first.history.rows()
-    shown, warnings, usable, replicas = [], [*router_warnings(pools)], 0, 0
+    shown, usable, replicas = [], 0, 0
+    warnings = [("", warning) for warning in router_warnings(pools)]
     for pool in pools:
         view, name = pool.fleet.overview(), pool.config.pool
         ended = [*pool.accuracy.since(pool.clock() - _COMPARED_S)]
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
-        warnings += [prefix + warning for warning in pool_warnings(pool, view, ended)]
+        warnings += [(prefix, warning) for warning in pool_warnings(pool, view, ended)]
         usable += len(view) - len({replica.id for replica in view.excluded} & {*view.ids})
         replicas += len(view)
         shown.append(
@@ -76,7 +77,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     observed_figures, observed_facts = observed_requests(first.log)
     return {
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
-        "warnings": warnings,
+        "warnings": worst_first(warnings),
         "figures": [
             ("replicas in use", f"{usable} of {replicas}"),
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),

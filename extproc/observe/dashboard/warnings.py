@@ -5,7 +5,7 @@ aloud.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median_high
 
 import numpy as np
@@ -37,11 +37,21 @@ _OWN_DELAYS = 4.0  # delays of the event loop in a round trip, at most: not the 
 _EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by less
 
 
+class Costly(str):
+    """Warning of a fault that costs requests now: they fail, are refused, or are not routed."""
+
+
+def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
+    """Put each prefix before its warning, and those that cost requests before all others."""
+    ordered = sorted(warnings, key=lambda pair: not isinstance(pair[1], Costly))
+    return [prefix + warning for prefix, warning in ordered]
+
+
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
     """Yield warnings about limits of the whole router."""
     most = pools[0].config.serve.max_streams
     if sum(pool.fleet.in_flight + len(pool.queue) for pool in pools) >= _NEARLY * most:
-        yield (
+        yield Costly(
             f"This router is nearly full: at {most} requests in flight (serve.max_streams) Envoy "
             "goes on with further requests without it. Run more routers."
         )
@@ -63,7 +73,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
-        yield (
+        yield Costly(
             "A circuit breaker of Envoy was full in the last minute: Envoy answered 503 itself. "
             "Raise its limits (circuit_breakers)."
         )
@@ -98,7 +108,7 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
     elif shares and not fleet.pollers and not pool.delays.redis_refusal:
         yield "No poller is alive: start extproc poll."
     if not fleet.members:
-        yield "No replica is known yet: Envoy's fallback policy chooses."
+        yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
     elif pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S:
         yield f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s."
     if fleet.peers.stale:
@@ -137,7 +147,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
             why = f"{replica.why} (since {since})" if since else replica.why
             reasons[why].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
-        yield "No replica is healthy: Envoy's fallback policy chooses."
+        yield Costly("No replica is healthy: Envoy's fallback policy chooses.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
         yield f"{_listed(names)} excluded: {why}."
@@ -224,10 +234,12 @@ def _cold_caches(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator
 def _full_queue(pool: ObservedPool) -> Iterator[str]:
     hold = pool.config.hold
     if len(pool.queue) >= _NEARLY * hold.most:
-        yield f"The queue is nearly full: beyond {hold.most} requests (hold.most) others get 429."
+        yield Costly(
+            f"The queue is nearly full: beyond {hold.most} requests (hold.most) others get 429."
+        )
     oldest = next(iter(pool.queue), None)
     if oldest is not None and pool.clock() - oldest.since > hold.longest_s / 2:
-        yield (
+        yield Costly(
             f"Requests have waited for more than half of the {hold.longest_s:g} s after which the "
             "router refuses them (hold.longest_s): add replicas."
         )

@@ -387,6 +387,18 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     assert any("add replicas" in warning for warning in warnings(services))
 
 
+def test_warnings_of_faults_that_cost_requests_come_first(
+    services: Services, clock: ManualClock
+) -> None:
+    services.delays.redis_refusal = "OOM"
+    poll(services, 1, healthy=False, problem="connection refused")
+    first, second = warnings(services)
+    assert first.startswith("Redis stores nothing")
+    assert second.startswith("r1 is excluded")
+    poll(services, 2, 3, 4, healthy=False, problem="connection refused")
+    assert warnings(services)[0].startswith("No replica is healthy")
+
+
 @pytest.mark.parametrize(
     ("loop_delay_s", "redis_s", "warned"),
     [
