@@ -41,6 +41,17 @@ _REMOVED = {  # commands of earlier versions, and their replacements
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # a reader that has left fails here at the latest
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 141  # 128 + SIGPIPE, as shells count
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     for name in (" ".join(words[:count]) for count in (1, 2)):
         if instead := _REMOVED.get(name):

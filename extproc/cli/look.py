@@ -60,27 +60,27 @@ def run(args: argparse.Namespace) -> int:
     config = configured(args)
     router, show = args.router or config.serve.admin, _top if args.command == "top" else _explain
     try:
-        asyncio.run(show(args, router, config.admin))
+        text = asyncio.run(show(args, router, config.admin))
     except (RouterUnavailableError, OSError, ValueError) as error:
         raise CommandError(*str(error).splitlines()) from None
     except KeyboardInterrupt:
         if args.command != "top":
             raise
-        print()
+        text = ""
+    print(text)
     return 0
 
 
-async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> None:
+async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
     answer = await fetch_decisions(router, args.request_id, args.last, access)
     if args.json:
-        print(json.dumps(answer, indent=2))
-    elif args.request_id is None:
-        print(decisions(read_decisions(answer)))
-    else:
-        print("\n\n\n".join(map(comparison, read_decisions(answer))))
+        return json.dumps(answer, indent=2)
+    if args.request_id is None:
+        return decisions(read_decisions(answer))
+    return "\n\n\n".join(map(comparison, read_decisions(answer)))
 
 
-async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> None:
+async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
     terminal, lines = sys.stdout.isatty(), list[str]()
     while True:
         try:
@@ -89,8 +89,7 @@ async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> 
                     width = shutil.get_terminal_size().columns if terminal else WIDTH
                     lines = screen(snapshot, width)
                     if args.once or not terminal:
-                        print("\n".join(lines))
-                        return
+                        return "\n".join(lines)
                     _draw(lines)
         except RouterUnavailableError as error:
             if not lines:

@@ -90,6 +90,24 @@ async def test_a_thousand_replicas_are_shown(services: Services, router: str, to
     assert len(await top("--router", router)) > 1000
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["top", "explain", "explain --json", "completion bash"])
+async def test_reader_that_leaves_ends_a_command_without_an_error(
+    command: str, services: Services, router: str
+) -> None:
+    for _ in range(20):
+        decide(services)
+    read, write = os.pipe()
+    os.close(read)
+    words = command.split() + (["--router", router] if "completion" not in command else [])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "extproc", *words, stdout=write, stderr=asyncio.subprocess.PIPE
+    )
+    os.close(write)
+    _, errors = await process.communicate()
+    assert (process.returncode, errors) == (141, b"")
+
+
 async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None:
     address = f"127.0.0.1:{free_port()}"
     master, slave = pty.openpty()
