@@ -23,12 +23,12 @@ class OutageLog:
         self._each = each
         self._extra = extra
 
-    def failed(self, problem: object, traceback: Exception | None = None) -> None:
+    def failed(self, problem: object, traceback: Exception | None = None, **remedy: str) -> None:
         """Records a failure. Logs the first of an outage and, with ``each``, every failure whose
-        text differs from the one before."""
+        text differs from the one before; ``remedy``: further fields of the line."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
-            extra = self._extra | {"error": self.problem}
+            extra = self._extra | {"error": self.problem} | remedy
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
     def recovered(self) -> None:

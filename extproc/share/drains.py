@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.utils import str_if_bytes
 
 from extproc.ground.clock import Clock
@@ -47,7 +47,6 @@ class DrainStore:
             "redis accepts the key again",
             logging.ERROR,
             key=self.key,
-            allow=f"~{self.key} +@read +@write",
         )
         self._skips = skips or Skips()
 
@@ -56,7 +55,12 @@ class DrainStore:
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(self.key)
             pipe.expire(self.key, _LIFE_S)
-            values, _ = await pipe.execute()
+            try:
+                values, _ = await pipe.execute()
+            except NoPermissionError:
+                raise
+            except ResponseError:  # a Redis that cannot save its data refuses EXPIRE alone
+                values = await self._redis.hgetall(self.key)
         named = {str_if_bytes(key): value for key, value in values.items()}
         found = {key: self._skips.open(key, value, DRAIN) for key, value in named.items()}
         return {key: command.drains for key, command in found.items() if command}
@@ -105,6 +109,8 @@ class Drains:
         that have had no effect for an hour."""
         try:
             await self._look(store, now)
+        except NoPermissionError as error:
+            store.refused.failed(error, allow=f"~{store.key} +@read +@write")  # rules of an ACL
         except ResponseError as error:  # Redis may still take states
             store.refused.failed(error)
         except (RedisError, OSError):  # the writer of states logs it

@@ -16,7 +16,7 @@ from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import RouterView, config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
-from tests.share.servers import command
+from tests.share.servers import command, stop_saving
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -97,6 +97,19 @@ async def test_unreadable_drains_are_logged(
         await logged.line("redis accepts the key again")
         await drained(run, seen, a)
     assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
+
+
+async def test_redis_that_cannot_save_still_tells_drains(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with serving() as a, watched(redis_server, a) as seen:
+        await drained(run, seen, a)
+        async with connect(redis_server.url, "default") as redis:
+            await stop_saving(redis)
+        assert (await listed(run))[a.id]["drained"]
+        assert "MISCONF" in await run("undrain", a.id, status=1)
+        assert seen.states[a.id].draining
+    assert not logged.lines("redis refuses a key: 'extproc replicas' has no effect")
 
 
 async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run: Run) -> None:
