@@ -208,7 +208,7 @@ class Exchange:
         may serve the request.
 
         A request about a stored response goes to the replica that owns the response. The router
-        answers ``GET /v1/models`` itself if ``route.models`` has names that no replica knows.
+        answers ``GET /v1/models`` itself unless every replica gives the same answer.
         """
         services, path = self.services, values.get(":path", "")
         services.metrics.requests.add("passed")
@@ -216,7 +216,8 @@ class Exchange:
         owner = services.fleet.response_owner(stored_response_of(path))
         if not self.steered:
             reply = messages.proceed(phase)
-        elif listed and services.config.route.models and (members := services.fleet.members):
+        elif listed and self.only_model is None and services.fleet.members.models:
+            members = services.fleet.members
             listing = model_list(members.names, members, int(services.wall()))
             reply = messages.answer(200, listing)
         elif owner is not None and (self.subset is None or owner in self.subset):

@@ -80,26 +80,34 @@ def _with_standard(configured: frozenset[str]) -> frozenset[str]:
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:
-    """Answer to ``GET /v1/models`` if ``route.models`` configures names that no replica knows.
+    """Answer to ``GET /v1/models`` with all names that clients may request, in vLLM's form.
 
-    The form is OpenAI's, with vLLM's ``max_model_len``: the smallest context length, in tokens, of
-    the replicas that serve the model. ``created``: time of the answer in seconds since the epoch.
+    ``max_model_len`` is the smallest context length, in tokens, of the replicas that serve the
+    model; ``root``, a path on the replica, is null. ``created``: time of the answer in seconds
+    since the epoch.
     """
-    kinds = {(state.models, state.max_model_len) for state in states}
-    listed = names.requestable(name for models, _ in kinds for name in models)
-    same = {"object": "model", "created": created, "owned_by": "vllm"}
-    models = [
-        {"id": name} | same | {"max_model_len": min(_contexts(names, name, kinds), default=None)}
-        for name in listed
+    kinds = {(state.models, state.adapters, state.max_model_len) for state in states}
+    parents = {
+        adapter: next((model for model in models if model not in adapters), None)
+        for models, adapters, _ in kinds
+        for adapter in adapters
+    }
+    same = {"object": "model", "created": created, "owned_by": "vllm", "root": None}
+    entries = [
+        {"id": name, **same, "parent": parents.get(name)}
+        | {"max_model_len": min(_contexts(names, name, kinds), default=None)}
+        for name in names.requestable(name for models, *_ in kinds for name in models)
     ]
-    return to_json({"object": "list", "data": models})
+    return to_json({"object": "list", "data": entries})
 
 
 def _contexts(
-    names: ModelNames, requested: str, kinds: Iterable[tuple[tuple[str, ...], int | None]]
+    names: ModelNames,
+    requested: str,
+    kinds: Iterable[tuple[tuple[str, ...], tuple[str, ...], int | None]],
 ) -> list[int]:
     return [
         context
-        for models, context in kinds
+        for models, _, context in kinds
         if context and any(names.known(model, models) for model in names.models(requested))
     ]
