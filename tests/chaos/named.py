@@ -71,9 +71,8 @@ class Watch:
 
     async def _await(self, sign: str, limit: float) -> None:
         while self.now < limit:
-            at = self.now
             if await self._shows(sign):
-                self.seen[sign] = at
+                self.seen[sign] = self.now
                 return
             await asyncio.sleep(_LOOK_S)
 
