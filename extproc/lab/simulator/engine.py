@@ -1,7 +1,7 @@
 """Scheduler of vLLM V1 without a model: the sequences of each step, and the step's duration."""
 
 import heapq
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -402,9 +402,9 @@ class Engine:
             self._decode_steps = planned
         last = self.steps
         if not single and planned.end(last) < until:
-            last = self._last_end() - 1
-            if planned.end(last) > until:
-                last = planned.last_until(until)
+            # All steps until a sequence ends, or those of them that end by `until`.
+            following = range(last + 1, self._last_end())
+            last += bisect_right(following, until, key=planned.end)
         more = self._take_blocks_ahead(last - self.steps)
         return Step(self._now, planned.end(self.steps + more), self.waiting, 1 + more)
 

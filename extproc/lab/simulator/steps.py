@@ -6,7 +6,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
-from math import sqrt
 from typing import NamedTuple
 
 
@@ -96,18 +95,6 @@ class DecodeSteps:
     def end(self, step: int) -> float:
         steps = step - self.first_step + 1
         return self.starts_at + steps * (self.step_time + self.growth * (steps - 1) / 2)
-
-    def last_until(self, until: float) -> int:
-        """Return the last step that ends by ``until``, which must be finite."""
-        time = max(until - self.starts_at, 0.0)
-        linear = self.step_time - self.growth / 2
-        steps = int(2 * time / (linear + sqrt(linear * linear + 2 * self.growth * time)))
-        step = self.first_step + steps - 1
-        while self.end(step) > until:
-            step -= 1
-        while self.end(step + 1) <= until:
-            step += 1
-        return step
 
 
 # Buckets of vLLM's histogram of tokens per step.
