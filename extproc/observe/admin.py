@@ -94,15 +94,15 @@ async def serve_admin(
         await runner.cleanup()
 
 
-def decision_number(request: web.Request, name: str) -> int:
-    """Read a decision's number from the query parameter ``name``.
+def whole_number(request: web.Request, name: str, default: int | None = None) -> int:
+    """Read a number from the query parameter ``name``; without default, the parameter is needed.
 
     Raises:
         HTTPBadRequest: the parameter is no number, or has more than 15 digits.
     """
-    text = request.query.get(name, "")
+    text = request.query.get(name, "" if default is None else str(default))
     if not text.isdecimal() or len(text) > _DIGITS:
-        raise web.HTTPBadRequest(text=f"{name}={text[:_DIGITS]!r} is not a decision's number\n")
+        raise web.HTTPBadRequest(text=f"{name}={text[:_DIGITS]!r} is not a whole number\n")
     return int(text)
 
 

@@ -36,23 +36,15 @@ async def fetch_decisions(
         ValueError: a file of ``access`` cannot be used.
     """
     async with _connected(router, access) as client:
-        if request_id is not None:
-            if found := await client.decisions(request_id=request_id):
-                return found
-            raise RouterUnavailableError(
-                f"the router at {client.url} has no decision about request {request_id!r}: Envoy "
-                "did not ask this router, no replica was available, or the decision was dropped "
-                "since (serve.decisions_kept)"
-            )
-        newest = await client.decisions()
-        if len(newest) >= most or not newest:
-            return newest[-most:]
-        found, last = [], newest[-1]["number"]
-        after = max(last - most, 0)
-        while after < last and (page := await client.decisions(after=str(after))):
-            found += page
-            after = page[-1]["number"]
-        return found[:most]
+        if request_id is None:
+            return await client.decisions(last=str(most))
+        if found := await client.decisions(request_id=request_id):
+            return found
+        raise RouterUnavailableError(
+            f"the router at {client.url} has no decision about request {request_id!r}: Envoy did "
+            "not ask this router, no replica was available, or the decision was dropped since "
+            "(serve.decisions_kept)"
+        )
 
 
 async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:

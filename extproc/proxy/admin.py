@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from aiohttp import web
 from msgspec import json, structs
 
-from extproc.observe.admin import Check, decision_number
+from extproc.observe.admin import Check, whole_number
 from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
@@ -23,9 +23,9 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
         if "request_id" in request.query:
             records, most = log.of_request(request.query["request_id"]), None
         elif "after" in request.query:
-            records = log.after(decision_number(request, "after"), _PAGE)
+            records = log.after(whole_number(request, "after"), _PAGE)
         else:
-            records = log.last(_PAGE)
+            records = log.last(whole_number(request, "last", _PAGE))
         return await _answer(request, _array(record.record(most) for record in records))
 
     async def fleet(request: web.Request) -> web.StreamResponse:

@@ -58,6 +58,7 @@ async def test_decisions_of_large_fleet_do_not_delay_requests(large: Services) -
         assert record["compared"] == REPLICAS
         assert 20 <= len(record["candidates"]) <= 21
         assert record["replica"] in {candidate["replica"] for candidate in record["candidates"]}
+    assert await get(large, "/decisions?last=3") == shown[-3:]
     assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
 
 

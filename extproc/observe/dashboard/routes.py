@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import web
 from msgspec.json import encode
 
-from extproc.observe.admin import AUTHORIZED, decision_number
+from extproc.observe.admin import AUTHORIZED, whole_number
 from extproc.observe.dashboard.snapshot import snapshot, text_table
 from extproc.observe.decision import DecisionRecord
 from extproc.observe.decision_log import ObservedPool
@@ -82,7 +82,7 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
         return response
 
     async def decision(request: web.Request) -> web.Response:
-        number = decision_number(request, "number")
+        number = whole_number(request, "number")
         for record in log.after(number - 1, 1):
             if record.number == number:
                 # In a thread: a thousand candidates take long, and requests come first.
