@@ -3,67 +3,28 @@
 Envoy calls the mechanisms health checks, outlier detection, panic threshold and slow start.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 
+from extproc.fleet import exclusion_reasons as reasons
+from extproc.fleet.condition import Condition
 from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
-from extproc.fleet.exclusion_reasons import (
-    ASLEEP,
-    AT_FIRST,
-    DRAINING,
-    FAILING,
-    FULL,
-    FULL_S,
-    HUNG_S,
-    OTHER_MODEL,
-    STALLED,
-    STUCK_S,
-    TRIAL_S,
-    UNHEALTHY,
-    Reason,
-)
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, Floats
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_FROZEN_S = 2.0  # time for which gauges do not move before and after a sign that they are wrong
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
 _REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
 _MOST_REMEMBERED = 1_000  # remembered candidates
-_ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
-_FULL = "its engine answered that it is full"
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
-_HUNG = f"accepts connections, but has answered nothing for {HUNG_S:g} s"
 
-
-@dataclass(slots=True)
-class _Member:
-    state: ReplicaState
-    models: frozenset[str]  # of the state
-    adapters: frozenset[str]
-    polled_at: float
-    moved_at: float  # when a figure of its engine last changed
-    unmoved_s: float = 0.0  # time since then at the last scrape that succeeded
-    refuted_at: float = inf  # first poll that did not count a prompt prefilled since
-    stalled: str = ""  # why it counts as stalled; empty: it does not
-    new: bool | None = None  # True: slow start; None: not healthy yet
-    ended: int = 0  # requests that ended there while it was new
-    answered_at: float = -inf  # last sign of an answer to a request of this router
-    full_until: float = -inf
-    unhealthy_at: float = inf  # first poll that found it not healthy
-    trial_at: float = inf  # next trial while it is stalled or not healthy
-    frozen: bool = False  # True: its gauges do not move, and are wrong
-    ejection: Ejection = field(default_factory=Ejection)
-
-
-_Rule = Callable[[_Member], str]  # text of the exclusion, for people; empty: none
+_Rule = Callable[[Condition], str]  # text of the exclusion, for people; empty: none
 
 
 class Eligibility:
@@ -80,7 +41,7 @@ class Eligibility:
         self._clock = clock
         self._names = names
         self._rows = rows
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Condition] = {}
         self._any_measured = False
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
@@ -104,24 +65,14 @@ class Eligibility:
         self.staleness.updated(state.id, now)
         member = self._members.get(state.id)
         if member is None:
-            served = frozenset(state.models), frozenset(state.adapters)
-            member = self._members[state.id] = _Member(state, *served, now, now)
+            member = self._members[state.id] = Condition(state, now - age, moved_at=now)
             self._changed = True
         else:
-            self._judge(member, state, now - age, idle, prefilled_sent_at)
-            if _facts(state) != _facts(member.state):
-                member.models = frozenset(state.models)
-                member.adapters = frozenset(state.adapters)
-                self._changed = True
-        member.state, member.polled_at = state, now - age
-        if state.healthy:
-            member.unhealthy_at = inf
-        elif member.unhealthy_at == inf:
-            member.unhealthy_at, member.trial_at = now, now + TRIAL_S
+            self._changed |= member.polled(state, now - age, now, idle, prefilled_sent_at)
         self._set_new(member)
         if now - self._stalls_checked_at >= _STALL_CHECK_S:
             self._stalls_checked_at = now
-            self._check_stalls()
+            self._check_stalls(now)
         return member.frozen
 
     def sent(self, replica: str, response_visible: bool = True) -> None:
@@ -129,7 +80,7 @@ class Eligibility:
         response is visible."""
         now, member = self._clock(), self._members[replica]
         if member.stalled or not member.state.healthy:
-            member.trial_at, self._changed = now + TRIAL_S, True
+            member.trial_at, self._changed = now + reasons.TRIAL_S, True
         if response_visible and member.ejection.pending and not member.ejection.active(now):
             member.ejection.begin_trial(now)
             self._changed = True
@@ -150,10 +101,10 @@ class Eligibility:
         now, member = self._clock(), self._members.get(replica)
         if member is None or not member.ejection.counts(now):
             return 0.0
-        if unavailable and self._steps(member):
-            member.full_until, self._changed = now + FULL_S, True
+        if unavailable and member.steps(now):
+            member.full_until, self._changed = now + reasons.FULL_S, True
             return 0.0
-        if unavailable and now - member.ejection.failed_at < FULL_S:
+        if unavailable and now - member.ejection.failed_at < reasons.FULL_S:
             return 0.0
         self._failed_at = now
         seconds = member.ejection.failed(now, self._may_eject())
@@ -204,7 +155,7 @@ class Eligibility:
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
-            ends = (end for member in self._members.values() for end in _ends(member))
+            ends = (end for member in self._members.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
         key = model, among, response_visible
         found = self._candidates.get(key)
@@ -222,7 +173,10 @@ class Eligibility:
         ``requests``: requests in flight, by row of the fleet's table.
         """
         ids, rows = candidates.ids, candidates.rows.tolist()
-        why = [self._slow_start(name, requests[row]) for name, row in zip(ids, rows, strict=True)]
+        why = [
+            self._members[name].slow_start(requests[row])
+            for name, row in zip(ids, rows, strict=True)
+        ]
         if not any(why) or all(why):
             return candidates
         chosen = self._of(ids, why, model)
@@ -231,21 +185,18 @@ class Eligibility:
     def all_members(self) -> Candidates:
         """Returns all members; ``excluded`` lists those that get no requests for any model."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
-        found = self._exclusions()
+        found = self.exclusions()
         states = ((self._members[name].state, found[name][1]) for name in ids if name in found)
         excluded = tuple(Excluded(state.id, state.name or state.id, why) for state, why in states)
         return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
-    def exclusions(self) -> Iterator[tuple[str, str]]:
-        """Yields each member with a reason that holds for every model, and the reason's name."""
-        return ((name, reason) for name, (reason, _) in self._exclusions().items())
-
-    def _exclusions(self) -> dict[str, tuple[str, str]]:
-        """Returns the first reason that excludes each member: its name, and its text for people."""
+    def exclusions(self) -> dict[str, tuple[str, str]]:
+        """Returns members to which a reason applies for every model: the name of the first reason,
+        and its text for people."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
-            reasons = ((reason.name, rule(member)) for reason, rule in rules)
-            if first := next((reason for reason in reasons if reason[1]), None):
+            texts = ((reason.name, rule(member)) for reason, rule in rules)
+            if first := next((pair for pair in texts if pair[1]), None):
                 found[name] = first
         return found
 
@@ -284,7 +235,8 @@ class Eligibility:
     def is_up(self, replica: str) -> bool:
         """Returns True if a member is healthy and not ejected, though it may drain."""
         member = self._members.get(replica)
-        return member is not None and not (self._unhealthy(member) or self._is_ejected(member))
+        now = self._clock()
+        return member is not None and not (member.unhealthy(now) or member.ejection.active(now))
 
     def frozen(self, replica: str) -> bool:
         """Returns True if a member's gauges do not move, and are wrong: they show requests though
@@ -295,7 +247,7 @@ class Eligibility:
         """Returns True if the replica's engine runs requests and made progress in the last
         ``within`` seconds."""
         member = self._members.get(replica)
-        return member is not None and self._steps(member, within)
+        return member is not None and member.steps(self._clock(), within)
 
     @property
     def has_suspects(self) -> bool:
@@ -340,16 +292,12 @@ class Eligibility:
         found = [
             member
             for name in members
-            if not (member := self._members[name]).state.asleep
-            and not member.state.draining
-            and not member.state.refuses
-            and now >= member.trial_at
-            and self._serves(model, member)
+            if (member := self._members[name]).may_be_tried(now) and self._serves(model, member)
         ]
         return min(found, key=lambda member: member.trial_at).state.id if found else None
 
-    def _of(self, ids: Iterable[str], reasons: Iterable[str], model: str = "") -> Candidates:
-        found = [(self._members[name].state, why) for name, why in zip(ids, reasons, strict=True)]
+    def _of(self, ids: Iterable[str], texts: Iterable[str], model: str = "") -> Candidates:
+        found = [(self._members[name].state, why) for name, why in zip(ids, texts, strict=True)]
         usable = [state for state, why in found if not why]
         ids = [state.id for state in usable]
         adapters = [self.adapter(name, model) for name in ids] if model else []
@@ -364,103 +312,42 @@ class Eligibility:
 
     def _rules(
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
-    ) -> tuple[tuple[Reason, _Rule], ...]:
+    ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
         """Returns the rules of all reasons except NEW, in their order. An empty ``model`` leaves
         out rules that depend on the model."""
-        other = replace(OTHER_MODEL, covers_all=listed)
+        now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
 
-        def ejected(member: _Member) -> bool:
-            return self._is_ejected(member) if response_visible else member.ejection.pending
+        def ejected(member: Condition) -> bool:
+            return member.ejection.active(now) if response_visible else member.ejection.pending
 
-        def serves(member: _Member) -> bool:
+        def serves(member: Condition) -> bool:
             return not model or self._serves(model, member)
 
         return (
-            (ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
-            (UNHEALTHY, self._unhealthy),
+            (reasons.ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
+            (reasons.UNHEALTHY, lambda member: member.unhealthy(now)),
             (other, lambda member: "" if serves(member) else f"does not serve {model!r}"),
-            (STALLED, partial(self._stalled, trials=trials)),
-            (FAILING, lambda member: _FAILING if ejected(member) else ""),
-            (FULL, lambda member: _FULL if self._clock() < member.full_until else ""),
+            (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
+            (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
+            (reasons.FULL, lambda member: member.full(now)),
             # Last, so that a draining member serves before an ejected one.
-            (DRAINING, lambda member: "draining" if member.state.draining else ""),
+            (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
         )
 
-    def _unhealthy(self, member: _Member) -> str:
-        answered = member.answered_at - member.unhealthy_at > _ANSWER_TRAVEL_S
-        if member.state.healthy or (
-            answered and self._clock() - member.answered_at < STALE_AFTER_S
-        ):
-            return ""
-        return member.state.problem or "not healthy"
-
-    def _stalled(self, member: _Member, trials: bool) -> str:
-        if _is_hung(member.state):
-            return _HUNG
-        return "" if trials and self._clock() >= member.trial_at else member.stalled
-
-    def _steps(self, member: _Member, within: float = FULL_S) -> bool:
-        busy = member.state.running > 0 and member.state.healthy
-        return busy and not member.frozen and self._clock() - member.moved_at < within
-
-    def _slow_start(self, replica: str, requests: float) -> str:
-        member = self._members[replica]
-        limit = AT_FIRST + member.ended
-        if not member.new or requests < limit:
-            return ""
-        return f"new, and its speed not measured yet: at most {limit} requests at a time"
-
-    def _serves(self, model: str, member: _Member) -> bool:
+    def _serves(self, model: str, member: Condition) -> bool:
         return self._names.known(model, member.models) is not None
-
-    def _is_ejected(self, member: _Member) -> bool:
-        return member.ejection.active(self._clock())
 
     def _may_eject(self) -> bool:
         """Returns True if one more member may be ejected."""
         ejected = sum(member.ejection.pending for member in self._members.values())
         return ejected + 1 <= max(len(self._members) * _MAX_EJECTED, 1.0)
 
-    def _judge(
-        self,
-        member: _Member,
-        state: ReplicaState,
-        polled_at: float,
-        idle: bool,
-        prefilled_sent_at: float,
-    ) -> None:
-        """Decides whether the figures of a new state are frozen.
-
-        Both signs are needed. Under load only prompts show that counters should have moved. When
-        all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until
-        the next step (vllm#22545), and only the ledger shows that no request is there.
-        """
-        now = self._clock()
-        if _figures(state) != _figures(member.state):
-            member.moved_at, member.unmoved_s = now, 0.0
-            member.refuted_at, member.frozen = inf, False
-        elif state.scraped_at != member.state.scraped_at:
-            # A page without counters would not count the prompt, either.
-            if prefilled_sent_at - member.moved_at >= _FROZEN_S and state.prompt_tokens:
-                member.refuted_at = min(member.refuted_at, now)
-            member.unmoved_s = polled_at - member.moved_at
-            wrong_since = member.moved_at if idle and _has_work(state) else member.refuted_at
-            member.frozen = polled_at - wrong_since >= _FROZEN_S
-
-    def _check_stalls(self) -> None:
+    def _check_stalls(self, now: float) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))
         for name, member in self._members.items():
-            why = ""
-            if name in stale:
-                why = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
-            elif _has_work(member.state) and not member.frozen and member.unmoved_s > STUCK_S:
-                why = f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
-            self._changed |= why != member.stalled
-            if why and not member.stalled:
-                member.trial_at = self._clock() + TRIAL_S
-            member.stalled = why
+            self._changed |= member.check_stall(name in stale, now)
 
-    def _set_new(self, member: _Member) -> None:
+    def _set_new(self, member: Condition) -> None:
         """Begins slow start when a member is first healthy, and ends it when it is measured."""
         was_new = member.new
         if member.state.measured:
@@ -472,33 +359,3 @@ class Eligibility:
 
     def _set_any_new(self) -> None:
         self.any_new = any(member.new for member in self._members.values())
-
-
-def _ends(member: _Member) -> tuple[float, ...]:
-    """Returns the times at which exclusions of a member end, or a trial may begin."""
-    answered = member.answered_at + STALE_AFTER_S if not member.state.healthy else -inf
-    return member.ejection.until, member.full_until, member.trial_at, answered
-
-
-def _is_hung(state: ReplicaState) -> bool:
-    return state.unanswered_s >= HUNG_S
-
-
-def _facts(state: ReplicaState) -> tuple[object, ...]:
-    """Returns the parts of a state on which the choice of candidates depends."""
-    served = state.models, state.adapters, state.listed, state.name
-    return state.healthy, state.problem, *served, state.draining, state.asleep, _is_hung(state)
-
-
-def _has_work(state: ReplicaState) -> bool:
-    return bool(state.running or state.waiting)
-
-
-def _figures(state: ReplicaState) -> tuple[float, ...]:
-    """Returns the figures that an engine at work changes.
-
-    A step that prefills only a part of a prompt changes no counter of vLLM, but the use of KV
-    blocks.
-    """
-    counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
-    return *counters, state.kv_usage, state.running, state.waiting

@@ -30,7 +30,8 @@ class Exclusions:
 
         Returns the reason of each excluded replica.
         """
-        reasons = dict(fleet.eligibility.exclusions())
+        found = fleet.eligibility.exclusions()
+        reasons = {replica: name for replica, (name, _) in found.items()}
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
             if replica in fleet.members and reason not in _NOT_LOGGED:

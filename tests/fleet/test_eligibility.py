@@ -225,6 +225,10 @@ def test_each_exclusion_has_a_text(clock: ManualClock, put: Put) -> None:
     assert ids(fleet) == [replica(3), replica(5)]
 
 
+def reasons_of(fleet: Fleet) -> dict[str, str]:
+    return {replica: name for replica, (name, _) in fleet.eligibility.exclusions().items()}
+
+
 def test_exclusions_for_any_model_have_a_reason(clock: ManualClock) -> None:
     fleet = fleet_of(clock, *[A10] * 5)
     fleet.put(state(1, A10, clock, healthy=False, problem="connection refused"))
@@ -233,16 +237,16 @@ def test_exclusions_for_any_model_have_a_reason(clock: ManualClock) -> None:
     fail(fleet, 4)
     fleet.dispatch(replica(3), chat(100, 100))
     reasons = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
-    assert dict(fleet.eligibility.exclusions()) == reasons
+    assert reasons_of(fleet) == reasons
     for _ in range(12):
         clock.advance(1.0)
         for number in (1, 2, 3, 5):
             figures = {"healthy": number != 1, "draining": number == 2, "running": number == 3}
             fleet.put(state(number, A10, clock, **figures))
     stalled = {replica(3): "stalled", replica(4): "stalled"}
-    assert dict(fleet.eligibility.exclusions()) == reasons | stalled
+    assert reasons_of(fleet) == reasons | stalled
     fleet.remove(replica(4))
-    assert replica(4) not in dict(fleet.eligibility.exclusions())
+    assert replica(4) not in reasons_of(fleet)
 
 
 def test_requests_go_only_to_replicas_that_list_the_model(fleet: Fleet, put: Put) -> None:

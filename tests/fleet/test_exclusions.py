@@ -107,7 +107,7 @@ class RouterUnderEvents:
 
     @property
     def ejected(self) -> int:
-        return sum(word == "failing" for _, word in self.fleet.eligibility.exclusions())
+        return sum(name == "failing" for name, _ in self.fleet.eligibility.exclusions().values())
 
     @property
     def answering(self) -> bool:

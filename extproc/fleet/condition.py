@@ -1,0 +1,159 @@
+"""Condition of one replica: what its polls, its answers and its failures say about it."""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from extproc.fleet.ejection import Ejection
+from extproc.fleet.exclusion_reasons import AT_FIRST, FULL_S, HUNG_S, STUCK_S, TRIAL_S
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
+
+_FROZEN_S = 2.0  # time for which gauges do not move before and after a sign that they are wrong
+_ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
+
+
+@dataclass(slots=True)
+class Condition:
+    """Health of a replica as a router knows it; times are in seconds on the fleet's clock."""
+
+    state: ReplicaState  # last polled
+    polled_at: float
+    moved_at: float  # when a figure of its engine last changed
+    models: frozenset[str] = field(init=False)  # of the state, as the next
+    adapters: frozenset[str] = field(init=False)
+    unmoved_s: float = 0.0  # time since ``moved_at`` at the last scrape that succeeded
+    refuted_at: float = inf  # first poll that did not count a prompt prefilled since
+    frozen: bool = False  # True: its gauges do not move, and are wrong
+    stalled: str = ""  # why it counts as stalled; empty: it does not
+    new: bool | None = None  # True: slow start; None: not healthy yet
+    ended: int = 0  # requests that ended there while it was new
+    answered_at: float = -inf  # last sign of an answer to a request of this router
+    full_until: float = -inf
+    unhealthy_at: float = inf  # first poll that found it not healthy
+    trial_at: float = inf  # next trial while it is stalled or not healthy
+    ejection: Ejection = field(default_factory=Ejection)
+
+    def __post_init__(self) -> None:
+        self._read_facts(self.moved_at)
+
+    # -- polls ------------------------------------------------------------------------------
+
+    def polled(
+        self,
+        state: ReplicaState,
+        polled_at: float,
+        now: float,
+        idle: bool,
+        prefilled_sent_at: float,
+    ) -> bool:
+        """Takes a polled state; returns True if the choice of candidates may change.
+
+        ``idle``, ``prefilled_sent_at``: as in :meth:`Eligibility.polled`. Both are signs that
+        unmoved gauges are wrong. Under load only prompts show that counters should have moved. When
+        all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until
+        the next step (vllm#22545), and only the ledger shows that no request is there.
+        """
+        before, self.state, self.polled_at = self.state, state, polled_at
+        if _figures(state) != _figures(before):
+            self.moved_at, self.unmoved_s = now, 0.0
+            self.refuted_at, self.frozen = inf, False
+        elif state.scraped_at != before.scraped_at:
+            # A page without counters would not count the prompt, either.
+            if prefilled_sent_at - self.moved_at >= _FROZEN_S and state.prompt_tokens:
+                self.refuted_at = min(self.refuted_at, now)
+            self.unmoved_s = polled_at - self.moved_at
+            wrong_since = self.moved_at if idle and _has_work(state) else self.refuted_at
+            self.frozen = polled_at - wrong_since >= _FROZEN_S
+        changes = _facts(state) != _facts(before)
+        if changes:
+            self._read_facts(now)
+        return changes
+
+    def check_stall(self, stale: bool, now: float) -> bool:
+        """Determines whether the replica is stalled; returns True if that changes.
+
+        ``stale``: no poll arrived for long, while those of other replicas did.
+        """
+        before, self.stalled = self.stalled, ""
+        if stale:
+            self.stalled = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
+        elif _has_work(self.state) and not self.frozen and self.unmoved_s > STUCK_S:
+            self.stalled = (
+                f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
+            )
+        if self.stalled and not before:
+            self.trial_at = now + TRIAL_S
+        return self.stalled != before
+
+    def _read_facts(self, now: float) -> None:
+        state = self.state
+        self.models, self.adapters = frozenset(state.models), frozenset(state.adapters)
+        if state.healthy:
+            self.unhealthy_at = inf
+        elif self.unhealthy_at == inf:
+            self.unhealthy_at, self.trial_at = now, now + TRIAL_S
+
+    # -- reasons, as text for people; empty: the reason does not apply -----------------------
+
+    def unhealthy(self, now: float) -> str:
+        answered = self.answered_at - self.unhealthy_at > _ANSWER_TRAVEL_S
+        if self.state.healthy or (answered and now - self.answered_at < STALE_AFTER_S):
+            return ""
+        return self.state.problem or "not healthy"
+
+    def hung_or_stalled(self, now: float, trials: bool) -> str:
+        """``trials``: a stalled replica whose next trial is due does not count as stalled."""
+        if _is_hung(self.state):
+            return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
+        return "" if trials and now >= self.trial_at else self.stalled
+
+    def full(self, now: float) -> str:
+        return "its engine answered that it is full" if now < self.full_until else ""
+
+    def slow_start(self, requests: float) -> str:
+        limit = AT_FIRST + self.ended
+        if not self.new or requests < limit:
+            return ""
+        return f"new, and its speed not measured yet: at most {limit} requests at a time"
+
+    # -- further questions ------------------------------------------------------------------
+
+    def steps(self, now: float, within: float = FULL_S) -> bool:
+        """Returns True if the engine runs requests and made progress in the last ``within``
+        seconds."""
+        busy = self.state.running > 0 and self.state.healthy
+        return busy and not self.frozen and now - self.moved_at < within
+
+    def may_be_tried(self, now: float) -> bool:
+        """Returns True if the replica may get a request as a trial though it is not healthy."""
+        state = self.state
+        out_of_service = state.asleep or state.draining or state.refuses
+        return not out_of_service and now >= self.trial_at
+
+    def ends(self) -> tuple[float, ...]:
+        """Returns the times at which exclusions end, or a trial may begin."""
+        answered = self.answered_at + STALE_AFTER_S if not self.state.healthy else -inf
+        return self.ejection.until, self.full_until, self.trial_at, answered
+
+
+def _is_hung(state: ReplicaState) -> bool:
+    return state.unanswered_s >= HUNG_S
+
+
+def _facts(state: ReplicaState) -> tuple[object, ...]:
+    """Returns the parts of a state on which the choice of candidates depends."""
+    served = state.models, state.adapters, state.listed, state.name
+    return state.healthy, state.problem, *served, state.draining, state.asleep, _is_hung(state)
+
+
+def _has_work(state: ReplicaState) -> bool:
+    return bool(state.running or state.waiting)
+
+
+def _figures(state: ReplicaState) -> tuple[float, ...]:
+    """Returns the figures that an engine at work changes.
+
+    A step that prefills only a part of a prompt changes no counter of vLLM, but the use of KV
+    blocks.
+    """
+    counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
+    return *counters, state.kv_usage, state.running, state.waiting
