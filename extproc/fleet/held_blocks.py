@@ -1,6 +1,5 @@
 """KV blocks that replicas hold, as their own KV events report through pollers."""
 
-import logging
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,8 +13,6 @@ from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix, seed_of, token_keys
-
-log = logging.getLogger(__name__)
 
 NUMBERS = 2**32  # update numbers of one poller for one replica; the first is a multiple of it
 LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the last update
@@ -66,7 +63,6 @@ class _ReplicaBlocks:
     number: int = 0  # of the last update
     block_size: int = 0
     known_until: float = -inf
-    known: bool = False  # when last counted
 
 
 class HeldBlocks:
@@ -179,20 +175,8 @@ class HeldBlocks:
         return tokens
 
     def count_known(self) -> int:
-        """Returns the number of replicas whose blocks are known, and logs changes."""
-        for name, blocks in self._replicas.items():
-            known = self._is_known(blocks)
-            if known != blocks.known:
-                blocks.known = known
-                extra = {"replica": name}
-                if known:
-                    log.info("replica's KV blocks are known", extra=extra)
-                else:
-                    log.info(
-                        "replica's KV blocks are unknown: the router estimates its prefix cache",
-                        extra=extra,
-                    )
-        return sum(blocks.known for blocks in self._replicas.values())
+        """Returns the number of replicas whose blocks are known."""
+        return sum(map(self._is_known, self._replicas.values()))
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """Returns pairs of a bitmap of replicas, and the number of leading blocks that all these
