@@ -4,8 +4,7 @@ import ipaddress
 import re
 
 _ADDRESS = re.compile(
-    r"(?:\[(?P<ipv6>[^\s\[\]/]*:[^\s\[\]/]*)\]|(?P<host>[^\s\[\]/:@]+)):(?P<port>\d{1,5})",
-    re.ASCII,
+    r"(?:\[(?P<ipv6>[^\s\[\]/]*:[^\s\[\]/]*)\]|(?P<host>[^\s\[\]/:@]+)):(?P<port>\d{1,5})", re.ASCII
 )
 _MAX_PORT = 65_535
 

@@ -60,11 +60,7 @@ class RouterMetrics:
         spread = partial(Spread, registry=registry)
         gauge = partial(Gauge, registry=registry)
         predicted = partial(PredictedSeconds, registry=registry)
-        self.requests = counts(
-            "extproc_requests_total",
-            "Requests by result.",
-            ["result"],
-        )
+        self.requests = counts("extproc_requests_total", "Requests by result.", ["result"])
         self.refused = counts(
             "extproc_refused_total",
             "Refused requests by the code of the error, or by its type if the error has no code.",
@@ -133,9 +129,7 @@ class RouterMetrics:
             (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
         )
         self.responses = counts(
-            "extproc_responses_total",
-            "Responses that the router saw, by status class.",
-            ["status"],
+            "extproc_responses_total", "Responses that the router saw, by status class.", ["status"]
         )
         self.ttft = predicted(
             "ttft", "Time from decision to first token, of streams that the router reads", _SECONDS

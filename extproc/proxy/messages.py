@@ -105,10 +105,7 @@ def watch_response() -> bytes:
 
 @lru_cache(maxsize=4096)  # a reply takes 5 µs to build; there may be many pairs of replicas
 def send_to(
-    phase: str,
-    destination: str,
-    leave_body: bool = False,
-    priority: int | None = None,
+    phase: str, destination: str, leave_body: bool = False, priority: int | None = None
 ) -> bytes:
     """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
 

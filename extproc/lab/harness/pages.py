@@ -13,10 +13,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 async def get_text(url: str) -> str:
     """Text at a URL; empty if there is none."""
     try:
-        async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.get(url) as response,
-        ):
+        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session, session.get(url) as response:
             return await response.text() if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError):
         return ""

@@ -5,13 +5,7 @@ from abc import ABC, abstractmethod
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from extproc.lab.simulator import tokens
 
