@@ -133,7 +133,7 @@ PARTS = {
     ),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
     "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
-    "trial of new replicas": AblatedPart(f"{_FLEET}._favour_idle", _returning(None)),
+    "trial of new replicas": AblatedPart(f"{_FLEET}._favour", _returning(None)),
     "first tokens of new replicas": AblatedPart(f"{_FLEET}.needs_first_token", _returning(False)),
     "decode correction": AblatedPart(
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))

@@ -443,22 +443,26 @@ class Fleet:
         view = self._view(candidates)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
-        if self._unmeasured:
-            self._favour_idle(view)
+        if untried := self.untried(view):
+            self._favour(untried, view)
         return view
 
-    def _favour_idle(self, view: FleetView) -> None:
-        """Assumes that idle replicas that no poll has measured are as fast, relative to their
-        profiles, as the fastest candidate. Otherwise a wrong profile would keep all requests away
-        from them, and they would never be measured."""
+    def untried(self, view: FleetView) -> list[int]:
+        """Returns the indices of idle candidates whose speed no poll has measured."""
+        if not self._unmeasured:
+            return []
         idle = (view.requests == 0.0).nonzero()[0].tolist()
-        idle = [place for place in idle if view.rows.item(place) in self._unmeasured]
-        if idle:
-            prefill = self._replicas.prefill_slowness[view.rows]
-            view.c_prefill[idle] *= least(prefill) / prefill[idle]
-            decode = self._replicas.decode_slowness[view.rows]
-            for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
-                column[idle] *= least(decode) / decode[idle]
+        return [at for at in idle if view.rows.item(at) in self._unmeasured]
+
+    def _favour(self, untried: list[int], view: FleetView) -> None:
+        """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
+        candidate. Otherwise a wrong profile would keep all requests away from them, and they would
+        never be measured."""
+        prefill = self._replicas.prefill_slowness[view.rows]
+        view.c_prefill[untried] *= least(prefill) / prefill[untried]
+        decode = self._replicas.decode_slowness[view.rows]
+        for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
+            column[untried] *= least(decode) / decode[untried]
 
     def _overtake(self, view: FleetView, priority: int) -> None:
         """Takes requests of lower priority out of the queues that the view shows."""

@@ -75,8 +75,11 @@ async def admit(
         if decision is not None:
             if place is None:
                 services.demand.arrived(decision)
-                _refuse_slow_first_token(services, decision)
-            _refuse_late(services, decision)
+            # Only a request can show how fast an untried replica is.
+            if not services.fleet.untried(decision.situation.view):
+                if place is None:
+                    _refuse_slow_first_token(services, decision)
+                _refuse_late(services, decision)
         return decision
 
     decision = decide()

@@ -51,14 +51,20 @@ ROUTERS: dict[str, dict[str, Any]] = {
                 "urgent": {"priority": 10},
                 "batch": {"priority": -5, "models": ["drawn"]},
                 "gold": {"priority": 3, "tenants": ["gold"]},
-                "hasty": {"ttft_s": 0.001, "sheddable": True},
             },
         },
     },
     "strict": {
         "replicas": _REPLICAS,
         "serve": {"chunks_per_s": 0, "second_choice": False},
+    },
+    "hasty": {
+        "replicas": [{"url": SIMULATED}],
         "route": {"max_ttft_s": 0.05},
+        "hold": {
+            "objective_header": "X-Objective",
+            "objectives": {"hasty": {"ttft_s": 0.001, "sheddable": True}},
+        },
     },
     "narrow": {"replicas": [{"url": SIMULATED}], "hold": {"longest_s": 2}, "serve": _SEES_ALL},
     "policy": {"replicas": _REPLICAS[:1], "route": {"policy": "queue_kv"}},
@@ -332,7 +338,6 @@ def _rich() -> list[Conversation]:
         "objective by the gateway's header": [
             first(CHAT, x_gateway_inference_objective="urgent"),
         ],
-        "sheddable": [first(CHAT, x_objective="hasty")],
         "session header": [headers(x_session="s"), body(CHAT)],
         "session cookie": [first(CHAT, cookie="a=b; sid=s")],
     }
@@ -346,10 +351,13 @@ def _filling(number: int) -> Step:
 
 
 def _refusing() -> list[Conversation]:
-    strict: dict[str, list[Step]] = {
+    hasty: dict[str, list[Step]] = {
         "too late": [headers("/v1/completions"), body(_LONG)],
         "too late, body first": [first(_LONG, "/v1/completions")],
         "too late, gateway": [headers("/v1/completions", **_HELD), body(_LONG)],
+        "sheddable": [first(CHAT, x_objective="hasty")],
+    }
+    strict: dict[str, list[Step]] = {
         "in time, unseen": [headers(), body(CHAT)],
         "in time, body first": [first(CHAT), *_ANSWER],
         **{f"failure {n}": [headers(), body(CHAT), response(500)] for n in (1, 2, 3)},
@@ -365,6 +373,7 @@ def _refusing() -> list[Conversation]:
     others = [[[_filling(number)], [_filling(number + 1)]] for number in (1, 4)]
     late = Step(_filling(7).message, 2)
     return [
+        *_held_with("hasty", hasty),
         *_held_with("strict", strict),
         *_held_with("empty", empty),
         Conversation("policy", "headers first", [headers(), body(CHAT)]),

@@ -97,7 +97,8 @@ def collect(folder: Path) -> dict[str, str]:
         poller = {"replicas": [FAST], "redis": {"url": redis}, "poll": {"admin": f"{_HERE}40:9090"}}
         stack.enter_context(_extproc(folder, "poll", "poller", poller, f"{_HERE}40:9090"))
         routers = {**ROUTERS, "shared": {"state": "redis", "redis": {"url": redis}}}
-        records = {name: folder / "record" / name for name in ("plain", "rich", "strict", "policy")}
+        recorded = "plain", "rich", "strict", "policy", "hasty"
+        records = {name: folder / "record" / name for name in recorded}
         admins = {name: f"{_HERE}{number}:9090" for number, name in enumerate(routers, 50)}
         simulated = f"--host {_HERE}103 --port 8000 --model tiny --profile llama-8b-h100"
         words = [sys.executable, "-m", "extproc", "simulate", *simulated.split()]
@@ -211,7 +212,7 @@ def _get(address: str, path: str, fails: str = "") -> str:
 
 
 def _is_ready(name: str, admin: str) -> bool:
-    if name == "narrow":  # requests only wait for replicas whose speed was measured
+    if name in ("narrow", "hasty"):  # no request waits, or is refused, before speeds are measured
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
         data = json.dumps(body).encode()
         with urlopen(f"http://{_HERE}103:8000/v1/completions", data, _PATIENCE_S) as answer:

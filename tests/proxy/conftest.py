@@ -42,9 +42,9 @@ def put_replicas(services: Services, *numbers: int, **figures: Any) -> None:
         services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
 
 
-def router_of(config: Config, *numbers: int) -> Services:
+def router_of(config: Config, *numbers: int, **figures: Any) -> Services:
     services = build(config, CollectorRegistry())
-    put_replicas(services, *numbers)
+    put_replicas(services, *numbers, **figures)
     return services
 
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
-from tests.proxy.conftest import config_of, samples
-from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
+from tests.proxy.conftest import config_of, router_of, samples
+from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
 from tests.proxy.replies import chosen, error_of
 
 CODER = {**CHAT, "model": "coder"}
@@ -122,6 +122,25 @@ async def test_sheddable_request_beyond_target_is_refused(
         assert error["code"] == "too_late"
         assert "would miss its target, by " in error["message"]
         assert samples(services.metrics.refused) == {("too_late",): 1}
+
+
+@pytest.mark.parametrize(
+    ("limits", "headers"),
+    [({"max_ttft_s": 0.001}, {}), ({}, {"x-objective": "whole"})],
+    ids=["limit of the pool", "target of the request"],
+)
+async def test_idle_replica_whose_speed_is_not_measured_is_never_too_slow(
+    config: Config, limits: dict[str, float], headers: dict[str, str]
+) -> None:
+    """Only a request can show the speed: if all were refused, it would never be measured."""
+    route = config.route.model_copy(update=limits)
+    services = router_of(config.model_copy(update={"route": route}), measured=False)
+    envoy = EnvoySide(Local(services))
+    async with envoy.stream() as first, envoy.stream() as second, envoy.stream() as third:
+        replies = [
+            await stream.body_first(CHAT, headers=headers) for stream in (first, second, third)
+        ]
+    assert [reply.immediate_response is not None for reply in replies] == [False, False, True]
 
 
 @pytest.mark.parametrize(
