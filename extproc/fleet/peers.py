@@ -24,7 +24,9 @@ from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 
 STALE_S = 0.1  # age above which a digest does more harm than good, as simulations show
-DEAD_S = 1.5  # time without a digest after which a router is gone: three whole digests
+DEAD_S = 1.5
+"""Time without a digest of a peer, while the router's own come back, after which the peer is gone:
+three whole digests."""
 
 POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
 """Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll
@@ -59,7 +61,8 @@ class Peers:
         self._counts = np.zeros(0)  # 1: the peer counts
         self._stopped: set[str] = set()  # peers that said farewell, see take_stopped
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
-        self._connected_at = -inf  # infinite while Redis is away
+        self._echo_at = -inf  # when the router's last digest came back
+        self._connected_at = -inf
         self.counted = False  # True: a peer counts
 
     def __len__(self) -> int:
@@ -96,6 +99,7 @@ class Peers:
         now, name, changed = self._clock(), digest.router, False
         if name == self._own:
             self._echo_s = max(self._wall() - age - digest.sent_at, 0.0)
+            self._echo_at = now - age
         elif digest.number > self._numbers.get(name, 0):
             if name not in self._numbers:
                 self._join()
@@ -110,11 +114,8 @@ class Peers:
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 
-    def cut_off(self) -> None:
-        """Notes that Redis is away: no peer counts as dead until :meth:`connected`."""
-        self._connected_at = inf
-
     def connected(self) -> None:
+        """Notes that Redis is back: peers have ``DEAD_S`` to connect, too."""
         self._connected_at = self._clock()
 
     def refresh(self, now: float) -> bool:
@@ -126,7 +127,7 @@ class Peers:
             return False
         fresh = now - self._arrived_at + self._echo_s <= self._fresh_s
         changed = fresh != self._counts
-        alive = now - np.maximum(self._arrived_at, self._connected_at) <= DEAD_S
+        alive = self._echo_at - np.maximum(self._arrived_at, self._connected_at) <= DEAD_S
         if changed.any():
             self._attribute(fresh & changed, changed)
             self._counts = fresh.astype(float)

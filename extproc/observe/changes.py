@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left is shown
-_LOST_S = 2.0  # time after which a process counts as lost: before, it may only be late
 _COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
 _OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
 
@@ -66,8 +65,6 @@ class Presence:
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
         self._silent = frozenset[str]()  # those of them that said no farewell
-        self.lost: list[str] = []
-        """Processes that left without a farewell in the last ten minutes, with since when."""
 
     def look(
         self, alive: Collection[str], now: float, stopped: Collection[str] | None = None
@@ -93,13 +90,16 @@ class Presence:
         }
         if stopped is not None:
             self._silent = ((self._silent | left) - {*stopped}) & self._gone.keys()
-        away = (name for name, since in self._gone.items() if now - since >= _LOST_S)
-        self.lost = [self._since(name) for name in away if name in self._silent]
 
     @property
     def gone(self) -> str:
         """Processes that left in the last ten minutes, with since when; empty: none."""
         return ", ".join(map(self._since, self._gone))
+
+    @property
+    def lost(self) -> list[str]:
+        """Those of them that left without a farewell, with since when."""
+        return [self._since(name) for name in self._gone if name in self._silent]
 
     def _since(self, name: str) -> str:
         return f"{name} (since {time_of_day(self._gone[name])})"

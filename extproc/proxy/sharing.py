@@ -25,7 +25,6 @@ from extproc.share.connection import Keys, connect, reconnecting
 from extproc.share.departed import DepartedModels
 from extproc.share.digests import (
     Connected,
-    CutOff,
     DigestEvent,
     DigestReader,
     DigestReceived,
@@ -121,8 +120,6 @@ def _take(fleet: Fleet, metrics: RouterMetrics, event: DigestEvent) -> None:
             fleet.receive_digest(digest, age)
         case Connected():
             fleet.peers.connected()
-        case CutOff():
-            fleet.peers.cut_off()
 
 
 async def _send_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:

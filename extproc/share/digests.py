@@ -30,12 +30,7 @@ class Connected:
     """Connection to Redis; the digests found there follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """Failed attempt to read from Redis."""
-
-
-DigestEvent = DigestReceived | Connected | CutOff
+DigestEvent = DigestReceived | Connected
 
 
 class DigestWriter:
@@ -66,14 +61,11 @@ class DigestWriter:
 
 
 class DigestReader(ChannelReader[DigestEvent]):
-    """Yields every router's digests; while Redis is away, each attempt yields ``CutOff``."""
+    """Yields every router's digests, after ``Connected`` and those found in Redis."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.digests
-
-    def _cut_off(self, error: Exception) -> Iterable[DigestEvent]:
-        return [CutOff()]
 
     async def _pushed(self, data: bytes) -> Iterable[DigestEvent]:
         digest = self._skips.open(self._channel, data, DIGEST)

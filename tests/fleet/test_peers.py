@@ -59,8 +59,9 @@ class SharedLoad(RuleBasedStateMachine):
         self.steps = 0
         self.late: list[Digest] = []
         self.polls: list[tuple[float, ReplicaState]] = []
-        self.last: dict[str, LastDigest] = {}
-        self.echo_s = dict.fromkeys((fleet.router for fleet in self.fleets), 0.0)
+        names = [fleet.router for fleet in self.fleets]
+        self.last: dict[str, dict[str, LastDigest]] = {name: {} for name in names}  # by listener
+        self.echo_s, self.echo_at = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for number in range(REPLICAS):
             self.poll(number, 0.0, 0.0)
 
@@ -149,19 +150,18 @@ class SharedLoad(RuleBasedStateMachine):
         for fleet in self.fleets:
             fleet.receive_digest(digest)
         name, now = digest.router, self.clock()
-        self.echo_s[name] = now - digest.sent_at
+        self.echo_s[name], self.echo_at[name] = now - digest.sent_at, now
         reported = dict(zip(digest.replicas, digest.figures[REQUESTS].tolist(), strict=True))
-        before = self.last.get(name) or LastDigest(0, now, {})
-        if digest.number > before.number:
-            unchanged = before.requests if digest.kind is DigestKind.CHANGES else {}
-            self.last[name] = LastDigest(digest.number, now, unchanged | reported)
-            if digest.kind is DigestKind.FAREWELL:
-                del self.last[name]
-        self.forget_the_dead()
-
-    def forget_the_dead(self) -> None:
-        now = self.clock()
-        self.last = {name: last for name, last in self.last.items() if now - last.at <= DEAD_S}
+        for listener, peers in self.last.items():
+            before = peers.get(name) or LastDigest(0, now, {})
+            if listener != name and digest.number > before.number:
+                unchanged = before.requests if digest.kind is DigestKind.CHANGES else {}
+                peers[name] = LastDigest(digest.number, now, unchanged | reported)
+                if digest.kind is DigestKind.FAREWELL:
+                    del peers[name]
+            echo_at = self.echo_at[listener]
+            for dead in [peer for peer, last in peers.items() if echo_at - last.at > DEAD_S]:
+                del peers[dead]
 
     @rule(seconds=st.sampled_from([0.01, EVERY_S, 0.05, STALE_S, 0.3, DEAD_S]))
     def wait(self, seconds: float) -> None:
@@ -186,8 +186,7 @@ class SharedLoad(RuleBasedStateMachine):
     @invariant()
     def load_is_own_and_of_fresh_peers_and_external(self) -> None:
         for router, fleet in enumerate(getattr(self, "fleets", ())):
-            self.forget_the_dead()
-            peers = [last for name, last in self.last.items() if name != fleet.router]
+            peers = self.last[fleet.router].values()
             now, echo_s = self.clock(), self.echo_s[fleet.router]
             fresh = [last for last in peers if now - last.at + echo_s <= last.fresh_s]
             view = fleet.overview()
