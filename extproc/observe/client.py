@@ -1,4 +1,8 @@
-"""HTTP client of a router's admin address: fetches decisions and live snapshots."""
+"""HTTP client of a router's admin address: fetches decisions and live snapshots.
+
+Functions here raise :class:`RouterUnavailableError` if the router does not answer or has
+stopped, and ValueError if a file of ``access`` cannot be used.
+"""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,10 +34,6 @@ async def fetch_decisions(
         most: limit of the newest decisions.
         access: the token to send, and the certificate to trust; with a certificate, addresses
             without a scheme are https.
-
-    Raises:
-        RouterUnavailableError: the router does not answer.
-        ValueError: a file of ``access`` cannot be used.
     """
     async with _connected(router, access) as client:
         if request_id is None:
@@ -48,23 +48,13 @@ async def fetch_decisions(
 
 
 async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:
-    """Get pages of a router's admin address.
-
-    Raises:
-        RouterUnavailableError: the router does not answer.
-        ValueError: a file of ``access`` cannot be used.
-    """
+    """Get pages of a router's admin address."""
     async with _connected(router, access) as client:
         return [await client.page(path) for path in paths]
 
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
-    """Yield a router's live snapshots, which :mod:`extproc.observe.dashboard.snapshot` describes.
-
-    Raises:
-        RouterUnavailableError: the router does not answer, or stopped.
-        ValueError: a file of ``access`` cannot be used.
-    """
+    """Yield live snapshots, as :mod:`extproc.observe.dashboard.snapshot` describes them."""
     async with (
         _connected(router, access) as client,
         client.get("/dashboard/events", "text/event-stream", {}, total_s=None) as events,
