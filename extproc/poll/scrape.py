@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,27 +49,18 @@ class PollMetrics:
             ["reason"],
             registry=registry,
         )
-        self.lookups_failing = Gauge(
+        gauge = partial(Gauge, labelnames=["pool"], registry=registry)
+        self.lookups_failing = gauge(
             "extproc_poll_lookups_failing",
             "Host names and Services of Kubernetes that cannot be looked up: the poller keeps "
             "their last replicas.",
-            ["pool"],
-            registry=registry,
         )
-        self.redis_lost = Gauge(
-            "extproc_poll_redis_lost",
-            "1 while the poller cannot write its states to Redis.",
-            ["pool"],
-            registry=registry,
+        self.redis_lost = gauge(
+            "extproc_poll_redis_lost", "1 while the poller cannot write its states to Redis."
         )
-        self.replicas = Gauge(
-            "extproc_poll_replicas", "Replicas scraped.", ["pool"], registry=registry
-        )
-        self.healthy = Gauge(
-            "extproc_poll_replicas_healthy",
-            "Replicas whose last scrape succeeded.",
-            ["pool"],
-            registry=registry,
+        self.replicas = gauge("extproc_poll_replicas", "Replicas scraped.")
+        self.healthy = gauge(
+            "extproc_poll_replicas_healthy", "Replicas whose last scrape succeeded."
         )
 
     def skipped(self, reason: str, number: int) -> None:
