@@ -136,12 +136,8 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return replicas without an update for ``after_s`` seconds while other replicas
-        were updated.
-
-        If no replica at all is updated, pollers or Redis are down, and the replicas probably still
-        serve.
-        """
+        """Remove and return stale replicas, as :meth:`~extproc.fleet.members.Staleness.stale` finds
+        them."""
         stale = self._staleness.stale(after_s)
         for id_ in stale:
             self._remove(id_)
