@@ -14,7 +14,7 @@ from extproc.fleet.digest import DECODED, EXPECTED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.fleet.ledger import Generated, Ledger, Ticket
+from extproc.fleet.ledger import LATE_S, Generated, Ledger, Ticket
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefix_index import PrefixHits, PrefixIndex
@@ -391,9 +391,8 @@ class Fleet:
     def reports_capacity(self, rows: Indices) -> NDArray[np.bool_]:
         """Returns which replicas report their KV cache size, are measured, and were polled
         lately."""
-        return (self._replicas.reports[rows] > 0.0) & self._ledger.polled_lately(
-            rows, self._clock()
-        )
+        age = self._clock() - self._replicas.sampled_at[rows]
+        return (self._replicas.reports[rows] > 0.0) & (age >= 0.0) & (age <= LATE_S)
 
     def free_kv_tokens(self, replica: str) -> float:
         """Returns the KV tokens of a replica that no request holds or waits for.

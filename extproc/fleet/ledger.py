@@ -4,7 +4,6 @@ from math import inf
 from typing import NamedTuple, NewType, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
@@ -12,7 +11,7 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_LATE_S = 2.0  # time without a poll after which a replica's steps are only predicted
+LATE_S = 2.0  # time without a poll after which a replica's steps are only predicted
 
 Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release
 
@@ -91,10 +90,6 @@ class Ledger:
         tokens = cast(Floats, np.bincount(on, requests.prompt[rows], count))
         return tokens, cast(Floats, np.bincount(on, np.ones(len(on)), count))
 
-    def polled_lately(self, rows: Indices, now: float) -> NDArray[np.bool_]:
-        age = now - self._replicas.sampled_at[rows]
-        return (age >= 0.0) & (age <= _LATE_S)
-
     def ends(self, replica: int) -> dict[int, float]:
         """Returns the time at which each request on the replica ends, by ticket, as if all of them
         were decoding now."""
@@ -107,7 +102,7 @@ class Ledger:
     def generated(self, ticket: Ticket, now: float) -> Generated:
         requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
-        if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S:
+        if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= LATE_S:
             return Generated(0.0, 0.0)
         tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
         seconds = max(now - requests.began_at.item(row), 0.0)
