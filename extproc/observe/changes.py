@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
+from extproc.ground.address import with_name
 from extproc.ground.clock import Clock, time_of_day
 from extproc.observe.tally import Counts
 
@@ -22,7 +23,7 @@ class Exclusions:
     """Excluded replicas of a pool; the resolution is the time between two looks."""
 
     def __init__(self) -> None:
-        self._excluded: dict[str, tuple[str, float]] = {}  # reason, and since when
+        self._excluded: dict[str, tuple[str, float]] = {}  # last reason; since when, for any reason
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
         """Compares the fleet with the last look; ``now``: seconds since the epoch.
@@ -33,19 +34,21 @@ class Exclusions:
         reasons = {replica: name for replica, (name, _) in found.items()}
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
-            if replica in fleet.members and reason not in _NOT_LOGGED:
-                text = f"replica {replica} is used again after {now - since:.0f} s"
+            if (state := fleet.members.get(replica)) and reason not in _NOT_LOGGED:
+                title = with_name(replica, state.name)
+                text = f"replica {title} is used again after {now - since:.0f} s"
                 logger.info(text, extra={"reason": reason})
         for replica, reason in reasons.items():
-            if self._excluded.get(replica, ("",))[0] == reason:
+            before, since = self._excluded.get(replica, ("", now))
+            self._excluded[replica] = reason, since
+            if before == reason or (state := fleet.members.get(replica)) is None:
                 continue
-            self._excluded[replica] = reason, now
-            state = fleet.members.get(replica)
-            extra = {"problem": state.problem} if state and state.problem else {}
+            title, problem = with_name(replica, state.name), state.problem
             if reason == DRAINING.name:
-                logger.info(f"replica {replica} excluded: draining")
+                logger.info(f"replica {title} excluded: draining")
             elif reason not in _NOT_LOGGED:
-                logger.warning(f"replica {replica} excluded: {reason}", extra=extra)
+                extra = {"problem": problem} if problem else {}
+                logger.warning(f"replica {title} excluded: {reason}", extra=extra)
         return reasons
 
     def since(self, replica: str) -> str:

@@ -1,13 +1,14 @@
 """Recent figures of a router: of the last minute, ten minutes and hour, and fading averages."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import exp
 
 import numpy as np
 
 from extproc.ground.clock import Clock
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.tally import Counts
 from extproc.predict.inputs import Floats
 
 SPANS_S = (60.0, 600.0, 3600.0)
@@ -18,6 +19,7 @@ _FADES_S = 30.0  # time in which the weight of a value in an average falls by a 
 _GAP_S = 2.0  # a longer gap counts as this one: the process stood still
 _ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
 _TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
+_NONE_READY = "service_unavailable_error"  # answered with 503
 
 
 class History:
@@ -40,8 +42,9 @@ class History:
         """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
         A row covers its span less at most ten seconds.
 
-        A row has requests a second, responses with 5xx, refusals with 429, and the
-        :data:`QUANTILES` of seconds to first token, per token and to completion; NaN: no times.
+        A row has requests a second, answers with 5xx (the router's 503 included), refusals with
+        429, and the :data:`QUANTILES` of seconds to first token, per token and to completion; NaN:
+        no times.
         """
         return [self._row(span) for span in SPANS_S]
 
@@ -63,10 +66,14 @@ class History:
         metrics = self._metrics
         counts = (
             sum(count for (name,), count in metrics.requests.items() if name not in _ENDED_IN),
-            sum(count for (status,), count in metrics.responses.items() if status == "5xx"),
-            sum(count for (reason,), count in metrics.refused.items() if reason in _TOO_MANY),
+            _sum(metrics.responses, {"5xx"}) + _sum(metrics.refused, {_NONE_READY}),
+            _sum(metrics.refused, _TOO_MANY),
         )
         return tuple(map(np.array, (counts, *(spread.totals() for spread in self._times))))
+
+
+def _sum(counts: Counts, labels: Container[str]) -> float:
+    return sum(count for (label,), count in counts.items() if label in labels)
 
 
 def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:

@@ -17,7 +17,7 @@ _VARIED_S, _VARIED_BY = 0.2, 0.618
 """Range and step of the length of a pause: a CPU limit stops a process at the same point of each
 100 ms, where pauses of equal lengths would all end, or none."""
 _WARNINGS_EVERY = 5  # seconds
-_REFUSED = "requests refused: add replicas, or change the limits (docs/overload.md)"
+_REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"
 _OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
 """Refusals whose cause is the request."""

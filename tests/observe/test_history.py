@@ -37,7 +37,8 @@ def test_young_router_shows_its_life() -> None:
     history = History(metrics, clock)
     metrics.requests.add("routed", by=20)
     metrics.requests.add("unanswered", by=5)
-    metrics.responses.add("5xx", by=3)
+    metrics.responses.add("5xx", by=2)
+    metrics.refused.add("service_unavailable_error")
     clock.advance(10.0)
     for requests, failed, *_ in history.rows():
         assert (requests, failed) == (2.0, 3.0)

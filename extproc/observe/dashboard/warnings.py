@@ -110,7 +110,10 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
     if not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
     elif pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S:
-        yield f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s."
+        yield (
+            f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s. Read the "
+            "log of the pollers."
+        )
     if fleet.peers.stale:
         yield "Stale state of other routers: their requests in flight are known from polls only."
 
@@ -147,7 +150,12 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
             why = f"{replica.why} (since {since})" if since else replica.why
             reasons[why].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
-        yield Costly("No replica is healthy: Envoy's fallback policy chooses.")
+        hold, waits = pool.config.hold, pool.config.serve.steers_all
+        longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
+        consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
+        if not longest_s:
+            consequence = "Envoy's fallback policy chooses"
+        yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
         yield f"{_listed(names)} excluded: {why}."
