@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
 
+from extproc.ground.address import with_name
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 Targets = tuple[str, ...] | dict[str, float]
@@ -97,6 +98,11 @@ class Members:
         """Names that clients may request."""
         lists = {state.models for state in self}
         return self.names.requestable(name for models in lists for name in models)
+
+    def title(self, replica: str) -> str:
+        """Returns ``name (ip:port)`` of a replica, for people."""
+        state = self.get(replica)
+        return with_name(replica, "" if state is None else state.name)
 
     def models_on(self, replica: str) -> tuple[str, ...]:
         state = self.get(replica)

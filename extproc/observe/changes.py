@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
-from extproc.ground.address import with_name
 from extproc.ground.clock import Clock, time_of_day
 from extproc.observe.tally import Counts
 
@@ -34,20 +33,20 @@ class Exclusions:
         reasons = {replica: name for replica, (name, _) in found.items()}
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
-            if (state := fleet.members.get(replica)) and reason not in _NOT_LOGGED:
-                title = with_name(replica, state.name)
+            if replica in fleet.members and reason not in _NOT_LOGGED:
+                title = fleet.members.title(replica)
                 text = f"replica {title} is used again after {now - since:.0f} s"
                 logger.info(text, extra={"reason": reason})
         for replica, reason in reasons.items():
             before, since = self._excluded.get(replica, ("", now))
             self._excluded[replica] = reason, since
-            if before == reason or (state := fleet.members.get(replica)) is None:
+            if before == reason:
                 continue
-            title, problem = with_name(replica, state.name), state.problem
+            title, state = fleet.members.title(replica), fleet.members.get(replica)
+            extra = {"problem": state.problem} if state and state.problem else {}
             if reason == DRAINING.name:
                 logger.info(f"replica {title} excluded: draining")
             elif reason not in _NOT_LOGGED:
-                extra = {"problem": problem} if problem else {}
                 logger.warning(f"replica {title} excluded: {reason}", extra=extra)
         return reasons
 

@@ -176,7 +176,8 @@ class InFlight:
             unavailable = status == _UNAVAILABLE and not upstream.is_unsent
             self._failed(self.served_by, unavailable, counts)
         elif not self.outcome.overloaded and services.fleet.eligibility.succeeded(self.served_by):
-            logger.info(f"replica {self.served_by} recovered: a request succeeded")
+            title = services.fleet.members.title(self.served_by)
+            logger.info(f"replica {title} recovered: a request succeeded")
 
     @property
     def _served_by_member(self) -> bool:
@@ -209,8 +210,9 @@ class InFlight:
             if seconds := fleet.eligibility.failed(replica, full):
                 served = replica == self.served_by
                 why = f"status {self.outcome.status}" if served else "Envoy retried elsewhere"
+                title = fleet.members.title(replica)
                 logger.warning(
-                    f"replica {replica} ejected for {seconds:g} s: consecutive failures",
+                    f"replica {title} ejected for {seconds:g} s: consecutive failures",
                     extra={"last": why},
                 )
         self._services.metrics.failures.add(replica)

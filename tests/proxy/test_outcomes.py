@@ -154,13 +154,15 @@ async def test_ejection_and_recovery_are_logged(
         await envoy.converse(status=500)
     (ejected,) = logged.lines()
     (name,) = (one for one in (replica(1), replica(2)) if one in str(ejected["msg"]))
-    assert ejected["msg"] == f"replica {name} ejected for 1 s: consecutive failures"
+    title = services.fleet.members.title(name)
+    assert title == f"r{1 if name == replica(1) else 2} ({name})"
+    assert ejected["msg"] == f"replica {title} ejected for 1 s: consecutive failures"
     assert (ejected["levelname"], ejected["last"]) == ("WARNING", "status 500")
     clock.advance(1.1)
     services.fleet.remove(replica(2) if name == replica(1) else replica(1))
     await envoy.converse()
     (recovered,) = logged.lines()[1:]
-    assert recovered["msg"] == f"replica {name} recovered: a request succeeded"
+    assert recovered["msg"] == f"replica {title} recovered: a request succeeded"
     assert recovered["levelname"] == "INFO"
 
 
