@@ -194,10 +194,13 @@ class Progress:
     def _start(self, rows: Indices) -> None:
         requests, replicas = self._requests, self._replicas
         for row in rows.tolist():
-            count(replicas, requests, row, -1)
-            requests.steps_before[row] = replicas.steps.item(requests.replica.item(row)) - 1.0
+            on, weight = requests.replica.item(row), requests.weight.item(row)
+            replicas.queued[on] -= 1.0
+            replicas.joining[on] -= requests.prompt.item(row)
+            replicas.decoding[on] += weight
+            replicas.held[on] += weight * requests.each.item(row)
+            requests.steps_before[row] = replicas.steps.item(on) - 1.0
             requests.began_at[row] = self._as_of
-            count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
         for row in rows.tolist():
