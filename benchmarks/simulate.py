@@ -85,6 +85,7 @@ def _compare(
             run["to_oracle"] = {
                 times: {name: run[times][name] / oracle.run[times][name] for name in FIGURES}
                 for times in TIMES
+                if run[times] and oracle.run[times]
             }
         print(row(run, played[-1].took), flush=True)
     return [*played, oracle] if oracle else played

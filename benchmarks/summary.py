@@ -1,6 +1,6 @@
 """Figures of a simulation, as JSON and as a table."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -12,6 +12,7 @@ from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import imbalance
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.routers import Failed, Served, Traced
+from extproc.predict.inputs import Floats
 
 Run = dict[str, Any]  # figures of a run, in the form of the JSON; times in seconds
 TIMES = ("ttft_s", "e2e_s")
@@ -35,15 +36,20 @@ class CountedPhase:
 def summary(
     simulation: FleetSimulation, served: Sequence[Served], phase: CountedPhase | None = None
 ) -> Run:
-    """Figures of a run; raises ValueError if no request of the phase was answered."""
+    """Figures of a run. Those of first tokens count streamed requests: nobody sees the others.
+
+    Raises:
+        ValueError: no request of the phase was answered.
+    """
     phase = phase or CountedPhase()
     served = [request for request in served if phase.has(request.traced)]
     failed = [request for request in simulation.failed if phase.has(request.traced)]
     if not served:
         raise ValueError(f"{simulation.policy}: none of the {phase} was answered")
-    ttft = np.array([request.ttft for request in served])
+    streamed = [request for request in served if request.profile.stream]
+    ttft = np.array([request.ttft for request in streamed])
     e2e = np.array([request.completion for request in served])
-    predicted_ttft = np.array([request.decision.predicted_ttft for request in served])
+    predicted_ttft = np.array([request.decision.predicted_ttft for request in streamed])
     predicted = np.array([request.decision.predicted_completion for request in served])
     stays = (
         (request.replica, request.traced.at, request.traced.at + request.completion)
@@ -61,8 +67,8 @@ def summary(
         "imbalance": imbalance(stays, simulation.fleet_file.speeds),
         "preemptions": every["preemptions"],
         "prediction": {
-            "ttft_mape": float(np.median(np.abs(predicted_ttft - ttft) / ttft)),
-            "e2e_mape": float(np.median(np.abs(predicted - e2e) / e2e)),
+            "ttft_mape": _median_error(predicted_ttft, ttft),
+            "e2e_mape": _median_error(predicted, e2e),
             "rank_corr": rank_correlation(predicted, e2e),
         },
         "groups": _groups(served),
@@ -74,6 +80,10 @@ def summary(
             for name in simulation.machines
         },
     }
+
+
+def _median_error(predicted: Floats, actual: Floats) -> float | None:
+    return float(np.median(np.abs(predicted - actual) / actual)) if len(actual) else None
 
 
 def requests_of(
@@ -115,25 +125,25 @@ def row(run: Run, took: float) -> str:
 
 def _times(figures: Run) -> str:
     return "   ".join(
-        "".join(f"{figures[times][name]:8.3f}" for name in FIGURES) for times in TIMES
+        "".join(f"{times[name]:8.3f}" if times else f"{'–':>8}" for name in FIGURES)
+        for times in (figures[key] for key in TIMES)
     )
 
 
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    met: Counter[str] = Counter()
+    groups: dict[str, list[Served]] = defaultdict(list)
     for request in served:
-        times[request.group].append((request.ttft, request.completion))
-        met[request.group] += request.in_time
-    if len(times) < 2 and "target" not in times:
+        groups[request.group].append(request)
+    if len(groups) < 2 and "target" not in groups:
         return {}
     return {
         group or "others": {
-            "requests": len(pairs),
-            "in_time": met[group] / len(pairs),
-            **dict(zip(TIMES, map(distribution, np.transpose(pairs)), strict=True)),
+            "requests": len(members),
+            "in_time": sum(request.in_time for request in members) / len(members),
+            "ttft_s": distribution([each.ttft for each in members if each.profile.stream]),
+            "e2e_s": distribution([each.completion for each in members]),
         }
-        for group, pairs in sorted(times.items())
+        for group, members in sorted(groups.items())
     }
 
 
@@ -146,7 +156,7 @@ def _served(request: Served, policy: str) -> dict[str, Any]:
         "prompt_tokens": request.traced.prompt_tokens,
         "output_tokens": request.traced.output_tokens,
         "group": request.group,
-        "stream": request.profile.stream,
+        "streamed": request.profile.stream,
         "ttft_s": request.ttft,
         "completion_s": request.completion,
         "replica": request.replica,

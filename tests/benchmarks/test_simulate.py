@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import fleet, trace
 from benchmarks.discrete import FleetSimulation
+from benchmarks.report.figures import measured
+from benchmarks.report.results import read
 from benchmarks.simulate import main
 from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
@@ -224,3 +226,16 @@ def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
     assert all(request["counted"] == (request["at_s"] >= 20) for request in requests)
     counted = sum(request["counted"] for request in requests)
     assert run["summary"]["requests"] == counted < 300
+
+
+def test_first_tokens_of_streamed_requests_alone_are_counted(tmp_path: Path) -> None:
+    """Clients see no other first token, so the router delays the others."""
+    output = tmp_path / "out.json"
+    options = ["--fleet", str(MIXED), "--trace", str(CONVERSATION), "--requests", "200"]
+    assert main([*options, "--speed", "4", "--no-oracle", "--json", str(output)]) == 0
+    (run,) = json.loads(output.read_text())["runs"]
+    seen = [request["ttft_s"] for request in run["requests"] if request["streamed"]]
+    assert 0 < len(seen) < 200
+    assert run["summary"]["ttft_s"]["mean"] == pytest.approx(mean(seen))
+    (figures,) = read(json.loads(output.read_text())).runs
+    assert mean(measured(figures, "seen_ttft_s")) == pytest.approx(mean(seen))

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from extproc.lab.replay.figures import distribution
+
 FILE = Path(__file__).with_name("cells.json")
 ROOT = Path(__file__).parents[2]
 _CONV, _CODE, _AGENTS, _MOONCAKE = (
@@ -107,11 +109,16 @@ def _figures(summary: Figures, requests: list[Figures]) -> Figures:
     """Figures to nine significant digits, and a digest of all requests' replicas and times."""
     keys = ("at_s", "replica", "ttft_s", "completion_s")
     served = [[request.get(key) for key in keys] for request in requests]
+    # The summary counts first tokens of streamed requests only.
+    first = distribution(
+        [each["ttft_s"] for each in requests if each["counted"] and "ttft_s" in each]
+    )
     figures: Figures = {}
-    for part in ("ttft", "e2e"):
-        figures |= {f"{part} {figure}": value for figure, value in summary[f"{part}_s"].items()}
+    for part, times in (("ttft", first), ("e2e", summary["e2e_s"])):
+        figures |= {f"{part} {figure}": value for figure, value in (times or {}).items()}
     figures |= {key: summary[key] for key in ("requests", "failed", "hits", "imbalance")}
-    figures |= {"preemptions": summary["preemptions"], **summary["prediction"]}
+    figures["preemptions"] = summary["preemptions"]
+    figures |= {key: summary["prediction"][key] for key in ("e2e_mape", "rank_corr")}
     for name, group in summary["groups"].items():
         figures |= {f"{name} in_time": group["in_time"], f"{name} e2e mean": group["e2e_s"]["mean"]}
     figures |= {name: replica["requests"] for name, replica in summary["per_replica"].items()}
