@@ -9,7 +9,7 @@ from random import Random
 
 import aiohttp
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from extproc.config import Config, ModelTargets, ReplicaSource
 from extproc.envoy.finding import Finding, Level, worst_first
@@ -37,6 +37,7 @@ _REFUSES = (
     "refuses a command of routers and pollers: {}. Grant their user the rights that "
     "docs/operations/secure.md lists under Redis"
 )
+_STORES_NOTHING = "stores nothing: {}. Read its log, or give it more memory (maxmemory)"
 _UNROUTED = "Envoy's fallback policy serves all requests"
 _DELETE = "return redis.call('DEL', KEYS[1])"
 
@@ -172,6 +173,8 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
             snapshot = await StateReader(redis, config.pool, Random()).read()
         except (RedisError, OSError) as error:
             text = _REFUSES if isinstance(error, ResponseError) else _UNREACHABLE
+            if isinstance(error, OutOfMemoryError) or "MISCONF" in str(error):
+                text = _STORES_NOTHING
             return [finding(level=Level.ERROR, text=text.format(str(error).rstrip(".")))], None
     text = (
         f"answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(routers)} routers and "
@@ -194,6 +197,7 @@ async def _use_rights(redis: Redis, keys: Keys) -> None:
     """Use each right that routers and pollers need in Redis, without changing anything."""
     async with in_time():
         await redis.eval(_DELETE, 1, keys.slot)  # this key never exists
+        await redis.set(keys.slot, "", xx=True)  # a full Redis refuses this, too
         await redis.publish(keys.changes, sealed_list())
     async with redis.pubsub() as pubsub, in_time():
         await pubsub.subscribe(keys.changes)

@@ -68,7 +68,7 @@ class Housekeeping:
             self._metrics.external_requests.labels(name).set(fleet.external_requests)
             pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
-        if fleet.pollers is not None:
+        if fleet.pollers is not None and not self._delays.redis_refusal:  # else unknown
             pool.pollers.look(fleet.pollers, now)
         yield from excluded.items()
 

@@ -25,7 +25,7 @@ from tests.e2e.stack import EdsStack, Stack, patient
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, models, page, serving, text
-from tests.share.servers import command
+from tests.share.servers import Refuse, command, each_refusal
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -144,6 +144,17 @@ async def test_missing_right_in_redis_is_error(
     async with serving() as one:
         error, *_ = bad(await check(config(redis_server, one), status=1))
     assert "refuses a command of routers and pollers: " in error
+
+
+@each_refusal
+async def test_redis_that_stores_nothing_is_error(
+    redis_server: RedisServer, check: Check, refuse: Refuse
+) -> None:
+    async with connect(redis_server.url, "default") as redis, serving() as one:
+        await refuse(redis)
+        error, *_ = bad(await check(config(redis_server, one), status=1))
+    assert " stores nothing: " in error
+    assert "Read its log, or give it more memory" in error
 
 
 async def test_documented_rights_suffice(redis_server: RedisServer, check: Check) -> None:

@@ -250,6 +250,8 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
             pollers = "this router polls the replicas itself"
         elif fleet.pollers is None:
             pollers = "unknown: Redis does not answer"
+        elif pool.delays.redis_refusal:
+            pollers = "unknown: Redis stores nothing"
         else:
             pollers = ", ".join(fleet.pollers) or "none"
         yield f"Pollers{of}", _with_gone(pollers, pool.pollers)

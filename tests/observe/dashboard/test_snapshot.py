@@ -318,6 +318,7 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
     (warning,) = warnings(services)
     assert warning.endswith("knows no replica: MISCONF cannot save. See its log.")
+    assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
     services.delays.redis_refusal = ""
     services.fleet.pollers = None
     (warning,) = warnings(services)
