@@ -48,10 +48,9 @@ async def _longest_piece() -> AsyncIterator[list[float]]:
             longest[0] = max(longest[0], time.thread_time() - before)
 
     gc.collect()
-    gc.freeze()  # as a router does at its start: earlier tests may have left many objects
+    gc.freeze()  # as a router does at its start; for good, as the tests' modules are frozen, too
     task = asyncio.create_task(measure())
     try:
         yield longest
     finally:
         task.cancel()
-        gc.unfreeze()
