@@ -54,10 +54,10 @@ def simulate(tmp_path: Path) -> Simulate:
 
 @pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
 def test_every_request_ends_and_leaves_the_ledger(policy: str) -> None:
-    requests = trace.read([CONVERSATION], speed=4, most=150)
+    requests = trace.read([CONVERSATION], speed=4, most=60)
     simulation = FleetSimulation(fleet.read(MIXED), policy)
     served = list(simulation.run(requests))
-    assert len(served) == 150
+    assert len(served) == 60
     assert not simulation.failed
     assert all(0 < request.ttft <= request.completion for request in served)
     assert all(node.fleet.in_flight == 0 for node in simulation.nodes)

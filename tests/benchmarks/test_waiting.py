@@ -45,8 +45,8 @@ def mean_completion(served: Sequence[Served]) -> float:
 @pytest.mark.parametrize("routers", [1, 3])
 def test_queue_avoids_preemptions_and_shortens_completions(two: FleetFile, routers: int) -> None:
     sharing = {"routers": routers, "share_lag": 0.02}
-    at_once = play(two, 0.75, 500, **sharing)
-    held = play(two, 0.75, 500, hold=True, **sharing)
+    at_once = play(two, 0.75, 350, **sharing)
+    held = play(two, 0.75, 350, hold=True, **sharing)
     assert preemptions(at_once) > 50
     assert preemptions(held) < 0.2 * preemptions(at_once)
     assert mean_completion(held) < 0.9 * mean_completion(at_once)
@@ -60,7 +60,7 @@ def test_queue_changes_little_on_replicas_with_room(two: FleetFile) -> None:
 
 def test_urgent_requests_overtake_others(two: FleetFile) -> None:
     by_group = defaultdict(list)
-    for request in play(two, 0.9, 600, hold=True, urgent=0.3):
+    for request in play(two, 0.9, 450, hold=True, urgent=0.3):
         by_group[request.group].append(request.ttft)
     assert len(by_group["urgent"]) > 100
     assert mean(by_group["urgent"]) < 0.2 * mean(by_group[""])

@@ -97,6 +97,7 @@ async def left_by_streams(port: int, reset: bool) -> float:
         channel.close()
 
 
+@pytest.mark.slow
 async def test_reset_stream_leaks_no_memory(services: Services) -> None:
     """Envoy resets each stream as soon as it has closed it."""
     server = GrpcServer(services)
