@@ -6,6 +6,7 @@ import pty
 import signal
 import sys
 import termios
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -108,6 +109,17 @@ async def test_reader_that_leaves_ends_a_command_without_an_error(
     assert (process.returncode, errors) == (141, b"")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that the test starts end on SIGINT: jobs in the background of a shell ignore it,
+    and so do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("interruptible")
 async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None:
     address = f"127.0.0.1:{free_port()}"
     master, slave = pty.openpty()
