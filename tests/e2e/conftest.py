@@ -6,9 +6,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from extproc.lab.harness.stack import FLEET
 from tests.conftest import wait_for_redis
 from tests.e2e.client import Client
-from tests.e2e.stack import Behind, Stack
+from tests.e2e.stack import Behind, Stack, here
 from tests.waiting import PATIENCE_S
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
@@ -24,7 +25,7 @@ async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
     """The system of the test module: its ``system``, or a plain stack."""
-    usual = partial(Stack, settings=SETTINGS)
+    usual = partial(Stack, replicas=here(FLEET), settings=SETTINGS)
     system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
     async with system(tmp_path_factory.mktemp("stack")) as running:
         yield running

@@ -1,21 +1,25 @@
 """The demo's stack with long timeouts, and variants of it, for tests."""
 
+import argparse
 import asyncio
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from extproc.cli import main
+from extproc.cli import main, simulate
 from extproc.lab.harness import stack
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.processes import Check, free_port, listening
 from extproc.lab.harness.stack import SimulatedReplica
+from extproc.lab.simulator import server
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from tests import envoy_gateway, istio
 from tests.patched import patched
 
@@ -24,11 +28,38 @@ TRANSLATED = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap
 """Files that a control plane translates into Envoy's configuration."""
 
 
+_HERE: tuple[str, ...] = ()
+
+
+def here(replicas: Iterable[SimulatedReplica], *apart: str) -> tuple[SimulatedReplica, ...]:
+    """Let replicas run in the test's process, where they start faster; ``apart``: names of those
+    that tests stop, which stay processes."""
+    return tuple(
+        replica if replica.name in apart else replace(replica, program=_HERE)
+        for replica in replicas
+    )
+
+
 class Stack(stack.Stack):
     """A stack whose timeouts allow for a busy machine."""
 
     patience_s = 10
     doubts_s = 2.0  # resolution of the time for which a poller gets no answer from a replica
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._here: list[server.Serving] = []
+
+    async def start(self, name: str) -> None:
+        for replica in self.replicas:
+            if replica.name == name and replica.program == _HERE:
+                self._here.append(await _serve(replica, self.ports[name]))
+                return
+        await super().start(name)
+
+    async def _stop_all(self) -> None:
+        await super()._stop_all()
+        await asyncio.gather(*(serving.runner.cleanup() for serving in self._here))
 
     @contextmanager
     def paused(self, name: str) -> Iterator[None]:
@@ -99,6 +130,15 @@ class FileStack(Stack):
     def listed(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = yaml.safe_load(self._replicas_file.read_text())
         return found
+
+
+async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    words = ["--model", stack.MODEL, "--profile", replica.profile, *replica.arguments]
+    given = parser.parse_args(words)
+    settings = {field.name: getattr(given, field.name) for field in fields(ReplicaSettings)}
+    return await server.start(Replica(ReplicaSettings(**settings)), "127.0.0.1", port)
 
 
 def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:

@@ -16,7 +16,7 @@ import yaml
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import CHAT, Answer, Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of
+from tests.e2e.stack import Behind, Stack, ext_proc_of, here
 from tests.waiting import until, until_read
 
 OBJECTIVE = "x-gateway-inference-objective"
@@ -56,7 +56,7 @@ class RewritingStack(Behind):
     """Two replicas of one model under different names: one orders by priority, one by arrival."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, SETTINGS)
+        super().__init__(directory, here(REPLICAS), SETTINGS)
 
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "priority_scheduling": True}

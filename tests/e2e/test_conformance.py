@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from extproc.lab.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, bootstrap_of
+from tests.e2e.stack import Stack, bootstrap_of, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -83,7 +83,7 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
 
 
 def system(directory: Path) -> Stack:
-    return GatewayStack(directory, FLEET)
+    return GatewayStack(directory, here(FLEET))
 
 
 async def selected(

@@ -6,13 +6,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import log2
+from pathlib import Path
 
 import pytest
 
 from extproc.ground.clock import monotonic
-from extproc.lab.harness.stack import MODEL
+from extproc.lab.harness.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Stack
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -21,6 +23,10 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 OUTLIER = "outlier_detection.ejections"
 IN_TURN = {"x-extproc-policy": "round_robin"}
 AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets fewer
+
+
+def system(directory: Path) -> Stack:
+    return Stack(directory, here(FLEET, "fast-1"), SETTINGS)
 
 
 @asynccontextmanager

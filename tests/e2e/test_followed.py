@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.stack import FLEET
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Behind, ext_proc_of
+from tests.e2e.stack import Behind, ext_proc_of, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -80,7 +81,7 @@ class Disobeying(Behind):
 
 
 def system(directory: Path) -> Behind:
-    return Disobeying(directory, settings=SETTINGS)
+    return Disobeying(directory, here(FLEET), SETTINGS)
 
 
 async def not_followed(client: Client) -> dict[str, float]:

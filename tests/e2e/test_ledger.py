@@ -12,7 +12,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of
+from tests.e2e.stack import Behind, Stack, ext_proc_of, here
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """The router reads no chunks: only the open stream shows that a response goes on."""
@@ -34,7 +34,7 @@ class BodyModeStack(Behind):
     name = "BUFFERED"
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, REPLICA, UNREAD)
+        super().__init__(directory, here(REPLICA), UNREAD)
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()

@@ -16,7 +16,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Stack, ext_proc_of, replicas
+from tests.e2e.stack import Stack, ext_proc_of, here, replicas
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -77,7 +77,7 @@ class PoolsStack(Stack):
     """
 
     def __init__(self, directory: Path) -> None:
-        fleet = tuple(chain.from_iterable(POOLS.values()))
+        fleet = here(chain.from_iterable(POOLS.values()), "llama", "alone")
         super().__init__(directory, fleet, SETTINGS)
 
     def _configuration(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
 from extproc.lab.replay.recorded import Recorded, read
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 
 pytestmark = pytest.mark.process
 
@@ -33,7 +33,7 @@ async def test_record_is_replayed_and_holds_no_text(
 ) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
-    async with Stack(tmp_path / "stack", FLEET, {**SETTINGS, "record": record_to}) as stack:
+    async with Stack(tmp_path / "stack", here(FLEET), {**SETTINGS, "record": record_to}) as stack:
         sent = islice(samples(MODEL, 12.0, Random(1)), REQUESTS)
         answers = await send_all(stack.url, sent, CANARY)
         served = {stack.address(replica.name) for replica in FLEET}

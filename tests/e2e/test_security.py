@@ -13,7 +13,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -38,7 +38,7 @@ class SecuredStack(Stack):
             "tls_client_ca": str(self.files / "ca.crt"),
             "max_streams": MOST_STREAMS,
         }
-        super().__init__(directory, REPLICAS, settings={"serve": serve})
+        super().__init__(directory, here(REPLICAS), settings={"serve": serve})
 
     def renew(self, name: str) -> None:
         cert, key = self.authority.sign(name)

@@ -8,10 +8,11 @@ import pytest
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.processes import Process
+from extproc.lab.harness.stack import FLEET
 from extproc.proxy.service import LAME_DUCK_S
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until_read
 
@@ -22,7 +23,7 @@ TIMES = 10
 
 
 def system(directory: Path) -> Stack:
-    return Stack(directory, settings=SETTINGS, routers=2)
+    return Stack(directory, here(FLEET), SETTINGS, routers=2)
 
 
 async def unrouted(client: Client) -> int:

@@ -18,7 +18,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_addre
 from extproc.lab.harness.processes import Check, free_port, listening
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 from tests.spans import Spans, attributes
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ class TracedStack(Stack):
     """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
-        super().__init__(directory, REPLICAS)
+        super().__init__(directory, here(REPLICAS))
         self.spans = spans
         self.log = directory / "decisions.log"
         self.ports = {**self.ports, "collector": free_port(), "collector-http": free_port()}
