@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         },
     },
     "serve": {"chunks_per_s": 1e6},
+    "poll": {"interval_s": 0.5},  # of fifteen replicas
 }
 ADAPTERS, UNLOADED = ("law", "code"), "tax"
 UNIT = 64  # tokens of a prompt that are cached together

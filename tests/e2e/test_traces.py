@@ -84,6 +84,8 @@ class TracedStack(Stack):
         manager_of(bootstrap).update(ACCESS_LOG)
         (log,) = ACCESS_LOG["access_log"]
         log["typed_config"]["path"] = str(self.log)
+        layer = {"name": "tests", "static_layer": {"tracing.opentelemetry.flush_interval_ms": 200}}
+        bootstrap["layered_runtime"] = {"layers": [layer]}
         file.write_text(yaml.safe_dump(bootstrap))
 
     def missing(self, bootstrap: object) -> set[str]:
@@ -93,11 +95,13 @@ class TracedStack(Stack):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TracedStack]:
-    async with (
-        Spans() as spans,
-        TracedStack(tmp_path_factory.mktemp("traces"), spans) as running,
-    ):
-        yield running
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms, of the router; usually 5 s
+        async with (
+            Spans() as spans,
+            TracedStack(tmp_path_factory.mktemp("traces"), spans) as running,
+        ):
+            yield running
 
 
 def caller(number: int, sampled: bool = True) -> tuple[str, dict[str, str]]:
