@@ -220,9 +220,18 @@ async def test_request_goes_where_its_longest_prompt_fits(
     assert (answer.decision["replica_name"], answer.decision["second"]) == ("long", None)
 
 
+async def measured(client: Client, pool: str) -> bool:
+    """Send requests until polls have measured the pool: else none is refused as late."""
+    if all([(await client.replica(one.name))["measured"] for one in POOLS[pool]]):
+        return True
+    await asyncio.gather(*(client.of(pool).chat(tokens=100) for _ in range(8)))
+    return False
+
+
 @pytest.mark.parametrize("header", TARGETS)
 async def test_target_header_routes_or_refuses(client: Client, header: str) -> None:
     client = client.of("second")
+    await until(lambda: measured(client, "second"))
     objective = {"x-llm-d-inference-objective": "soon"}
     answer = await client.chat(headers={header: "60000", **objective})
     assert (answer.status, answer.decision["policy"]) == (200, "target")
