@@ -104,14 +104,14 @@ def test_segments_are_disjoint_and_cover_the_trace() -> None:
 def test_finished_runs_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--cells", "mooncake", "--parts", "near ties", "--requests", "3", "--jobs", "1"]
+    options = ["--cells", "mooncake", "--parts", "near ties", "--requests", "9", "--jobs", "1"]
     arguments = [*options, "--json", str(tmp_path)]
     assert ablation.main(arguments) == 0
     first = capsys.readouterr().out
     stored = [*tmp_path.rglob("*.json")]
     assert len(stored) == 2 * PAIRS
     for file in stored:
-        assert json.loads(file.read_text())["requests"] == 3
+        assert json.loads(file.read_text())["requests"] == 9
 
     def never(*_: object) -> None:
         raise AssertionError("simulated again")
