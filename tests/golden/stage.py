@@ -97,8 +97,7 @@ def collect(folder: Path) -> dict[str, str]:
         poller = {"replicas": [FAST], "redis": {"url": redis}, "poll": {"admin": f"{_HERE}40:9090"}}
         stack.enter_context(_extproc(folder, "poll", "poller", poller, f"{_HERE}40:9090"))
         routers = {**ROUTERS, "shared": {"state": "redis", "redis": {"url": redis}}}
-        recorded = "plain", "rich", "strict", "policy", "hasty"
-        records = {name: folder / "record" / name for name in recorded}
+        records = {name: folder / "record" / name for name in ("plain", "rich", "strict", "policy")}
         admins = {name: f"{_HERE}{number}:9090" for number, name in enumerate(routers, 50)}
         simulated = f"--host {_HERE}103 --port 8000 --model tiny --profile llama-8b-h100"
         words = [sys.executable, "-m", "extproc", "simulate", *simulated.split()]
