@@ -271,9 +271,9 @@ class InFlight:
             if later > 0.0:
                 tpot = forecast.decode_time_per_token * forecast.stretch
                 metrics.tpot.observe((seconds - ttft) / later, tpot if as_chosen else None, *by)
-        if seconds > 0:
-            metrics.prediction_error.observe(abs(predicted - seconds) / seconds)
         if as_chosen:
+            if seconds > 0:
+                metrics.prediction_error.observe(abs(predicted - seconds) / seconds)
             services.router.error_quantiles.completion.observe(predicted, seconds)
             predicts_hits = profile.sequences == 1 and forecast.hits_depth >= 0
             reported = cached if predicts_hits else None

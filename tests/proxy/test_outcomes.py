@@ -281,6 +281,16 @@ async def test_unread_stream_has_no_completion_time(
     assert value(registry, "prediction_error_ratio_count", {}) == 0
 
 
+@pytest.mark.parametrize("retried", [False, True])
+async def test_prediction_error_counts_responses_of_chosen_replica(
+    stream: Stream, clock: ManualClock, registry: CollectorRegistry, retried: bool
+) -> None:
+    first, second = destination(await stream.ask())
+    clock.advance(1.0)
+    await stream.answer({"usage": USAGE}, upstream=second if retried else first)
+    assert value(registry, "prediction_error_ratio_count", {}) == (not retried)
+
+
 async def test_sequences_report_no_cached_tokens(stream: Stream, services: Services) -> None:
     first, _ = destination(await stream.ask(CHAT | {"n": 2}))
     await stream.response_headers(upstream=first)
