@@ -12,7 +12,6 @@ from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import imbalance
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.routers import Failed, Served, Traced
-from extproc.predict.inputs import Floats
 
 Run = dict[str, Any]  # figures of a run, in the form of the JSON; times in seconds
 TIMES = ("ttft_s", "e2e_s")
@@ -36,20 +35,14 @@ class CountedPhase:
 def summary(
     simulation: FleetSimulation, served: Sequence[Served], phase: CountedPhase | None = None
 ) -> Run:
-    """Figures of a run. Those of first tokens count streamed requests: nobody sees the others.
-
-    Raises:
-        ValueError: no request of the phase was answered.
-    """
+    """Figures of a run; those of first tokens count streamed requests: nobody sees the others.
+    Raises ValueError if no request of the phase was answered."""
     phase = phase or CountedPhase()
     served = [request for request in served if phase.has(request.traced)]
     failed = [request for request in simulation.failed if phase.has(request.traced)]
     if not served:
         raise ValueError(f"{simulation.policy}: none of the {phase} was answered")
-    streamed = [request for request in served if request.profile.stream]
-    ttft = np.array([request.ttft for request in streamed])
     e2e = np.array([request.completion for request in served])
-    predicted_ttft = np.array([request.decision.predicted_ttft for request in streamed])
     predicted = np.array([request.decision.predicted_completion for request in served])
     stays = (
         (request.replica, request.traced.at, request.traced.at + request.completion)
@@ -61,14 +54,13 @@ def summary(
         "phase_s": [phase.start, None if phase.end == inf else phase.end],
         "requests": len(served),
         "failed": len(failed),
-        "ttft_s": distribution(ttft),
+        "ttft_s": distribution([request.ttft for request in served if request.profile.stream]),
         "e2e_s": distribution(e2e),
         "hits": every["cached_tokens"] / every["prompt_tokens"],
         "imbalance": imbalance(stays, simulation.fleet_file.speeds),
         "preemptions": every["preemptions"],
         "prediction": {
-            "ttft_mape": _median_error(predicted_ttft, ttft),
-            "e2e_mape": _median_error(predicted, e2e),
+            "e2e_mape": float(np.median(np.abs(predicted - e2e) / e2e)),
             "rank_corr": rank_correlation(predicted, e2e),
         },
         "groups": _groups(served),
@@ -80,10 +72,6 @@ def summary(
             for name in simulation.machines
         },
     }
-
-
-def _median_error(predicted: Floats, actual: Floats) -> float | None:
-    return float(np.median(np.abs(predicted - actual) / actual)) if len(actual) else None
 
 
 def requests_of(

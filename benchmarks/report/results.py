@@ -21,12 +21,6 @@ class RequestResult(BaseModel):
     struck: bool = False  # in flight on the failing part when the fault fell
 
     @property
-    def seen_ttft_s(self) -> float | None:
-        """Time to the first token; None if the client did not see it, because the response came
-        whole."""
-        return None if self.streamed is False else self.ttft_s
-
-    @property
     def answered(self) -> bool:
         return self.error is None and self.completion_s is not None
 

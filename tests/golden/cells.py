@@ -117,8 +117,7 @@ def _figures(summary: Figures, requests: list[Figures]) -> Figures:
     for part, times in (("ttft", first), ("e2e", summary["e2e_s"])):
         figures |= {f"{part} {figure}": value for figure, value in (times or {}).items()}
     figures |= {key: summary[key] for key in ("requests", "failed", "hits", "imbalance")}
-    figures["preemptions"] = summary["preemptions"]
-    figures |= {key: summary["prediction"][key] for key in ("e2e_mape", "rank_corr")}
+    figures |= {"preemptions": summary["preemptions"], **summary["prediction"]}
     for name, group in summary["groups"].items():
         figures |= {f"{name} in_time": group["in_time"], f"{name} e2e mean": group["e2e_s"]["mean"]}
     figures |= {name: replica["requests"] for name, replica in summary["per_replica"].items()}
