@@ -69,9 +69,8 @@ class Disobeying(Behind):
     """A stack whose Envoy breaks decisions in one of these ways."""
 
     def _router_constants(self) -> dict[str, object]:
-        return {
-            "extproc.observe.changes._COUNTED_EVERY_S": 1.0
-        }  # the next case waits for a line, too
+        # The next case waits for a line, too.
+        return {"extproc.observe.changes._COUNTED_EVERY_S": 1.0}
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()

@@ -2,6 +2,8 @@
 
 from datetime import datetime
 
+import pytest
+
 from extproc.observe.changes import Presence, WarningLog
 from extproc.observe.history import Average
 from tests.conftest import Logged
@@ -39,21 +41,17 @@ def test_process_that_left_without_farewell_is_lost_until_it_returns() -> None:
     assert routers.lost == []
 
 
-def test_process_that_hung_and_then_says_farewell_is_no_longer_lost() -> None:
+@pytest.mark.parametrize(
+    ("lost_at", "end", "stopped"),
+    [(1003.0, 1004.0, {"a"}), (1600.0, 1601.0, set[str]())],
+    ids=["it hung and then says farewell", "ten minutes have passed"],
+)
+def test_process_is_no_longer_lost(lost_at: float, end: float, stopped: set[str]) -> None:
     routers = Presence("routers", "batch")
-    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), 1003.0)):
+    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), lost_at)):
         routers.look(alive, now, ())
     assert len(routers.lost) == 1
-    routers.look((), 1004.0, {"a"})
-    assert routers.lost == []
-
-
-def test_lost_process_is_forgotten_after_ten_minutes() -> None:
-    routers = Presence("routers", "batch")
-    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), 1600.0)):
-        routers.look(alive, now, ())
-    assert len(routers.lost) == 1
-    routers.look((), 1601.0, ())
+    routers.look((), end, stopped)
     assert routers.lost == []
 
 
