@@ -23,7 +23,7 @@ from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import read_models
 from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
-from extproc.share.assignment import living
+from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, address, connect, in_time
 from extproc.share.envelope import Skips, sealed_list
 from extproc.share.reader import keys_after
@@ -168,7 +168,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
                 await redis.ping()
             took_s = monotonic() - began
             await _use_rights(redis, Keys(config.pool))
-            pollers = await living(redis, config.pool, Skips())
+            pollers, _ = await known_pollers(redis, config.pool, Skips())
             routers = await keys_after(redis, Keys(config.pool).router)
             snapshot = await StateReader(redis, config.pool, Random()).read()
         except (RedisError, OSError) as error:

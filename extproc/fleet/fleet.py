@@ -1,7 +1,7 @@
 """State of all replicas of a pool: polled figures, this router's requests, and their progress."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from uuid import uuid4
 
@@ -68,7 +68,8 @@ class Fleet:
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
-        """Living pollers: name, and what each cannot look up; None: not known."""
+        """Living pollers: address, and what each cannot look up; None: not known."""
+        self.stopped_pollers: Collection[str] = ()  # said farewell in the last seconds
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()

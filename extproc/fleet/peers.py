@@ -20,6 +20,7 @@ from extproc.fleet.digest import (
     DigestKind,
 )
 from extproc.fleet.tables import Replicas
+from extproc.ground.address import process_address
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 
@@ -71,7 +72,7 @@ class Peers:
     @property
     def addresses(self) -> Collection[str]:
         """Host and port of each peer, which stay the same when it starts again."""
-        return sorted({_address(name) for name in self._numbers})
+        return sorted({process_address(name) for name in self._numbers})
 
     def take_stopped(self) -> Collection[str]:
         """Returns the addresses of the peers that said farewell since the last call."""
@@ -110,7 +111,7 @@ class Peers:
             if changed:
                 self._take(place, digest)
             if digest.kind is DigestKind.FAREWELL:
-                self._stopped.add(_address(name))
+                self._stopped.add(process_address(name))
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 
@@ -227,8 +228,3 @@ class Peers:
     def _add_up(self) -> None:
         self.counted = bool(self._counts.any())
         np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)
-
-
-def _address(name: str) -> str:
-    """Returns a router's name without the part that is new with each start."""
-    return name.rpartition(":")[0]

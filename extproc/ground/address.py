@@ -17,6 +17,12 @@ def split_address(address: str) -> tuple[str, int]:
     return match["ipv6"] or match["host"], int(match["port"])
 
 
+def process_address(name: str) -> str:
+    """Returns host and port of a router or poller, without the part of its name that is new with
+    each start."""
+    return name.rpartition(":")[0]
+
+
 def is_ip(host: str) -> bool:
     """Returns True for an IPv4 or IPv6 address, without brackets."""
     try:

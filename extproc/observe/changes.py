@@ -61,37 +61,33 @@ class Presence:
     """Names of the living processes of one kind; the resolution is the time between two looks."""
 
     def __init__(self, kind: str, pool: str) -> None:
-        """``kind``: routers or pollers; this and ``pool`` are for the log."""
-        self._kind = kind
+        """``kind``: routers or pollers; ``pool`` is for the log."""
+        self.kind = kind
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
         self._silent = frozenset[str]()  # those of them that said no farewell
 
-    def look(
-        self, alive: Collection[str], now: float, stopped: Collection[str] | None = None
-    ) -> None:
+    def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
         """Compares with the last look, and logs changes.
 
         Args:
             alive: names of the living processes.
             now: seconds since the epoch.
-            stopped: processes that said farewell since the last look. None: processes of this kind
-                say no farewell, and none counts as lost.
+            stopped: processes that said farewell since the last look, and maybe before.
         """
         before, self._alive = self._alive, frozenset(alive)
         left = frozenset() if before is None else before - self._alive
         if before is not None and before != self._alive:
             joined = sorted(self._alive - before)
             names = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
-            logger.info(f"{self._kind} of the pool changed", extra={"pool": self._pool} | names)
+            logger.info(f"{self.kind} of the pool changed", extra={"pool": self._pool} | names)
         self._gone = {
             name: since
             for name, since in (self._gone | dict.fromkeys(left, now)).items()
             if name not in self._alive and now - since < _GONE_S
         }
-        if stopped is not None:
-            self._silent = ((self._silent | left) - {*stopped}) & self._gone.keys()
+        self._silent = ((self._silent | left) - {*stopped}) & self._gone.keys()
 
     @property
     def gone(self) -> str:

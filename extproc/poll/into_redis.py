@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from extproc.config import Config
+from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import until_signalled
@@ -121,7 +121,8 @@ class Health:
 
 async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     random = Random()
-    name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
+    _, port = split_address(config.poll.admin)
+    name = f"{socket.gethostname()}:{port}:{random.getrandbits(32):08x}"
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)

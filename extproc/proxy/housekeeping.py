@@ -69,7 +69,7 @@ class Housekeeping:
             pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
         if fleet.pollers is not None and not self._delays.redis_refusal:  # else unknown
-            pool.pollers.look(fleet.pollers, now)
+            pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
         yield from excluded.items()
 
     def _set_gauges(self) -> None:

@@ -19,7 +19,7 @@ from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
 from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
-from extproc.share.assignment import living
+from extproc.share.assignment import known_pollers
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
 from extproc.share.departed import DepartedModels
@@ -160,7 +160,7 @@ async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
 async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) -> None:
     while True:
         try:
-            fleet.pollers = await living(redis, pool, skips)
+            fleet.pollers, fleet.stopped_pollers = await known_pollers(redis, pool, skips)
         except (RedisError, OSError):
             fleet.pollers = None
         await asyncio.sleep(_POLLERS_EVERY_S)

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
+from extproc.ground.address import process_address
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
@@ -23,13 +24,15 @@ from extproc.share.envelope import EnvelopeKind, Skips
 
 LIFE_S = 1.2  # of a heartbeat: the replicas of a dead poller are taken over within 2 s
 BEAT_S = 0.3  # between two heartbeats
+_FAREWELL_S = 5.0  # life of a farewell: routers look once a second
 
 
 class Heartbeat(Struct, array_like=True, frozen=True):
-    """Sign of life of a poller."""
+    """Sign of life of a poller, or the farewell of one that stopped in order."""
 
     replicas: tuple[str, ...]  # ip:port of the replicas that its sources name
     problems: tuple[str, ...] = ()  # sources that cannot be looked up, each with the reason
+    stopped: bool = False
 
 
 HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
@@ -45,14 +48,23 @@ class Assignment:
     redis_was_emptied: bool = False
 
 
-async def living(redis: Redis, pool: str, skips: Skips) -> dict[str, tuple[str, ...]]:
-    """Returns the pollers of a pool that are alive: name, and what each cannot look up."""
+async def known_pollers(
+    redis: Redis, pool: str, skips: Skips
+) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Returns the pollers of a pool by host and port: those that are alive, with what each cannot
+    look up, and those that said farewell in the last seconds."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips) if names else {}
-    return {name: beat.problems if beat else () for name, beat in beats.items()}
+    alive, stopped = dict[str, tuple[str, ...]](), set[str]()
+    for name, beat in beats.items():
+        if beat and beat.stopped:
+            stopped.add(process_address(name))
+        else:
+            alive[process_address(name)] = beat.problems if beat else ()
+    return alive, stopped
 
 
 async def _heartbeats(
@@ -140,10 +152,13 @@ class Assigner:
         return Assignment(self._replicas, listed_by_others, lapsed, redis_was_emptied)
 
     async def release(self) -> None:
+        """Says farewell, so that other pollers take the replicas over at once."""
+        farewell, life_ms = Heartbeat((), stopped=True), round(_FAREWELL_S * 1000)
         try:
             async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-                pipe.delete(self._key)
-                pipe.srem(self._keys.pollers, self._poller)
+                pipe.delete(self._key)  # a full Redis stores no farewell
+                pipe.set(self._key, HEARTBEAT.seal(farewell), px=life_ms)
+                pipe.pexpire(self._keys.pollers, life_ms)
                 await pipe.execute()
         except (RedisError, OSError) as error:
             self._outage.failed(error)
@@ -182,7 +197,8 @@ class Assigner:
         if dead := names - beats.keys():
             async with in_time():
                 await self._redis.srem(self._keys.pollers, *dead)
-        return {name: frozenset(beat.replicas) for name, beat in beats.items() if beat}
+        alive = {name: beat for name, beat in beats.items() if beat and not beat.stopped}
+        return {name: frozenset(beat.replicas) for name, beat in alive.items()}
 
 
 def _weight(poller: str, replica: str) -> bytes:

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 
 T = TypeVar("T", bound=Struct)
 

@@ -202,9 +202,17 @@ def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0
 
 
 _ROUTER_LOST = Signs(
-    "lost: killed, hung", "extproc_other_routers == 0", "lost: killed, hung", "ExtprocProcessDown"
+    "Of the routers, .* lost: killed, hung",
+    "extproc_other_routers == 0",
+    "Of the routers, .* lost: killed, hung",
+    "ExtprocProcessDown",
 )
-_POLLER_GONE = Signs("gone: ", 'up{job="poller"} == 0', "pollers of the pool", "ExtprocProcessDown")
+_POLLER_LOST = Signs(
+    "Of the pollers, .* lost: killed, hung",
+    'up{job="poller"} == 0',
+    "Of the pollers, .* lost: killed, hung",
+    "ExtprocProcessDown",
+)
 _NO_STATE = Signs(
     "Stale state", "extproc_state_age_seconds > 5", "redis is lost", "ExtprocStateStale"
 )
@@ -292,7 +300,7 @@ SCENES = (
         0.0,
         _nothing,
         _fresh,
-        _POLLER_GONE,
+        _POLLER_LOST,
         tidy=_start("poller"),
     ),
     Scene(
@@ -301,7 +309,7 @@ SCENES = (
         5.0,
         _signal("poller", signal.SIGCONT),
         _fresh,
-        _POLLER_GONE,
+        _POLLER_LOST,
     ),
     Scene(
         "pollers-cut-off",

@@ -1,4 +1,4 @@
-"""A router of two is stopped, as at an upgrade, or killed."""
+"""A router of two is stopped, as at an upgrade; routers and pollers are killed."""
 
 import signal
 from functools import partial
@@ -23,7 +23,7 @@ TIMES = 10
 
 
 def system(directory: Path) -> Stack:
-    return Stack(directory, here(FLEET), SETTINGS, routers=2)
+    return Stack(directory, here(FLEET), SETTINGS, routers=2, pollers=2)
 
 
 async def unrouted(client: Client) -> int:
@@ -58,15 +58,23 @@ async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stac
     assert {answer.status for answer in answers} == {200}
 
 
-async def test_killed_router_is_warned_of_until_it_returns(client: Client, stack: Stack) -> None:
+@pytest.mark.parametrize("name", ["router-2", "poller-2"])
+async def test_killed_process_is_warned_of_until_it_returns(
+    client: Client, stack: Stack, name: str
+) -> None:
     async def lost() -> bool:
-        return any("lost: killed" in warning for warning in await client.warnings())
+        of = f"Of the {name.removesuffix('-2')}s, "
+        return any(
+            warning.startswith(of) and "lost: killed" in warning
+            for warning in await client.warnings()
+        )
 
-    if not stack.process("router-2").running:
-        await stack.start("router-2")
-    await until_read(partial(client.metric, "extproc_other_routers"), lambda now: now == 1)
+    if not stack.process(name).running:
+        await stack.start(name)
+    if name in stack.routers:
+        await until_read(partial(client.metric, "extproc_other_routers"), lambda now: now == 1)
     assert not await lost()
-    await stack.kill("router-2")
+    await stack.kill(name)
     await until_read(lost, lambda now: now)
-    await stack.start("router-2")
+    await stack.start(name)
     await until_read(lost, lambda now: not now)

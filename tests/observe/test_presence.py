@@ -12,12 +12,12 @@ from tests.fakes import ManualClock
 
 def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
     pollers = Presence("pollers", "batch")
-    pollers.look({"a", "b"}, 1000.0)
+    pollers.look({"a", "b"}, 1000.0, ())
     assert pollers.gone == ""
-    pollers.look({"b", "c"}, 1001.0)
-    pollers.look({"b", "c"}, 1600.0)
+    pollers.look({"b", "c"}, 1001.0, ())
+    pollers.look({"b", "c"}, 1600.0, ())
     assert pollers.gone == f"a (since {datetime.fromtimestamp(1001):%H:%M:%S})"
-    pollers.look({"b", "c"}, 1601.0)
+    pollers.look({"b", "c"}, 1601.0, ())
     assert pollers.gone == ""
     (line,) = logged.lines()
     assert (line["msg"], line["pool"]) == ("pollers of the pool changed", "batch")
@@ -27,7 +27,7 @@ def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
 def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
     routers = Presence("routers", "batch")
     for alive in ({"a"}, set[str](), {"a"}):
-        routers.look(alive, 1000.0)
+        routers.look(alive, 1000.0, ())
     assert routers.gone == ""
     assert [(line["joined"], line["left"]) for line in logged.lines()] == [("", "a"), ("a", "")]
 

@@ -66,6 +66,14 @@ async def test_router_that_left_is_lost_unless_it_said_farewell(says_farewell: b
     assert [each.partition(" ")[0] for each in services.routers.lost] == lost
 
 
+async def test_poller_that_left_is_lost_unless_it_said_farewell() -> None:
+    services = router_of(config_of())
+    for alive in ({"a:1": (), "b:1": (), "c:1": ()}, {"c:1": ()}):
+        services.fleet.pollers, services.fleet.stopped_pollers = alive, {"a:1"}
+        await one_pass(services)
+    assert [each.partition(" ")[0] for each in services.pollers.lost] == ["b:1"]
+
+
 async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     services = router_of(config_of())
     services.metrics.failures.add(replica(1), by=3)

@@ -1,14 +1,14 @@
 """Living pollers share the replicas of a pool, and each replica has replica poller."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.share import assignment
-from extproc.share.assignment import Assigner, Assignment, Heartbeat, living
+from extproc.share.assignment import Assigner, Assignment, Heartbeat, known_pollers
 from extproc.share.connection import Keys, connect, outage
 from extproc.share.envelope import Skips
 from tests.conftest import Logged, RedisServer
@@ -240,16 +240,32 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
     assert len({each.name for each in (await beats(a, b)).values()}) == 2
 
 
-async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
-    assert await living(redis_client, POOL, Skips()) == {}
-    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+async def test_pollers_are_listed_by_host_and_port(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    async def listed() -> tuple[Mapping[str, Collection[str]], Collection[str]]:
+        return await known_pollers(redis_client, POOL, Skips())
+
+    assert await listed() == ({}, set())
+    a, b = Poller(redis_client, "host:1:0a"), Poller(redis_client, "host:2:0b")
     await beats(a, b)
-    await redis_client.sadd(Keys(POOL).pollers, "dead")
-    assert await living(redis_client, POOL, Skips()) == {"a": (), "b": ()}
+    await redis_client.sadd(Keys(POOL).pollers, "dead:1:0c")
+    assert await listed() == ({"host:1": (), "host:2": ()}, set())
     await a.assigner.release()
-    assert await living(redis_client, POOL, Skips()) == {"b": ()}
     await b.assigner.beat(b.listed, ["vllm: no name server answers"])
-    assert await living(redis_client, POOL, Skips()) == {"b": ("vllm: no name server answers",)}
+    assert await listed() == ({"host:2": ("vllm: no name server answers",)}, {"host:1"})
+    await beats(Poller(redis_client, "host:1:0d"))
+    alive, _ = await listed()
+    assert alive.keys() == {"host:1", "host:2"}
     await redis_server.kill()
     with pytest.raises((RedisError, OSError)):
-        await living(redis_client, POOL, Skips())
+        await listed()
+
+
+async def test_farewell_of_the_last_poller_is_listed_for_some_seconds(redis_client: Redis) -> None:
+    last = Poller(redis_client, "host:1:0a")
+    await beats(last)
+    await last.assigner.release()
+    assert await known_pollers(redis_client, POOL, Skips()) == ({}, {"host:1"})
+    for key in (Keys(POOL).poller + last.name, Keys(POOL).pollers):
+        assert 2_000 < await redis_client.pttl(key) <= 5_000

@@ -194,7 +194,7 @@ def test_message_fields_match_version() -> None:
     found["state"] = " ".join(ReplicaState.__struct_fields__)
     found["sent_prompt"] = " ".join(SentPrompt.__struct_fields__)
     found["update"] = " ".join(BlockUpdate.__struct_fields__)
-    assert VERSION == 5
+    assert VERSION == 6
     assert found == {
         "replica state": "state lists",
         "lists": "models adapters",
@@ -206,7 +206,7 @@ def test_message_fields_match_version() -> None:
         "blocks": "replica update",
         "update": "number previous block_size stored removed",
         "drain": "drains",
-        "heartbeat": "replicas problems",
+        "heartbeat": "replicas problems stopped",
         "state": (
             "id name profile learned measured models listed adapters max_loras adapters_in_use "
             "max_model_len takes_priority by_priority healthy problem draining unanswered_s "

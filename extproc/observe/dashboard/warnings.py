@@ -10,6 +10,7 @@ from statistics import median_high
 
 import numpy as np
 
+from extproc.observe.changes import Presence
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
@@ -92,7 +93,9 @@ def pool_warnings(
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     """Yield those warnings about a pool that no event of the log reports."""
     yield from _stale(pool)
-    yield from _lost_routers(pool)
+    yield from _lost(pool.routers, "Envoy uses the other routers.")
+    if pool.fleet.pollers:
+        yield from _lost(pool.pollers, "The other pollers scrape its replicas.")
     yield from _pollers(pool)
     yield from _external(pool)
     yield from _frozen(pool, view)
@@ -118,11 +121,11 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         yield "Stale state of other routers: their requests in flight are known from polls only."
 
 
-def _lost_routers(pool: ObservedPool) -> Iterator[str]:
-    if lost := pool.routers.lost:
+def _lost(processes: Presence, consequence: str) -> Iterator[str]:
+    if lost := processes.lost:
         yield (
-            f"Of the routers, {_listed(lost)} lost: killed, hung, or cut off from Redis. Envoy "
-            "uses the other routers. Restart it; if its /livez answers, check its way to Redis."
+            f"Of the {processes.kind}, {_listed(lost)} lost: killed, hung, or cut off from Redis. "
+            f"{consequence} Restart it; if its /livez answers, check its way to Redis."
         )
 
 

@@ -326,6 +326,16 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     assert warnings(replace(services, config=ALONE)) == []
 
 
+def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> None:
+    for alive in ({"a:1", "here:1"}, {"here:1"}):
+        services.pollers.look(alive, 1000.0, ())
+    (warning,) = warnings(services)
+    assert warning.startswith("Of the pollers, a:1 (since ")
+    assert "The other pollers scrape its replicas." in warning
+    services.fleet.pollers = {}
+    assert warnings(services) == ["No poller is alive: start extproc poll."]
+
+
 @pytest.mark.parametrize(
     ("ratios", "drifting"),
     [
