@@ -13,43 +13,34 @@ from pydantic import BaseModel, Field, ValidationError
 from extproc.ground.outage_log import OutageLog
 from extproc.poll.discovery import Target
 from extproc.poll.scrape import ScrapeError, get
-from extproc.replica_state import ReplicaState
 
 log = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
-_FIELDS = ("models", "listed", "adapters", "max_model_len", "takes_priority")
+LISTED_FIELDS = ("models", "listed", "adapters", "max_model_len", "takes_priority")
 _LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
 _NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
 _TAKES_PRIORITY = 0, 11  # first version of vLLM
 
 
 class Models:
-    """Models of one replica, read in a separate task, so that a slow answer delays no scrape.
+    """Reads the models of one replica in a separate task, so that a slow answer delays no scrape.
 
     Args:
         session: result of :func:`~extproc.poll.scrape.open_session`.
         target: the replica.
-        by_priority: the setting ``priority_scheduling``: vLLM accepts priorities.
-        changed: called with fields of a ``ReplicaState`` when they have changed.
-        known: last state that the replica's previous poller wrote.
+        listed: called with fields of a ``ReplicaState`` after each successful read.
     """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         target: Target,
-        by_priority: bool,
-        changed: Callable[..., None],
-        known: ReplicaState | None,
+        listed: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.fields: dict[str, Any] = {}  # empty: unknown
-        if known is not None and known.listed:
-            self.fields = {name: getattr(known, name) for name in _FIELDS}
         self._session = session
         self._replica = target.id
-        self._by_priority = by_priority
-        self._changed = changed
+        self._listed = listed
         begins = "replica does not list its models: using the model names in its metrics"
         self._outage = OutageLog(log, begins, replica=target.title)
         self._reading: asyncio.Task[None] | None = None
@@ -63,24 +54,21 @@ class Models:
             self._read_at = now
             self._reading = asyncio.create_task(self._refresh())
 
-    def forget(self) -> None:
-        """Drops the models of an ended process, and cancels a request for them in progress."""
+    def restart(self) -> None:
+        """Cancels a request in progress, which may concern an ended process; the next refresh
+        reads at once."""
         if self._reading is not None:
             self._reading.cancel()
-        self._reading, self._read_at, self.fields = None, -inf, {}
+        self._reading, self._read_at = None, -inf
 
     async def _refresh(self) -> None:
         try:
             fields = await read_models(self._session, self._replica)
         except ScrapeError as error:
             self._outage.failed(error)
-            return
-        self._outage.recovered()
-        before = self.fields.get("takes_priority", False)
-        fields["takes_priority"] |= self._by_priority or before
-        if fields != self.fields:
-            self.fields = fields
-            self._changed(**fields)
+        else:
+            self._outage.recovered()
+            self._listed(fields)
 
 
 class _Model(BaseModel):

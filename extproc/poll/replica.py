@@ -2,22 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from random import Random
 from typing import Any
 
 import aiohttp
+import zmq.asyncio
 from msgspec import structs
 
-from extproc.config import POLL_JITTER, PollSettings
-from extproc.ground.clock import Clock
+from extproc.config import POLL_JITTER, Config
+from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.runtime import Backoff
 from extproc.poll.batch import scraped_state
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
+from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.models import Models
+from extproc.poll.models import LISTED_FIELDS, Models
 from extproc.poll.scrape import (
     PollMetrics,
     RefusedError,
@@ -45,41 +48,40 @@ _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unheal
 _LONGEST_PROBLEM = 200
 
 
-class PolledReplica:
-    """Scrapes one replica, and publishes its state after each scrape, successful or not."""
+@dataclass(frozen=True, slots=True)
+class PollContext:
+    """Parts that all replicas of a poller share."""
 
-    def __init__(
-        self,
-        target: Target,
-        session: aiohttp.ClientSession,
-        publish: Callable[[ReplicaState], None],
-        metrics: PollMetrics,
-        settings: PollSettings,
-        prior: FleetPrior,
-        known: ReplicaState | None = None,
-        kv_stream: KvStream | None = None,
-        *,
-        by_priority: bool,
-        monotonic: Clock,
-        wall: Clock,
-        random: Random,
-    ) -> None:
-        self.target = target  # the poller replaces it when ``draining`` or ``ready`` changes
-        self._session = session
-        self._publish_state = publish
-        self._metrics = metrics
-        self._settings = settings
-        self._monotonic = monotonic
-        self._wall = wall
-        self._random = random
-        self._backoff = Backoff(settings.interval_s, BACKOFF_MOST_S, random)
+    config: Config
+    into: Destination
+    tasks: asyncio.TaskGroup
+    session: aiohttp.ClientSession
+    zmq: zmq.asyncio.Context
+    metrics: PollMetrics
+    prior: FleetPrior
+    random: Random
+    monotonic: Clock = monotonic
+    wall: Clock = wall
+
+
+class PolledReplica:
+    """Scrapes one replica until stopped, and publishes its state after each scrape, successful or
+    not.
+
+    ``known``: last state that the replica's previous poller wrote.
+    """
+
+    def __init__(self, target: Target, known: ReplicaState | None, context: PollContext) -> None:
+        self.target = target
+        self._context = context
+        self._settings = context.config.poll
+        self._backoff = Backoff(self._settings.interval_s, BACKOFF_MOST_S, context.random)
         self._silence: asyncio.Task[None] | None = None  # None: no scrape is unanswered
-        self._kv_stream = kv_stream
         self._identity: dict[str, Any] = {
             "id": target.id,
             "name": target.name,
             "profile": target.profile,
-            "by_priority": by_priority,
+            "by_priority": context.config.priority_scheduling,
             "life_s": TTL_S,
         }
         # The last published state; at first, the one of the replica's previous poller.
@@ -87,24 +89,37 @@ class PolledReplica:
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # in a row
-        self._prior = prior
         self._profile = hardware_profile(target.profile)
         self._learned = _learned(known, target.profile)
         self._estimator: Estimator | None = None  # until the first scrape of the process
-        self._models = Models(session, target, by_priority, self._update, known)
+        self._models = Models(context.session, target, self._listed)
+        self._kv_stream: KvStream | None = None
+        if (ports := target.kv_events_ports) is not None:
+            blocks = KvBlocks(context.random, context.monotonic)
+            into, clock = context.into, context.monotonic
+            self._kv_stream = KvStream(context.zmq, target, ports, blocks, into, clock)
+        self._task = context.tasks.create_task(self._run())
 
     @property
     def healthy(self) -> bool:
         return self.state is not None and self.state.healthy
 
+    def mark(self, target: Target) -> None:
+        """Takes over whether the replica drains or is ready; publishes a change at once."""
+        before, self.target = self.target, target
+        if (before.draining, before.ready) != (target.draining, target.ready):
+            self._update()
+
     def resend_all(self) -> None:
         """Publishes state and KV blocks again: Redis may have lost them."""
-        if self.state is not None:
-            self._publish_state(self.state)
+        self._update()
         if self._kv_stream is not None:
             self._kv_stream.resend_all()
 
-    async def run(self) -> None:
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             if self._kv_stream is not None:
                 tasks.create_task(self._kv_stream.run())
@@ -113,7 +128,7 @@ class PolledReplica:
     async def _scrape(self) -> None:
         try:
             # A random share of the first wait spreads the scrapes of replicas that start together.
-            share_of_wait = self._random.random()
+            share_of_wait = self._context.random.random()
             while True:
                 try:
                     wait_s = await self._scrape_once()
@@ -124,40 +139,42 @@ class PolledReplica:
                 share_of_wait = 1.0
         finally:
             self._stop_counting_silence()
-            self._models.forget()
-            self._prior.forget(self.target.id)
+            self._models.restart()
+            self._context.prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
-        started = self._monotonic()
+        started = self._context.monotonic()
         if self._silence is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds
             self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
         try:
-            figures = await scrape(self._session, self.target.id, self._health_is_due(started))
+            figures = await scrape(
+                self._context.session, self.target.id, self._health_is_due(started)
+            )
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
         self._stop_counting_silence()
-        seconds = self._monotonic() - started
+        seconds = self._context.monotonic() - started
         before = self.state
         if self._restarted(figures):
             before = None
-            self._models.forget()
+            self._models.restart()
             self._estimator = self._learned = None
         if self._estimator is None:
             expected = self._profile.expected_step(figures.kv_tokens / figures.engines)
             self._estimator = Estimator(expected, self._learned)
         if seconds <= self._settings.timeout_s:
-            self._metrics.good.inc()
-            self._estimator.poll(figures.counts(started + seconds / 2), self._prior.prior)
-            self._prior.report(self.target.id, self._estimator.evidence)
+            self._context.metrics.good.inc()
+            self._estimator.poll(figures.counts(started + seconds / 2), self._context.prior.prior)
+            self._context.prior.report(self.target.id, self._estimator.evidence)
         else:  # the figures' time is too uncertain to learn step times
-            self._metrics.late.inc()
+            self._context.metrics.late.inc()
             self._estimator.interrupted()
         self._succeeded(figures, before, self._estimator, seconds)
         self._models.refresh(started)
-        spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
-        spent = self._monotonic() - started
+        spread = self._context.random.uniform(-POLL_JITTER, POLL_JITTER)
+        spent = self._context.monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
@@ -183,7 +200,7 @@ class PolledReplica:
             log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
         self._silent_scrapes = 0
-        self._metrics.seconds.observe(seconds)
+        self._context.metrics.seconds.observe(seconds)
         self._figures = figures
         # Several engines have separate caches, and the events do not say whose.
         kv_stream = self._kv_stream if figures.engines == 1 else None
@@ -191,20 +208,20 @@ class PolledReplica:
             self._blank(),
             before,
             figures,
-            **self._models.fields,
+            **_models_listed(before),
             learned=estimator.model,
             measured=estimator.measured,
-            scraped_at=self._wall(),
+            scraped_at=self._context.wall(),
             scrape_seconds=seconds,
             kv_update=kv_stream.number if kv_stream is not None else None,
         )
         self._publish(checked(state))
 
     def _failed(self, error: ScrapeError) -> None:
-        self._metrics.failed.inc()
+        self._context.metrics.failed.inc()
         if self._estimator is not None:
             self._estimator.interrupted()
-        self._prior.report(self.target.id, None)
+        self._context.prior.report(self.target.id, None)
         if self._kv_stream is not None:
             self._kv_stream.invalidate()
         is_silent = isinstance(error, SilentError)
@@ -218,7 +235,7 @@ class PolledReplica:
                 "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
             )
         if isinstance(error, UnreachableError):
-            self._models.forget()  # the next process may serve other models
+            self._models.restart()  # the next process may serve other models
         update = {
             "healthy": False,
             "problem": str(error),
@@ -241,7 +258,7 @@ class PolledReplica:
         while True:
             silent_s, answered = 0.0, False
             while not answered:
-                asking = asyncio.ensure_future(responds(self._session, self.target.id))
+                asking = asyncio.ensure_future(responds(self._context.session, self.target.id))
                 try:
                     while not (await asyncio.wait([asking], timeout=SILENCE_STEP_S))[0]:
                         silent_s += SILENCE_STEP_S
@@ -270,20 +287,28 @@ class PolledReplica:
                 extra=extra,
                 exc_info=error,
             )
-        self._metrics.failed.inc()
+        self._context.metrics.failed.inc()
         self._stop_counting_silence()
         self._figures = None
         self._estimator = self._learned = None
-        self._models.forget()
+        self._models.restart()
         self._publish(self._blank(healthy=False, problem=problem))
 
     def _publish(self, state: ReplicaState) -> None:
         self.state = state
-        self._publish_state(state)
+        self._context.into.put(self.target.marked(state))
 
     def _update(self, **values: Any) -> None:
         if self.state is not None:
             self._publish(structs.replace(self.state, **values))
+
+    def _listed(self, fields: dict[str, Any]) -> None:
+        """Publishes the fields of a state that the replica's list of models tells."""
+        before = self.state
+        if before is not None:
+            fields["takes_priority"] |= before.by_priority or before.takes_priority
+            if structs.replace(before, **fields) != before:
+                self._update(**fields)
 
     def _restarted(self, figures: EngineFigures) -> bool:
         """Returns True if the replica's process is not the process of the last scrape."""
@@ -308,6 +333,13 @@ class PolledReplica:
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
+
+
+def _models_listed(before: ReplicaState | None) -> dict[str, Any]:
+    """Returns the fields that the list of models told of the process; none if it told nothing."""
+    if before is None or not before.listed:
+        return {}
+    return {name: getattr(before, name) for name in LISTED_FIELDS}
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
