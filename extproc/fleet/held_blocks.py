@@ -77,10 +77,11 @@ class HeldBlocks:
         self._bitmaps = ReplicaBitmaps()
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
-        """Returns True if an update can be applied: the update is whole, or follows the last
-        applied one."""
+        """Returns True if an update is to be applied: the update is whole and new, or follows the
+        last applied one."""
         blocks = self._replicas.get(replica)
-        return update.whole or (blocks is not None and update.previous == blocks.number)
+        last = 0 if blocks is None else blocks.number
+        return not is_up_to(last, update.number) if update.whole else update.previous == last
 
     def apply(self, replica: str, update: BlockUpdate) -> Iterator[None]:
         """Applies an update that follows, in steps between which the event loop may run."""

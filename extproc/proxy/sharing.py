@@ -54,7 +54,9 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
             _receive_prompts(prompts, fleet),
-            _receive_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet),
+            _receive_blocks(
+                BlockReader(redis, pool, fleet.blocks, random, monotonic, skips), fleet
+            ),
             _watch_pollers(redis, pool, fleet, skips),
             _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
         ]
@@ -148,13 +150,10 @@ async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
 
 
 async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
-    """Receives the KV blocks that replicas report. After a gap, asks for all blocks again."""
+    """Receives the KV blocks that replicas report."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
-            if fleet.blocks.follows(change.replica, change.update):
-                await in_turns(fleet.blocks.apply(change.replica, change.update))
-            else:
-                reader.forget(change.replica)
+            await in_turns(fleet.blocks.apply(change.replica, change.update))
 
 
 async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) -> None:

@@ -4,7 +4,7 @@ Redis stores a list for each replica: a whole update, and the updates since then
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from random import Random
 from typing import Any
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from extproc.fleet.held_blocks import BlockUpdate, is_up_to, pack, unpack
+from extproc.fleet.held_blocks import BlockUpdate, HeldBlocks, pack, unpack
 from extproc.ground.clock import Clock
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
@@ -95,40 +95,43 @@ class BlockWriter:
 
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
-    """Yields block updates. Each is whole, or follows the update yielded last for the replica."""
+    """Yields block updates that can be applied to ``held``, to which the caller applies each before
+    it asks for the next."""
 
     def __init__(
-        self, redis: Redis, pool: str, random: Random, clock: Clock, skips: Skips | None = None
+        self,
+        redis: Redis,
+        pool: str,
+        held: HeldBlocks,
+        random: Random,
+        clock: Clock,
+        skips: Skips | None = None,
     ) -> None:
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.blocks_channel
+        self._held = held
         self._clock = clock
-        self._numbers: dict[str, int] = {}  # number of each replica's last update
         self._read_at: dict[str, float] = {}
 
-    def forget(self, replica: str) -> None:
-        """Makes the next update yielded for the replica a whole one."""
-        self._numbers.pop(replica, None)
-
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
-        self._numbers.clear()
         beginning = self._keys.blocks
         for key in await keys_after(self._redis, beginning):
-            for update in await self._read(key.removeprefix(beginning)):
-                yield update
+            async for change in self._stored(key.removeprefix(beginning)):
+                yield change
 
-    async def _pushed(self, data: bytes) -> Iterable[ReplicaBlockUpdate]:
-        """Returns the pushed update, or the stored list if earlier updates were missed."""
-        update = self._skips.open(self._channel, data, BLOCKS)
-        if update is None or self._is_old(update):
-            return []
-        if self._follows(update):
-            return [update]
-        since = self._clock() - self._read_at.get(update.replica, -math.inf)
-        return await self._read(update.replica) if since >= _READ_AGAIN_S else []
+    async def _pushed(self, data: bytes) -> AsyncIterator[ReplicaBlockUpdate]:
+        """Yields the pushed update, or the stored ones if earlier updates were missed."""
+        change = self._skips.open(self._channel, data, BLOCKS)
+        if change is None:
+            return
+        if self._held.follows(change.replica, change.update):
+            yield change
+        elif self._clock() - self._read_at.get(change.replica, -math.inf) >= _READ_AGAIN_S:
+            async for stored in self._stored(change.replica):
+                yield stored
 
-    async def _read(self, replica: str) -> Iterable[ReplicaBlockUpdate]:
-        """Returns a replica's stored updates, without those that another poller appended."""
+    async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
+        """Yields a replica's stored updates, without those that another poller appended."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
@@ -136,18 +139,8 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 found: Any = await self._redis.lrange(key, 0, -1)
         except ResponseError as error:  # the key holds no list
             self._skips.garbage(key, error)
-            return []
-        opened = (self._skips.open(key, data, BLOCKS) for data in found)
-        updates = (update for update in opened if update and not self._is_old(update))
-        return filter(self._follows, updates)
-
-    def _is_old(self, change: ReplicaBlockUpdate) -> bool:
-        last = self._numbers.get(change.replica)
-        return last is not None and is_up_to(last, change.update.number)
-
-    def _follows(self, change: ReplicaBlockUpdate) -> bool:
-        """Marks an update as read; returns False if updates before it are missing."""
-        if not change.update.whole and change.update.previous != self._numbers.get(change.replica):
-            return False
-        self._numbers[change.replica] = change.update.number
-        return True
+            return
+        for data in found:
+            change = self._skips.open(key, data, BLOCKS)
+            if change and self._held.follows(replica, change.update):
+                yield change

@@ -1,6 +1,6 @@
 """Digests in Redis: each router writes its own, and reads those of all."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from random import Random
 
@@ -11,7 +11,7 @@ from extproc.fleet import digest as fleet_digest
 from extproc.fleet.digest import Digest
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
-from extproc.share.reader import ChannelReader, keys_after
+from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _LIFE_MS = 2000  # of a digest in Redis: four whole digests
 DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
@@ -67,19 +67,14 @@ class DigestReader(ChannelReader[DigestEvent]):
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.digests
 
-    async def _pushed(self, data: bytes) -> Iterable[DigestEvent]:
-        digest = self._skips.open(self._channel, data, DIGEST)
-        return [DigestReceived(digest)] if digest else ()
+    async def _pushed(self, data: bytes) -> AsyncIterator[DigestEvent]:
+        if digest := self._skips.open(self._channel, data, DIGEST):
+            yield DigestReceived(digest)
 
     async def _found(self) -> AsyncIterator[DigestEvent]:
         keys = await keys_after(self._redis, self._keys.router)
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.get(key)
-                pipe.pttl(key)
-            answers = await pipe.execute(raise_on_error=False)
         yield Connected()
-        for key, data, left in zip(keys, answers[::2], answers[1::2], strict=True):
-            is_digest = isinstance(data, bytes) and isinstance(left, int)
-            if is_digest and (digest := self._skips.open(key, data, DIGEST)):
-                yield DigestReceived(digest, max(_LIFE_MS - left, 0) / 1000)
+        async for page in stored_values(self._redis, keys):
+            for key, data, left_s in page:
+                if digest := self._skips.open(key, data, DIGEST):
+                    yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -17,6 +17,7 @@ from extproc.share.connection import TIMEOUT_S, Keys, in_time, reconnecting
 from extproc.share.envelope import Skips
 
 _SCAN_PAGE = 1000
+_VALUES_PAGE = 64  # values that are read at once
 _NO_CHANNEL = "none"  # nobody subscribes to this channel
 
 T = TypeVar("T")
@@ -33,6 +34,25 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
         keys.update(map(str_if_bytes, page))
         if cursor == 0:
             return sorted(keys)
+
+
+async def stored_values(
+    redis: Redis, keys: Sequence[str]
+) -> AsyncIterator[list[tuple[str, bytes, float]]]:
+    """Yields pages of the strings among the values of keys: each with its key, and the seconds that
+    it has left to live. Between two pages the event loop is free."""
+    for first in range(0, len(keys), _VALUES_PAGE):
+        page = keys[first : first + _VALUES_PAGE]
+        async with in_time(), redis.pipeline(transaction=False) as pipe:
+            for key in page:
+                pipe.get(key)
+                pipe.pttl(key)
+            found = await pipe.execute(raise_on_error=False)
+        yield [
+            (key, value, max(left_ms, 0) / 1000)
+            for key, value, left_ms in zip(page, found[::2], found[1::2], strict=True)
+            if isinstance(value, bytes) and isinstance(left_ms, int)
+        ]
 
 
 class Reader(ABC, Generic[T]):
@@ -54,17 +74,15 @@ class Reader(ABC, Generic[T]):
                     async for change in changes:
                         yield change
             except (RedisError, OSError) as error:
-                for change in self._cut_off(error):
-                    yield change
+                self._failed(error)
                 await asyncio.sleep(self._backoff.next())
 
     @abstractmethod
     def _connected(self) -> AsyncGenerator[T]:
         """Yields stored values, then changes, until a RedisError."""
 
-    def _cut_off(self, error: Exception) -> Iterable[T]:
-        """Returns the changes to yield after a failed attempt to read."""
-        return ()
+    def _failed(self, error: Exception) -> None:
+        """Called after each failed attempt to read."""
 
 
 class ChannelReader(Reader[T]):
@@ -89,7 +107,7 @@ class ChannelReader(Reader[T]):
                     self._backoff.reset()
                     await _ask_for_answer(pubsub)
                 elif message["type"] == "message":
-                    for change in await self._pushed(message["data"]):
+                    async for change in self._pushed(message["data"]):
                         yield change
                 elif message["type"] == "unsubscribe":
                     self._caught_up()
@@ -99,8 +117,8 @@ class ChannelReader(Reader[T]):
         """Yields the stored values."""
 
     @abstractmethod
-    async def _pushed(self, data: bytes) -> Iterable[T]:
-        """Returns the changes in a message."""
+    def _pushed(self, data: bytes) -> AsyncIterator[T]:
+        """Yields the changes in a message."""
 
     def _caught_up(self) -> None:
         """Called after the last message that was pushed before the stored values were read."""

@@ -15,12 +15,11 @@ from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
 from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
-from extproc.share.reader import ChannelReader, keys_after
+from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _MAX_IN_MESSAGE = 16
 """States in a message. To receive a message costs a router as much as to apply one state; a message
 of 16 states blocks its event loop for a millisecond."""
-_MAX_IN_PAGE = 64  # states that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +64,6 @@ for first = 1, states, {_MAX_IN_MESSAGE} do
   redis.call('PUBLISH', ARGV[4], head .. table.concat(ARGV, '', 4 + first, 4 + last))
 end
 return refused
-"""
-
-# KEYS: keys of states. A key that is missing or holds no string gives nil, as with MGET.
-_READ = """
-local values, left = {}, {}
-for i = 1, #KEYS do
-  local value = redis.pcall('GET', KEYS[i])
-  values[i] = type(value) == 'string' and value
-  left[i] = redis.call('PTTL', KEYS[i])
-end
-return {values, left}
 """
 
 
@@ -137,29 +125,20 @@ class StateReader(ChannelReader[Change]):
         return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
-        """Returns the states in Redis of these replicas, or of all if None.
-
-        The states are read in pages, between which the router's event loop is free.
-        """
+        """Returns the states in Redis of these replicas, or of all if None."""
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)
         else:
             keys = [self._keys.replica + replica for replica in replicas]
         states: list[ReplicaState] = []
         ages: dict[str, float] = {}
-        for first in range(0, len(keys), _MAX_IN_PAGE):
-            page = keys[first : first + _MAX_IN_PAGE]
-            async with in_time():
-                values, left = await self._redis.eval(_READ, len(page), *page)
-            left_s = {}
-            found = []
-            for key, value, left_ms in zip(page, values, left, strict=True):
-                if value is not None and (put := self._skips.open(key, value, PUT)):
-                    found.append(put)
-                    left_s[put.state.id] = left_ms / 1000
-            for put in await self._lists.complete(found):
-                states.append(put.state)
-                ages[put.state.id] = max(put.state.life_s - left_s[put.state.id], 0.0)
+        async for page in stored_values(self._redis, keys):
+            opened = [self._skips.open(key, value, PUT) for key, value, _ in page]
+            for put, (*_, left_s) in zip(opened, page, strict=True):
+                if put:
+                    ages[put.state.id] = max(put.state.life_s - left_s, 0.0)
+            puts = await self._lists.complete([put for put in opened if put])
+            states += [put.state for put in puts]
         return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
@@ -169,13 +148,14 @@ class StateReader(ChannelReader[Change]):
         self._lists.keep(self._scraped_at)
         yield snapshot
 
-    async def _pushed(self, data: bytes) -> Iterable[Change]:
+    async def _pushed(self, data: bytes) -> AsyncIterator[Change]:
         changes = self._skips.open_all(self._channel, data, PUT, REMOVED)
         completed = await self._lists.complete(changes)
         for change in changes:
             if isinstance(change, Removed):
                 self._lists.forget(change.id)
-        return filter(self._is_newer, completed)
+        for change in filter(self._is_newer, completed):
+            yield change
 
     def _is_newer(self, change: Change) -> bool:
         """Returns False for a state older than the snapshot, whose lower counters would look like a
@@ -191,6 +171,5 @@ class StateReader(ChannelReader[Change]):
     def _caught_up(self) -> None:
         self._scraped_at.clear()
 
-    def _cut_off(self, error: Exception) -> Iterable[Change]:
+    def _failed(self, error: Exception) -> None:
         self._outage.failed(error)
-        return ()

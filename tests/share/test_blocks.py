@@ -13,8 +13,9 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from extproc.fleet.held_blocks import NUMBERS, BlockUpdate
+from extproc.fleet.held_blocks import NUMBERS, BlockUpdate, HeldBlocks
 from extproc.ground.clock import monotonic, wall
+from extproc.ground.runtime import in_turns
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.share import blocks as shared
 from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, ReplicaBlockUpdate
@@ -43,9 +44,8 @@ def whole(number: int, stored: set[int]) -> BlockUpdate:
 class Router:
     """Router that applies the updates it reads."""
 
-    reader: BlockReader
-
     def __init__(self) -> None:
+        self.blocks = HeldBlocks(monotonic)
         self.held: dict[str, set[int]] = {}
         self.wholes = 0
 
@@ -53,6 +53,7 @@ class Router:
         async with aclosing(reader.changes()) as following:
             async for change in following:
                 name, one = change.replica, change.update
+                await in_turns(self.blocks.apply(name, one))
                 self.wholes += one.whole
                 held = set() if one.whole else self.held[name]
                 self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
@@ -65,8 +66,8 @@ class Router:
 async def router(url: str) -> AsyncIterator[Router]:
     one = Router()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        one.reader = BlockReader(redis, "test", Random(1), monotonic)
-        following = tasks.create_task(one.follow(one.reader))
+        reader = BlockReader(redis, "test", one.blocks, Random(1), monotonic)
+        following = tasks.create_task(one.follow(reader))
         yield one
         following.cancel()
 
@@ -207,7 +208,7 @@ async def test_router_that_lost_blocks_reads_them_again(
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     following.held.clear()
-    following.reader.forget(replica(1))
+    following.blocks.forget(replica(1))
     await write(update_of(2, {2}))
     await following.holds({1, 2})
 
