@@ -15,32 +15,15 @@ the longest unanswered scrape (``STALE_AFTER_S``)."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
-class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A replica at the time of a scrape; the engines of a data-parallel server are summed.
+class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Figures on a replica's ``/metrics``; the engines of a data-parallel server are summed.
 
     Counters begin at zero when the replica's process starts.
     """
 
-    id: str  # ip:port, as in Envoy's cluster
-    name: str = ""  # in the configuration, for people
-    profile: str = ""  # hardware profile; empty: the router's default
-    learned: StepModel | None = None  # step times learned from counters; None: the profile's
-    measured: bool = False  # ``learned`` is from this replica's work, not from other replicas'
     models: tuple[str, ...] = ()  # LoRA adapters included; empty: not known
-    listed: bool = False  # ``models`` is the replica's list; else ``/metrics`` names one model
-    adapters: tuple[str, ...] = ()  # those of ``models`` that are LoRA adapters
     max_loras: int = 0  # adapters in one batch; 0: not known
     adapters_in_use: tuple[str, ...] = ()  # adapters with a request that runs or waits
-    max_model_len: int | None = None  # context length in tokens
-    takes_priority: bool = False  # its vLLM accepts ``priority`` in every request body
-    by_priority: bool = False  # its vLLM serves higher priorities first (``priority_scheduling``)
-    healthy: bool = True  # False: the last scrape failed
-    problem: str = ""  # why the replica is not healthy, in a few words
-    draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
-    unanswered_s: Finite = 0.0
-    """Seconds for which the replica has accepted connections and answered no scrape; the figures
-    below are those of the last answer."""
-
     engines: int = 1  # of a data-parallel server; each has a batch and a KV cache of its own
     running: int = 0
     waiting: int = 0
@@ -48,6 +31,8 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_tokens: int = 0  # KV cache in tokens; 0: not known
     block_size: int = 16  # tokens in a KV block
     prefix_caching: bool = True  # True where not known
+    asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
+    started_at: Finite = 0.0  # of the process: seconds since the epoch, its clock; 0: not known
 
     # Counters.
     steps: Finite = 0.0  # engine steps; of several engines, the mean
@@ -58,13 +43,34 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: Finite = 0.0  # from speculative decoding, beyond one a step
     preemptions: Finite = 0.0  # sequences preempted
 
-    kv_update: int | None = None
-    """Number of the latest KV event; None: the content of the prefix cache is not known, because
-    the poller misses events."""
-
     output_lengths: tuple[tuple[Finite, Finite], ...] = ()
     """Histogram counters: upper bound in tokens, and the requests that generated more tokens than
     the bound before and at most this bound. Longer requests are not counted."""
+
+
+class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True):
+    """A replica at the time of a scrape."""
+
+    id: str  # ip:port, as in Envoy's cluster
+    name: str = ""  # in the configuration, for people
+    profile: str = ""  # hardware profile; empty: the router's default
+    learned: StepModel | None = None  # step times learned from counters; None: the profile's
+    measured: bool = False  # ``learned`` is from this replica's work, not from other replicas'
+    listed: bool = False  # ``models`` is the replica's list; else ``/metrics`` names one model
+    adapters: tuple[str, ...] = ()  # those of ``models`` that are LoRA adapters
+    max_model_len: int | None = None  # context length in tokens
+    takes_priority: bool = False  # its vLLM accepts ``priority`` in every request body
+    by_priority: bool = False  # its vLLM serves higher priorities first (``priority_scheduling``)
+    healthy: bool = True  # False: the last scrape failed
+    problem: str = ""  # why the replica is not healthy, in a few words
+    draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
+    unanswered_s: Finite = 0.0
+    """Seconds for which the replica has accepted connections and answered no scrape; the figures
+    are those of the last answer."""
+
+    kv_update: int | None = None
+    """Number of the latest KV event; None: the content of the prefix cache is not known, because
+    the poller misses events."""
 
     scraped_at: Finite = 0.0  # seconds since the epoch, on the poller's clock
     scrape_seconds: Finite = 0.0  # duration: the figures are at most so much older
@@ -72,8 +78,6 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time to live in Redis, in seconds: less the time left it is the state's age, independent of
     clocks; 0: not known."""
 
-    asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
-    started_at: Finite = 0.0  # of the process: seconds since the epoch, its clock; 0: not known
     refuses: bool = False  # connections are refused: no process listens
     most_running: int = 0  # most sequences that ran at once since the process started
     max_num_seqs: int = 0  # vLLM's setting, as learned; 0: the profile's

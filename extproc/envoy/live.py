@@ -19,7 +19,7 @@ from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
 from extproc.observe.client import RouterUnavailableError, fetch_pages
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
-from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.metrics_text import PageFigures
 from extproc.poll.models import read_models
 from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
@@ -238,7 +238,7 @@ async def _check_replica(
     return [*problems, (Level.OK, text)]
 
 
-def _missing_metrics(figures: EngineFigures) -> Iterator[Problem]:
+def _missing_metrics(figures: PageFigures) -> Iterator[Problem]:
     remedy = "Find out what drops this metric between the replica and the poller"
     if figures.generated_tokens and not figures.kv_tokens:  # an engine that only embeds has none
         yield (

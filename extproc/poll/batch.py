@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec import structs
 
-from extproc.poll.metrics_text import EngineFigures
-from extproc.replica_state import ReplicaState
+from extproc.poll.metrics_text import PageFigures
+from extproc.replica_state import EngineFigures, ReplicaState
 
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
 _FEWEST_STEPS = 3  # between two polls; in fewer, sequences that begin or end distort the figures
@@ -25,7 +25,7 @@ _MEMORY = 1000.0  # generated tokens during which the weight of a ratio falls by
 
 
 def scraped_state(
-    base: ReplicaState, before: ReplicaState | None, figures: EngineFigures, **others: Any
+    base: ReplicaState, before: ReplicaState | None, figures: PageFigures, **others: Any
 ) -> ReplicaState:
     """Returns the state of a replica after a scrape.
 
@@ -45,7 +45,7 @@ def scraped_state(
         "max_num_seqs": limit,
         "tokens_per_step": _tokens_per_step(before, figures),
     }
-    return structs.replace(base, **{**figures.fields(), **batch, **others})
+    return structs.replace(base, **{**figures.of_state(), **batch, **others})
 
 
 def _is_full(before: ReplicaState, now: EngineFigures) -> bool:

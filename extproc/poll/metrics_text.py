@@ -5,10 +5,10 @@ of vLLM; lists of names begin with the newest name.
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from extproc.predict.windows import EngineCounts
+from extproc.replica_state import EngineFigures
 
 _LARGEST = 2.0**53  # counters are exact up to here
 _BLOCK_SIZE_ON_GPUS = 16
@@ -39,46 +39,23 @@ _MAX_LORAS = re.compile(rb'[{,]max_lora="(\d{1,6})"')
 _RUNNING_ADAPTERS = re.compile(rb'[{,]running_lora_adapters="((?:[^"\\]|\\.)*)"')
 _WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
-_FOR_ESTIMATOR = ("finished", "prefill_s", "decode_s", "cached_early")  # no fields of a state
 
 
 class MetricsError(ValueError):
     """The page is not vLLM's, or has a value that no vLLM reports."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """Figures of a page, summed over its data-parallel engines; fields as in ``ReplicaState``."""
+class PageFigures(EngineFigures, frozen=True, kw_only=True):
+    """All figures of a page: also those that only the estimator of step times needs."""
 
-    models: tuple[str, ...]
-    running: int
-    waiting: int
-    kv_usage: float
-    kv_tokens: int
-    block_size: int
-    steps: float
-    prompt_tokens: float
-    cached_tokens: float
-    generated_tokens: float
-    first_tokens: float
-    accepted_tokens: float
-    preemptions: float
-    finished: float  # requests
+    finished: float = 0.0  # requests
     prefill_s: float = 0.0  # seconds of finished requests, from admission to first token
     decode_s: float = 0.0  # seconds of finished requests, from first token to last
     cached_early: bool = False  # cached tokens count at admission (vLLM up to 0.15)
-    output_lengths: tuple[tuple[float, float], ...] = ()
-    engines: int = 1
-    prefix_caching: bool = True  # also if the page does not say
-    max_loras: int = 0
-    adapters_in_use: tuple[str, ...] = ()
-    asleep: bool = False  # also if the page does not say
-    started_at: float = 0.0  # s since the epoch; 0: several processes serve the page
 
-    def fields(self) -> dict[str, Any]:
-        """Returns the figures as fields of a ``ReplicaState``; ``dataclasses.asdict`` would take
-        100 µs."""
-        return {name: getattr(self, name) for name in self.__slots__ if name not in _FOR_ESTIMATOR}
+    def of_state(self) -> dict[str, Any]:
+        """Returns the figures that a ``ReplicaState`` has."""
+        return {name: getattr(self, name) for name in EngineFigures.__struct_fields__}
 
     def counts(self, at: float) -> EngineCounts:
         """Returns the counts from which step times are learned; ``at``: time at which the page was
@@ -106,7 +83,7 @@ class EngineFigures:
         )
 
 
-def read_metrics(page: bytes) -> EngineFigures:
+def read_metrics(page: bytes) -> PageFigures:
     """Reads the text of a ``/metrics`` page.
 
     Raises:
@@ -126,7 +103,7 @@ def read_metrics(page: bytes) -> EngineFigures:
     models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(page)
-    return EngineFigures(
+    return PageFigures(
         models=tuple(sorted(models)),
         running=int(_sum(_RUNNING, running)),
         waiting=int(_total(page, b"num_requests_waiting")),

@@ -19,7 +19,7 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
-from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.metrics_text import PageFigures
 from extproc.poll.models import LISTED_FIELDS, Models
 from extproc.poll.scrape import (
     PollMetrics,
@@ -32,7 +32,7 @@ from extproc.poll.scrape import (
 )
 from extproc.predict.estimator import Estimator, FleetPrior, coefficients
 from extproc.predict.step import StepModel, hardware_profile
-from extproc.replica_state import TTL_S, ReplicaState, checked
+from extproc.replica_state import TTL_S, EngineFigures, ReplicaState, checked
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class PolledReplica:
         }
         # The last published state; at first, the one of the replica's previous poller.
         self.state = None if known is None else structs.replace(known, **self._identity)
-        self._figures: EngineFigures | None = None
+        self._figures: PageFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # in a row
         self._profile = hardware_profile(target.profile)
@@ -191,7 +191,7 @@ class PolledReplica:
 
     def _succeeded(
         self,
-        figures: EngineFigures,
+        figures: PageFigures,
         before: ReplicaState | None,
         estimator: Estimator,
         seconds: float,
@@ -310,9 +310,9 @@ class PolledReplica:
             if structs.replace(before, **fields) != before:
                 self._update(**fields)
 
-    def _restarted(self, figures: EngineFigures) -> bool:
+    def _restarted(self, figures: PageFigures) -> bool:
         """Returns True if the replica's process is not the process of the last scrape."""
-        last = self._figures or self.state
+        last: EngineFigures | None = self._figures or self.state
         if last is None:
             return False
         if self._serves_another_model(figures):
@@ -325,7 +325,7 @@ class PolledReplica:
             or figures.generated_tokens < last.generated_tokens
         )
 
-    def _serves_another_model(self, figures: EngineFigures) -> bool:
+    def _serves_another_model(self, figures: PageFigures) -> bool:
         if self._figures is not None:
             return figures.models != self._figures.models
         known = self.state.models if self.state else ()

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from yarl import URL
 
 from extproc.poll.metrics_text import (
-    EngineFigures,
     MetricsError,
+    PageFigures,
     drop_old_adapter_sets,
     read_metrics,
 )
@@ -99,9 +99,7 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
     )
 
 
-async def scrape(
-    session: aiohttp.ClientSession, replica: str, health: bool = True
-) -> EngineFigures:
+async def scrape(session: aiohttp.ClientSession, replica: str, health: bool = True) -> PageFigures:
     """Requests a replica's ``/metrics`` and, with ``health``, ``/health`` at the same time.
 
     Args:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
@@ -19,7 +19,7 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Speculation
 from extproc.lab.simulator.steps import Sequence
 from extproc.poll.batch import scraped_state
-from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.metrics_text import PageFigures
 from extproc.predict.completion import predict
 from extproc.predict.estimator import FleetPrior
 from extproc.predict.lengths import OutputLengths
@@ -124,13 +124,7 @@ def test_tokens_per_step_follow_draft_acceptance_within_a_minute(tokens: float) 
     assert after == pytest.approx(tokens, rel=0.1)
 
 
-NO_FIGURES = EngineFigures(
-    *((), 0, 0, 0.0, 0, 16),  # models, running, waiting, KV usage, KV tokens, block size
-    *(0.0,) * 8,  # counters
-)
-
-
-def polled(steps: int, **figures: Any) -> EngineFigures:
+def polled(steps: int, **figures: Any) -> PageFigures:
     """Figures of a process whose four running sequences all decode while a fifth waits."""
     usual: dict[str, Any] = {
         "running": 4,
@@ -138,7 +132,7 @@ def polled(steps: int, **figures: Any) -> EngineFigures:
         "kv_usage": 0.05,
         "generated_tokens": 4.0 * steps,
     }
-    return replace(NO_FIGURES, steps=steps, **(usual | figures))
+    return PageFigures(steps=steps, **(usual | figures))
 
 
 NINE_RUN = polled(30, running=9, generated_tokens=210.0)
@@ -155,7 +149,7 @@ NINE_STILL_RUN = polled(40, running=9, generated_tokens=300.0)
         ),
         pytest.param((polled(10), polled(20), NINE_RUN, NINE_STILL_RUN), 9, id="refuted"),
         pytest.param(
-            (polled(10), polled(20), replace(NINE_RUN, waiting=0)),
+            (polled(10), polled(20), structs.replace(NINE_RUN, waiting=0)),
             0,
             id="refuted, not full",
         ),
@@ -176,7 +170,7 @@ NINE_STILL_RUN = polled(40, running=9, generated_tokens=300.0)
     ],
 )
 def test_batch_limit_is_learned_from_polls_of_one_process(
-    polls: tuple[EngineFigures, ...], expected: int
+    polls: tuple[PageFigures, ...], expected: int
 ) -> None:
     state = ReplicaState(id=replica(1))
     for now in polls:

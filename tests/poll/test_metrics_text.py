@@ -1,6 +1,5 @@
 """Figures are read from pages of several vLLM versions; any other page is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
+from msgspec.structs import replace
 
-from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
+from extproc.poll.metrics_text import MetricsError, PageFigures, read_metrics
 from extproc.replica_state import ReplicaState
 from tests.examples import examples
 
@@ -34,6 +34,11 @@ encoder     bert  0       0       0                    0         128   2     120
 """
 """With two engines the label num_gpu_blocks of each is 128, though each has 64 blocks. The encoder
 has no KV cache, though its label is 1."""
+NUMBERS = (
+    *("running", "waiting", "kv_usage", "kv_tokens", "block_size", "steps", "prompt_tokens"),
+    *("cached_tokens", "generated_tokens", "first_tokens", "accepted_tokens", "preemptions"),
+    *("finished", "prefill_s", "decode_s"),
+)
 # First tokens, accepted, preempted, finished; seconds of prefill and of decoding.
 OTHERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "idle": ([0, 0, 0, 0], {}),
@@ -53,7 +58,8 @@ def test_figures_of_vllm_page(line: str) -> None:
     name, model, *figures = line.split()
     counters, others = OTHERS[name]
     numbers: list[Any] = [*map(float, figures), *counters]
-    expected = EngineFigures((model,), *numbers, **others)
+    numbered = dict(zip(NUMBERS, numbers, strict=False))
+    expected = PageFigures(models=(model,), **numbered, **others)
     read = read_metrics(sample(name))
     read = replace(read, prefill_s=round(read.prefill_s, 4), decode_s=round(read.decode_s, 4))
     assert replace(read, output_lengths=(), started_at=0.0) == expected
@@ -107,8 +113,10 @@ def test_series_names_of_older_vllm_versions_are_read() -> None:
         b'vllm:spec_decode_num_accepted_tokens{model_name="m"} 5.0\n'
         b'vllm:num_preemptions{model_name="m"} 3.0\n'
     )
-    counts = (16_000, 16, 0, 10, 4, 20, 6, 5, 3, 0)
-    assert figures == EngineFigures(("m",), 1, 2, 0.5, *counts, cached_early=True)
+    numbers: dict[str, Any] = dict(
+        zip(NUMBERS, (1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 6, 5, 3), strict=False)
+    )
+    assert figures == PageFigures(models=("m",), **numbers, cached_early=True)
 
 
 def test_labels_with_escapes_timestamps_and_similar_names_are_read() -> None:
@@ -202,7 +210,7 @@ def test_any_page_is_read_or_refused(page: bytes) -> None:
         figures = read_metrics(page)
     except MetricsError:
         return
-    state = ReplicaState(id="10.0.0.1:80", **figures.fields())
+    state = ReplicaState(id="10.0.0.1:80", **figures.of_state())
     assert msgpack.decode(msgpack.encode(state), type=ReplicaState) == state
     assert 0 <= state.kv_usage <= 1
     assert min(state.running, state.waiting, state.steps, state.kv_tokens) >= 0

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from math import inf
@@ -19,7 +18,7 @@ from msgspec import structs
 from extproc.config import Config
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
-from extproc.poll.metrics_text import EngineFigures, read_metrics
+from extproc.poll.metrics_text import PageFigures, read_metrics
 from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
@@ -258,9 +257,9 @@ async def test_unexpected_error_makes_only_its_replica_unhealthy(
 ) -> None:
     async with serving() as odd, serving() as well:
 
-        def read(page: bytes) -> EngineFigures:
+        def read(page: bytes) -> PageFigures:
             figures = read_metrics(page)
-            return figures if figures.running != 13 else replace(figures, kv_usage=inf)
+            return figures if figures.running != 13 else structs.replace(figures, kv_usage=inf)
 
         monkeypatch.setattr("extproc.poll.scrape.read_metrics", read)
         async with watching(config(redis_server, odd, well)) as router:

@@ -12,7 +12,7 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import TOKENS
 from extproc.lab.simulator.steps import Histogram, Sequence, StepOutcome
 from extproc.poll.batch import scraped_state
-from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.metrics_text import PageFigures
 from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import HardwareProfile, StepModel
 from extproc.replica_state import ReplicaState
@@ -171,12 +171,12 @@ class MachinePoller:
         known = {"learned": learned, "measured": measured, "scraped_at": now}
         return scraped_state(self.base, before, figures, **known)
 
-    def _figures(self) -> EngineFigures:
+    def _figures(self) -> PageFigures:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
         cached = counters.prefix_hits if engine.old_counters else counters.cached_tokens
         lengths = self._machine.output_lengths
-        return EngineFigures(
+        return PageFigures(
             models=self.base.models,
             max_loras=engine.adapters.slots if engine.adapters else 0,
             adapters_in_use=tuple(gauges.adapters),
