@@ -31,6 +31,81 @@ DUPLEX: dict[str, Any] = {
 JsonOrBytes = dict[str, Any] | bytes
 PROTOCOLS = "headers first", "body first", "before trailers", "full duplex"
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
+STREAMED = CHAT | {"stream": True}
+EVENTS = "text/event-stream"
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+LAST = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,'
+    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\ndata: [DONE]\n\n'
+)
+NAMED = {"x-request-id": "one"}
+REQUEST_TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
+
+
+def request_headers(
+    path: str = "/v1/chat/completions",
+    method: str = "POST",
+    end_of_stream: bool = False,
+    body_mode: BodyMode = BodyMode.BUFFERED,
+    response_mode: BodyMode = BodyMode.NONE,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    subset: list[str] | None = None,
+) -> ProcessingRequest:
+    hint = None if subset is None else {"envoy.lb.subset_hint": _listed(SUBSET, subset)}
+    values = {":path": path, ":method": method, **headers}
+    return ProcessingRequest(
+        request_headers=headers_message(values, end_of_stream),
+        protocol_config=ProtocolConfiguration(
+            request_body_mode=body_mode, response_body_mode=response_mode
+        ),
+        metadata_context=None if hint is None else Metadata(filter_metadata=hint),
+    )
+
+
+def body_first(
+    body: JsonOrBytes,
+    path: str = "/v1/chat/completions",
+    headers: Mapping[str, str] | None = None,
+    end_of_stream: bool = True,
+) -> ProcessingRequest:
+    """A body as the first message, with the headers as attributes."""
+    values = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
+    if request_id := (headers or {}).get("x-request-id"):
+        values["request.id"] = request_id
+    return ProcessingRequest(
+        request_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream),
+        attributes=attributes_of(values | {"request.path": path}),
+        protocol_config=ProtocolConfiguration(request_body_mode=BodyMode.BUFFERED),
+    )
+
+
+def request_body(body: JsonOrBytes, end_of_stream: bool = True) -> ProcessingRequest:
+    return ProcessingRequest(
+        request_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
+    )
+
+
+def response_headers(
+    status: int | str = 200,
+    upstream: str = "",
+    content_type: str = "application/json",
+    end_of_stream: bool = False,
+    flags: int = 0,
+    attempts: int = 0,
+) -> ProcessingRequest:
+    """``flags``: Envoy's response flags; ``attempts``: requests that Envoy sent."""
+    values = {":status": str(status), "content-type": content_type}
+    attributes = {"upstream.address": upstream} if upstream else {}
+    return ProcessingRequest(
+        response_headers=headers_message(values, end_of_stream),
+        attributes=attributes_of(attributes, {"response.flags": flags, ATTEMPTS: attempts}),
+    )
+
+
+def response_body(body: JsonOrBytes, end_of_stream: bool = True) -> ProcessingRequest:
+    return ProcessingRequest(
+        response_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
+    )
 
 
 class Stream:
@@ -39,8 +114,8 @@ class Stream:
     def __init__(self, call: Any) -> None:
         self._call = call
 
-    async def send(self, **message: Any) -> ProcessingResponse:
-        return await self.send_bytes(bytes(ProcessingRequest(**message)))
+    async def send(self, message: ProcessingRequest) -> ProcessingResponse:
+        return await self.send_bytes(bytes(message))
 
     async def send_bytes(self, message: bytes) -> ProcessingResponse:
         await self._call.write(message)
@@ -70,80 +145,23 @@ class Stream:
         return reply
 
     async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
-        await self.write_headers(*arguments, **named)
-        return await self.read()
+        return await self.send(request_headers(*arguments, **named))
 
-    async def write_headers(
-        self,
-        path: str = "/v1/chat/completions",
-        method: str = "POST",
-        end_of_stream: bool = False,
-        body_mode: BodyMode = BodyMode.BUFFERED,
-        response_mode: BodyMode = BodyMode.NONE,
-        headers: dict[str, str] | None = None,
-        subset: list[str] | None = None,
-    ) -> None:
-        """Sends the request's headers; in full duplex the reply waits for the body."""
-        hint = None if subset is None else {"envoy.lb.subset_hint": _listed(SUBSET, subset)}
-        values = {":path": path, ":method": method} | (headers or {})
-        await self.write(
-            ProcessingRequest(
-                request_headers=headers_message(values, end_of_stream),
-                protocol_config=ProtocolConfiguration(
-                    request_body_mode=body_mode, response_body_mode=response_mode
-                ),
-                metadata_context=None if hint is None else Metadata(filter_metadata=hint),
-            )
-        )
+    async def write_headers(self, *arguments: Any, **named: Any) -> None:
+        """Sends the request's headers in full duplex, where the reply waits for the body."""
+        await self.write(request_headers(*arguments, **(DUPLEX | named)))
 
     async def body_first(self, *arguments: Any, **named: Any) -> ProcessingResponse:
-        """Sends :meth:`body_message`."""
-        return await self.send_bytes(bytes(self.body_message(*arguments, **named)))
+        return await self.send(body_first(*arguments, **named))
 
-    def body_message(
-        self,
-        body: JsonOrBytes,
-        path: str = "/v1/chat/completions",
-        headers: dict[str, str] | None = None,
-        end_of_stream: bool = True,
-        mode: BodyMode = BodyMode.BUFFERED,
-    ) -> ProcessingRequest:
-        """A body as the first message, with the headers as attributes."""
-        values = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
-        if request_id := (headers or {}).get("x-request-id"):
-            values["request.id"] = request_id
-        return ProcessingRequest(
-            request_body=HttpBody(body=as_bytes(body), end_of_stream=end_of_stream),
-            attributes=attributes_of(values | {"request.path": path}),
-            protocol_config=ProtocolConfiguration(request_body_mode=mode),
-        )
+    async def write_body(self, *arguments: Any, **named: Any) -> None:
+        await self.write(request_body(*arguments, **named))
 
-    async def write_body(self, body: JsonOrBytes, end_of_stream: bool = True) -> None:
-        message = HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
-        await self.write(ProcessingRequest(request_body=message))
+    async def request_body(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        return await self.send(request_body(*arguments, **named))
 
-    async def request_body(
-        self, body: JsonOrBytes, end_of_stream: bool = True
-    ) -> ProcessingResponse:
-        await self.write_body(body, end_of_stream)
-        return await self.read()
-
-    async def response_headers(
-        self,
-        status: int = 200,
-        upstream: str = "",
-        content_type: str = "application/json",
-        end_of_stream: bool = False,
-        flags: int = 0,
-        attempts: int = 0,
-    ) -> ProcessingResponse:
-        """``flags``: Envoy's response flags; ``attempts``: requests that Envoy sent."""
-        values = {":status": str(status), "content-type": content_type}
-        attributes = {"upstream.address": upstream} if upstream else {}
-        return await self.send(
-            response_headers=headers_message(values, end_of_stream),
-            attributes=attributes_of(attributes, {"response.flags": flags, ATTEMPTS: attempts}),
-        )
+    async def response_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        return await self.send(response_headers(*arguments, **named))
 
     async def request_chunks(self) -> bytes:
         """Reads the body that the router returns in full duplex."""
@@ -153,14 +171,11 @@ class Stream:
             body += chunk
         return body
 
-    async def response_body(
-        self, body: JsonOrBytes, end_of_stream: bool = True
-    ) -> ProcessingResponse:
-        message = HttpBody(body=as_bytes(body), end_of_stream=end_of_stream)
-        return await self.send(response_body=message)
+    async def response_body(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        return await self.send(response_body(*arguments, **named))
 
     async def request_trailers(self) -> ProcessingResponse:
-        return await self.send(request_trailers=HttpTrailers(trailers=HeaderMap()))
+        return await self.send(REQUEST_TRAILERS)
 
     async def end(self) -> None:
         await self._call.done_writing()
@@ -284,7 +299,7 @@ class EnvoySide:
         data, values = as_bytes(body), dict(headers)
         async with self.stream() as stream:
             if protocol == "full duplex":
-                await stream.write_headers(path, headers=values, **DUPLEX)
+                await stream.write_headers(path, headers=values)
                 await stream.write_body(data[:9], end_of_stream=False)
                 reply = await stream.request_body(data[9:])
                 changed = await stream.request_chunks() if reply.request_headers else None

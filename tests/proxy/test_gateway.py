@@ -37,7 +37,7 @@ async def test_duplex_names_one_replica(envoy: EnvoySide, services: Services) ->
     for body, path in ((CHAT, "/v1/chat/completions"), (None, "/v1/responses/resp_1")):
         async with envoy.stream() as stream:
             method = "GET" if body is None else "POST"
-            await stream.write_headers(path, method, body is None, **DUPLEX)
+            await stream.write_headers(path, method, body is None)
             if body is not None:
                 await stream.write_body(BODY)
             assert len(destination(await stream.read())) == 1
@@ -46,7 +46,7 @@ async def test_duplex_names_one_replica(envoy: EnvoySide, services: Services) ->
 
 async def test_duplex_buffers_no_more_than_it_reads(stream: Stream, services: Services) -> None:
     piece = b" " * (LARGE_BODY // 4)
-    await stream.write_headers(**DUPLEX, headers={"content-length": str(40 * 2**20)})
+    await stream.write_headers(headers={"content-length": str(40 * 2**20)})
     await stream.write_body(BODY[:-1] + piece, end_of_stream=False)
     for _ in range(3):
         await stream.write_body(piece, end_of_stream=False)
@@ -61,7 +61,7 @@ async def test_duplex_buffers_no_more_than_it_reads(stream: Stream, services: Se
 
 
 async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
-    await stream.write_headers(**DUPLEX, headers={"content-length": str(len(body))})
+    await stream.write_headers(headers={"content-length": str(len(body))})
     for start in range(0, len(body), LARGE_BODY // 2):
         piece = body[start : start + LARGE_BODY // 2]
         await stream.write_body(piece, start + len(piece) == len(body))
@@ -89,7 +89,7 @@ async def test_duplex_large_body_is_read_until_its_model(
 
 async def test_duplex_body_without_model_is_refused(stream: Stream, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
-    await stream.write_headers(**DUPLEX)
+    await stream.write_headers()
     await stream.write_body(b'{"filler": "', end_of_stream=False)
     for _ in range(BODY_LIMIT_BYTES // LARGE_BODY):
         await stream.write_body(b"x" * LARGE_BODY, end_of_stream=False)

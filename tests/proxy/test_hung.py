@@ -12,9 +12,17 @@ from extproc.lab.replay.recorded import read
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, running
+from tests.proxy.envoy_side import (
+    CHAT,
+    EVENTS,
+    STREAMED,
+    EnvoySide,
+    Stream,
+    body_first,
+    running,
+)
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_outcomes import expected_length
 from tests.proxy.test_record import write_record
@@ -129,7 +137,7 @@ class TestRecorded:
             healthy = await sent_to(other)
             await other.answer({"id": "1"}, upstream=healthy)
             if not mark:
-                await lost.response_headers(upstream=on, content_type="text/event-stream")
+                await lost.response_headers(upstream=on, content_type=EVENTS)
             hangs(services, on, 0.1)
             await until(lambda: not services.fleet.in_flight)
         await write_record(services)
@@ -149,13 +157,11 @@ class TestUnreadResponse:
         self, stream: Stream, services: Services, clock: ManualClock
     ) -> None:
         before = expected_length(services)
-        on = chosen(await stream.body_first(CHAT | {"stream": True}))[0]
-        await stream.response_headers(upstream=on, content_type="text/event-stream")
+        on = chosen(await stream.body_first(STREAMED))[0]
+        await stream.response_headers(upstream=on, content_type=EVENTS)
         for second in range(1, 61):
             clock.advance(1.0)
-            for number in (1, 2):
-                steps = second * 30.0
-                services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
+            put_replicas(services, running=2, steps=second * 30.0)
         hangs(services, on)
         assert (await stream.read()).immediate_response
         await stream.end()
@@ -167,7 +173,7 @@ async def test_unread_large_reply_is_sent_before_the_refusal(
     stream: Stream, services: Services
 ) -> None:
     large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
-    await stream.write(stream.body_message(large))
+    await stream.write(body_first(large))
     await until(lambda: services.fleet.in_flight)
     hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
     await until(lambda: not services.fleet.in_flight)

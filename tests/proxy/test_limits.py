@@ -20,7 +20,7 @@ from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import chat, replica
 from tests.proxy.conftest import config_of, put_replicas
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, chunk_of, destination, error_of
 from tests.waiting import until
 
@@ -67,10 +67,10 @@ class TestBodies:
     async def test_stalled_body_is_evicted(self, envoy: EnvoySide, services: Services) -> None:
         async with envoy.stream() as stalled, envoy.stream() as slow, envoy.stream() as other:
             for stream, left in ((stalled, 6000), (slow, 2000)):
-                await stream.write_headers(**DUPLEX)
+                await stream.write_headers()
                 await stream.write_body(BEGUN + b"a" * 4000, False)
                 await until(partial(has_less_than, services, left))
-            await other.write_headers(**DUPLEX)
+            await other.write_headers()
             await other.write_body(BEGUN + b"a" * 4000, False)
             assert error_of(await stalled.read())["code"] == "no_memory"
             await stalled.write_body(b"more")
@@ -86,13 +86,13 @@ class TestBodies:
     ) -> None:
         services.body_memory.free = 100
         async with envoy.stream() as stream:
-            await stream.write_headers(**DUPLEX)
+            await stream.write_headers()
             await stream.write_body(BEGUN + b"a" * 4000, False)
             assert destination(await stream.read())
             assert chunk_of(await stream.read()) == (BEGUN + b"a" * 4000, False)
         put_replicas(services, 3, models=("other",))
         async with envoy.stream() as nameless:
-            await nameless.write_headers(**DUPLEX)
+            await nameless.write_headers()
             await nameless.write_body(BEGUN.replace(b"model", b"other") + b"a" * 4000, False)
             assert error_of(await nameless.read())["code"] == "no_memory"
         await until(lambda: services.body_memory.free == 100)
@@ -102,10 +102,10 @@ class TestBodies:
     ) -> None:
         async with envoy.stream() as stalled, envoy.stream() as other, envoy.stream() as large:
             for stream, left in ((stalled, 6000), (other, 2000)):
-                await stream.write_headers(**DUPLEX)
+                await stream.write_headers()
                 await stream.write_body(BEGUN + b"a" * 4000, False)
                 await until(partial(has_less_than, services, left))
-            await large.write_headers(**DUPLEX)
+            await large.write_headers()
             await large.write_body(BEGUN + b"a" * 3 * ROOM + b'"}]}')
             for stream in (stalled, other):
                 assert error_of(await stream.read())["code"] == "no_memory"
@@ -117,7 +117,7 @@ class TestBodies:
         size = 4 * 2**20  # more than gRPC takes in advance
         services.body_memory.free = size + 100
         async with over_grpc.stream() as stream:
-            await stream.write_headers(**DUPLEX)
+            await stream.write_headers()
             await stream.write_body(BEGUN + b"a" * size + b'"}]}')
             await until(lambda: services.fleet.in_flight == 1)
             assert services.body_memory.free < 100

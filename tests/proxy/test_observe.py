@@ -6,7 +6,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from envoy_data_plane.envoy.service.ext_proc.v3 import HttpBody, ProcessingRequest
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
 
 from extproc.config import Config
 from extproc.proxy import messages
@@ -18,22 +18,22 @@ from tests.proxy.conftest import config_of, put_replicas, router_of, samples, wi
 from tests.proxy.envoy_side import (
     CHAT,
     DUPLEX,
+    EVENTS,
+    LAST,
+    NAMED,
+    STREAMED,
+    TOKEN,
     EnvoySide,
     Local,
     Stream,
     as_bytes,
-    attributes_of,
-    headers_message,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
 )
 from tests.proxy.replies import BodyMode, chunk_of, routed_to
 
-EVENTS = "text/event-stream"
-TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
-LAST = (
-    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5}}\n\ndata: [DONE]\n\n'
-)
-STREAMED = CHAT | {"stream": True}
-NAMED = {"x-request-id": "one"}
 OBSERVE = {"mode": "observe", "chunks_per_s": 1e6}
 UNCHANGED = {
     phase: messages.proceed(phase)
@@ -63,27 +63,23 @@ class Watched:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    async def _write(self, **message: Any) -> None:
-        await self._stream.write(ProcessingRequest(observability_mode=True, **message))
+    async def _write(self, message: ProcessingRequest) -> None:
+        message.observability_mode, message.protocol_config = True, None
+        await self._stream.write(message)
 
     async def request(self, body: dict[str, Any], pieces: int = 3) -> None:
-        values = {":path": "/v1/chat/completions", ":method": "POST"} | NAMED
-        await self._write(request_headers=headers_message(values, False))
+        await self._write(request_headers(headers=NAMED))
         data = as_bytes(body)
         size = len(data) // pieces + 1
         for start in range(0, len(data), size):
-            await self._write(request_body=HttpBody(body=data[start : start + size]))
-        await self._write(request_body=HttpBody(end_of_stream=True))
+            await self._write(request_body(data[start : start + size], end_of_stream=False))
+        await self._write(request_body(b""))
 
     async def response_headers(self, upstream: str, status: int = 200) -> None:
-        values = {":status": str(status), "content-type": EVENTS}
-        await self._write(
-            response_headers=headers_message(values, False),
-            attributes=attributes_of({"upstream.address": upstream}),
-        )
+        await self._write(response_headers(status, upstream, EVENTS))
 
     async def response_body(self, body: bytes, end_of_stream: bool = False) -> None:
-        await self._write(response_body=HttpBody(body=body, end_of_stream=end_of_stream))
+        await self._write(response_body(body, end_of_stream))
 
     async def end(self) -> None:
         """Ends the stream; fails if the router has replied."""
@@ -109,12 +105,12 @@ async def test_replies_change_nothing(envoy: EnvoySide, services: Services, body
         reply = await headers_first.response_headers(400, replica(1))
         assert bytes(reply) == UNCHANGED["response_headers"]
         await headers_first.end()
-    async with envoy.stream() as body_first:
-        assert bytes(await body_first.body_first(body)) == UNCHANGED["request_body"]
-        await body_first.end()
+    async with envoy.stream() as body_comes_first:
+        assert bytes(await body_comes_first.body_first(body)) == UNCHANGED["request_body"]
+        await body_comes_first.end()
     async with envoy.stream() as before_trailers:
-        message = before_trailers.body_message(body, end_of_stream=False)
-        assert bytes(await before_trailers.send_bytes(bytes(message))) == UNCHANGED["request_body"]
+        reply = await before_trailers.body_first(body, end_of_stream=False)
+        assert bytes(reply) == UNCHANGED["request_body"]
         assert bytes(await before_trailers.request_trailers()) == UNCHANGED["request_trailers"]
         await before_trailers.end()
     counted = samples(services.metrics.requests)
@@ -154,17 +150,6 @@ async def test_request_is_predicted_in_every_body_mode(
     assert record.observed
     assert record.outcome.served_by == replica(2)
     assert record.decision.profile.prompt_tokens > 50
-
-
-async def test_router_never_replies_in_observability_mode(
-    watched: Watched, services: Services, clock: ManualClock
-) -> None:
-    await watched.request(STREAMED)
-    await watched.response_headers(replica(1))
-    await watched.response_body(TOKEN)
-    await watched.response_body(LAST, end_of_stream=True)
-    await watched.end()
-    assert samples(services.metrics.requests) == {("observed",): 1.0}
 
 
 async def observes_one_request(services: Services) -> None:
@@ -214,6 +199,7 @@ async def test_choices_and_times_are_compared(
         await sleep()
     clock.advance(5.0)  # Envoy closes the stream late
     await watched.end()
+    assert samples(services.metrics.requests) == {("observed",): 1.0}
     record = services.log.of_request("one")[0]
     assert (record.decision.replica, record.outcome.served_by) == (choice, by_envoy)
     assert record.outcome.completion_s == pytest.approx(2.5)
@@ -227,22 +213,21 @@ async def test_choices_and_times_are_compared(
     assert seconds["predicted_envoy",] == result.predicted_s
 
 
-async def test_choice_of_excluded_replica_differs(watched: Watched, services: Services) -> None:
+@pytest.mark.parametrize(
+    ("served_by", "status", "choice"),
+    [(replica(2), 200, "other"), ("127.0.0.1:15001", 503, "unknown")],
+    ids=["excluded replica", "no replica"],
+)
+async def test_response_of_another_than_the_choice_is_counted_as_such(
+    watched: Watched, services: Services, served_by: str, status: int, choice: str
+) -> None:
     put_replicas(services, 2, healthy=False)
     await watched.request(STREAMED)
-    await watched.response_headers(replica(2))
+    await watched.response_headers(served_by, status)
     await watched.end()
-    assert samples(services.metrics.observed) == {("other",): 1.0}
+    assert samples(services.metrics.observed) == {(choice,): 1.0}
     outcome = services.log.of_request("one")[0].outcome
-    assert (outcome.served_by, outcome.status) == (replica(2), 200)
-
-
-async def test_response_of_no_replica_is_unknown(watched: Watched, services: Services) -> None:
-    await watched.request(STREAMED)
-    await watched.response_headers("127.0.0.1:15001", 503)
-    await watched.end()
-    assert samples(services.metrics.observed) == {("unknown",): 1.0}
-    assert services.log.of_request("one")[0].outcome.status == 503
+    assert (outcome.status, outcome.served_by == served_by) == (status, choice == "other")
 
 
 async def test_request_on_hung_replica_goes_on(services: Services) -> None:
@@ -268,9 +253,18 @@ def of(number: int) -> dict[str, str]:
     return {"x-request-id": str(UUID(int=number * 2**64))}
 
 
-@pytest.mark.parametrize(("share", "least", "most"), [(0, 0, 0), (0.05, 30, 70), (1, 1000, 1000)])
-def test_share_of_requests_is_steered(share: float, least: int, most: int) -> None:
-    config = config_of(serve={"share": share})
+@pytest.mark.parametrize(
+    ("serve", "least", "most"),
+    [
+        ({"share": 0}, 0, 0),
+        ({"share": 0.05}, 30, 70),
+        ({"share": 1}, 1000, 1000),
+        ({"mode": "observe"}, 0, 0),
+        ({"mode": "observe", "share": 0.5}, 0, 0),
+    ],
+)
+def test_share_of_requests_is_steered(serve: dict[str, Any], least: int, most: int) -> None:
+    config = config_of(serve=serve)
     assert least <= sum(is_steered(config, of(number)) for number in range(1000)) <= most
 
 
@@ -288,12 +282,6 @@ def test_session_stays_on_one_side() -> None:
     }
     assert all(len(side) == 1 for side in sides.values())
     assert {True, False} == set[bool]().union(*sides.values())
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_mode_observe_stops_routing(share: float) -> None:
-    config = config_of(serve={"mode": "observe", "share": share})
-    assert not any(is_steered(config, of(number)) for number in range(100))
 
 
 @pytest.mark.parametrize("config", [config_of(serve={"share": 0.5})])

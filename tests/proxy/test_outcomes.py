@@ -12,9 +12,19 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
-from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.fakes import MODEL, ManualClock, chat, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, with_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
+from tests.proxy.envoy_side import (
+    CHAT,
+    EVENTS,
+    LAST,
+    NAMED,
+    STREAMED,
+    TOKEN,
+    EnvoySide,
+    Local,
+    Stream,
+)
 from tests.proxy.replies import destination
 
 BY = {"model": MODEL, "objective": "chat"}
@@ -23,15 +33,7 @@ USAGE = {
     "completion_tokens": 5,
     "prompt_tokens_details": {"cached_tokens": 32},
 }
-STREAMED = CHAT | {"stream": True}
-EVENTS = "text/event-stream"
-TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
-LAST = (
-    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,'
-    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\ndata: [DONE]\n\n'
-)
 TUNNEL = "127.0.0.1:15001"
-NAMED = {"x-request-id": "one"}
 CONNECTION_FAILED, CONNECTION_TERMINATED, RETRIES_EXHAUSTED = 1 << 5, 1 << 6, 1 << 15
 """Envoy's response flags UF, UC and URX."""
 
@@ -85,6 +87,7 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
         assert value(registry, f"{name}_seconds_sum") == pytest.approx(actual)
         ratio = value(registry, f"{name}_predicted_ratio_sum")
         assert ratio == pytest.approx(predicted / actual)
+    assert value(registry, "prediction_error_ratio_count", {}) == 1
     hits = {"replica": first}
     assert value(registry, "prefix_cache_reported_tokens_total", hits) == 32
     assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
@@ -104,6 +107,7 @@ async def test_retry_on_other_replica_measures_no_prediction(
     await stream.end()
     assert value(registry, "completion_seconds_sum") == 1.5
     assert value(registry, "completion_predicted_ratio_count") is None
+    assert value(registry, "prediction_error_ratio_count", {}) == 0
     assert value(registry, "ttft_seconds_count") is None
     assert value(registry, "failures_total", {"replica": first}) == 1
     assert value(registry, "failures_total", {"replica": second}) is None
@@ -222,8 +226,8 @@ async def test_steps_counted_during_unread_stream_teach_its_length(
             for _ in range(60):
                 clock.advance(1.0)
                 steps += 30.0
-                for number in (1, 2) if polled else ():
-                    services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
+                if polled:
+                    put_replicas(services, running=2, steps=steps)
             await stream.end()
     after = services.fleet.lengths.expected(0, 10_000.0)
     assert after > 2 * before if learned else after == before
@@ -244,8 +248,7 @@ async def test_response_cut_off_teaches_no_length(
     await stream.response_headers(upstream=first, content_type=EVENTS)
     await stream.response_body(TOKEN, False)
     clock.advance(1.0)
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
+    put_replicas(services, running=2, steps=30.0)
     await stream.end()
     assert services.fleet.lengths.expected(0, 10_000.0) == before
     (record,) = services.log.of_request("one")
@@ -260,8 +263,7 @@ async def test_stream_without_usage_teaches_completion_error(
             first, _ = destination(await stream.ask(STREAMED))
             await stream.response_headers(upstream=first, content_type=EVENTS)
             clock.advance(500.0)
-            for number in (1, 2):
-                services.fleet.put(state(number, "llama-8b-a10", clock))
+            put_replicas(services)
             await stream.response_body(b"data: [DONE]\n\n", True)
             await stream.end()
     assert services.router.error_quantiles.completion.ratio > 1.1
@@ -279,16 +281,6 @@ async def test_unread_stream_has_no_completion_time(
     (record,) = services.log.of_request("one")
     assert (record.outcome.status, record.outcome.completion_s) == (200, None)
     assert value(registry, "prediction_error_ratio_count", {}) == 0
-
-
-@pytest.mark.parametrize("retried", [False, True])
-async def test_prediction_error_counts_responses_of_chosen_replica(
-    stream: Stream, clock: ManualClock, registry: CollectorRegistry, retried: bool
-) -> None:
-    first, second = destination(await stream.ask())
-    clock.advance(1.0)
-    await stream.answer({"usage": USAGE}, upstream=second if retried else first)
-    assert value(registry, "prediction_error_ratio_count", {}) == (not retried)
 
 
 async def test_sequences_report_no_cached_tokens(stream: Stream, services: Services) -> None:

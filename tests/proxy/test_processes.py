@@ -1,10 +1,12 @@
 """Routers as processes: readiness, and state in memory without a poller or Redis."""
 
 import asyncio
+import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -27,60 +29,69 @@ from tests.waiting import PATIENCE_S, until, until_read
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def ports() -> tuple[int, int]:
-    return free_port(), free_port()
+@dataclass
+class RunningRouter:
+    process: Process
+    envoy: EnvoySide
+    log: Path
+    admin: aiohttp.ClientSession
+
+    async def page(self, path: str) -> tuple[int, str]:
+        async with self.admin.get(path) as response:
+            return response.status, await response.text()
 
 
-def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[str]:
+@asynccontextmanager
+async def router(argv: Sequence[str], directory: Path) -> AsyncIterator[RunningRouter]:
+    """A router with these arguments and free ports."""
+    listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    where = "--serve.listen", listen, "--serve.admin", admin
+    log, ready = directory / "router.log", answers(f"http://{admin}/healthz")
+    async with (
+        await Process.start("router", [*argv, *where], log=log, ready=ready) as process,
+        grpc.aio.insecure_channel(listen) as channel,
+        aiohttp.ClientSession(f"http://{admin}") as session,
+    ):
+        yield RunningRouter(process, EnvoySide(channel), log, session)
+
+
+def list_replicas(directory: Path, *replicas: Replica) -> list[str]:
+    """Writes the file of replicas; returns the arguments of a router that follows it."""
     file = directory / "replicas.yaml"
     file.write_text(str([replica.id for replica in replicas]))
-    listen, admin = (f"127.0.0.1:{port}" for port in ports)
-    serve = ["serve", "--state", "memory", "--redis.url", "redis://127.0.0.1:1"]
-    where = ["--serve.listen", listen, "--serve.admin", admin, "--replicas_file", str(file)]
-    return patched({"extproc.poll.poller.RESOLVE_S": 0.1}, *serve, *where)
+    state = "--state", "memory", "--redis.url", "redis://127.0.0.1:1"
+    resolving = {"extproc.poll.poller.RESOLVE_S": 0.1}
+    return patched(resolving, "serve", *state, "--replicas_file", str(file))
 
 
-async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[int, int]) -> None:
-    admin = f"http://127.0.0.1:{ports[1]}"
-    async with serving() as first, serving() as second, aiohttp.ClientSession() as session:
-        argv = router(tmp_path, ports, first)
-        log = tmp_path / "router.log"
-        ready = answers(f"{admin}/healthz")
+async def test_memory_state_follows_replicas_file(tmp_path: Path) -> None:
+    async with serving() as first, serving() as second:
+        async with router(list_replicas(tmp_path, first), tmp_path) as started:
 
-        async def known() -> dict[str, int]:
-            async with session.get(f"{admin}/fleet") as response:
-                replicas = (await response.json())["replicas"]
-            return {state["id"]: state["running"] for state in replicas if state["healthy"]}
+            async def are(expected: dict[str, int]) -> bool:
+                replicas = json.loads((await started.page("/fleet"))[1])["replicas"]
+                known = {state["id"]: state["running"] for state in replicas if state["healthy"]}
+                return known == expected
 
-        async def are(expected: dict[str, int]) -> bool:
-            return await known() == expected
-
-        async with await Process.start("router", argv, log=log, ready=ready) as process:
             await until(lambda: are({first.id: 2}))
-            async with (
-                grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
-                EnvoySide(channel).stream() as stream,
-            ):
+            async with started.envoy.stream() as stream:
                 reply = await stream.ask(CHAT | {"model": "tiny"})
                 assert destination(reply) == [first.id]
-            router(tmp_path, ports, first, second)
+            list_replicas(tmp_path, first, second)
             first.answers["/metrics"] = text(page(running=77))
             await until(lambda: are({first.id: 77, second.id: 2}))
-            async with session.get(f"{admin}/metrics") as response:
-                assert "extproc_decisions_total{" in await response.text()
-            router(tmp_path, ports, second)
+            assert "extproc_decisions_total{" in (await started.page("/metrics"))[1]
+            list_replicas(tmp_path, second)
             await until(lambda: are({second.id: 2}))
-            async with session.get(f"{admin}/metrics") as response:
-                assert 'extproc_poll_replicas{pool="default"} 1.0' in await response.text()
-            await process.stop(PATIENCE_S)
-        assert process.returncode == 0
-        assert "redis" not in log.read_text()
+            polled = 'extproc_poll_replicas{pool="default"} 1.0'
+            assert polled in (await started.page("/metrics"))[1]
+            await started.process.stop(PATIENCE_S)
+        assert started.process.returncode == 0
+        assert "redis" not in started.log.read_text()
 
 
-async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[int, int]) -> None:
-    admin = f"http://127.0.0.1:{ports[1]}"
-    async with serving() as first, serving() as second, aiohttp.ClientSession() as session:
+async def test_memory_state_refuses_no_model_early(tmp_path: Path) -> None:
+    async with serving() as first, serving() as second:
         scrapes_answered = asyncio.Event()
 
         async def slow(request: web.Request) -> web.StreamResponse:
@@ -89,19 +100,13 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path, ports: tuple[
 
         second.answers |= {"/metrics": slow, "/v1/models": models("large")}
 
-        async def listed() -> bool:
-            async with session.get(f"{admin}/fleet") as response:
-                return "adapter" in await response.text()
+        async with router(list_replicas(tmp_path, first, second), tmp_path) as started:
 
-        argv = router(tmp_path, ports, first, second)
-        ready = answers(f"{admin}/healthz")
-        async with (
-            await Process.start("router", argv, log=tmp_path / "router.log", ready=ready),
-            grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
-        ):
+            async def listed() -> bool:
+                return "adapter" in (await started.page("/fleet"))[1]
 
             async def result_of(model: str) -> list[str] | int:
-                async with EnvoySide(channel).stream() as stream:
+                async with started.envoy.stream() as stream:
                     reply = await stream.ask(CHAT | {"model": model})
                     refused = reply.immediate_response is not None
                     return status_of(reply) if refused else destination(reply)
@@ -118,51 +123,29 @@ def test_memory_state_refuses_separate_poller(capsys: pytest.CaptureFixture[str]
     assert "the router polls its replicas itself" in capsys.readouterr().err
 
 
-Says = Callable[[str], Awaitable[tuple[int, str]]]
-
-
-@asynccontextmanager
-async def redis_router(
-    redis: RedisServer, directory: Path
-) -> AsyncIterator[tuple[Process, EnvoySide, Says]]:
-    listen, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    argv = [sys.executable, "-m", "extproc", "serve", "--redis.url", redis.url]
-    where = ["--serve.listen", listen, "--serve.admin", admin]
-    log, ready = directory / "router.log", answers(f"http://{admin}/healthz")
-    async with (
-        await Process.start("router", [*argv, *where], log=log, ready=ready) as process,
-        grpc.aio.insecure_channel(listen) as channel,
-        aiohttp.ClientSession() as session,
-    ):
-
-        async def says(path: str) -> tuple[int, str]:
-            async with session.get(f"http://{admin}{path}") as response:
-                return response.status, await response.text()
-
-        yield process, EnvoySide(channel), says
-
-
 async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_path: Path) -> None:
-    async with redis_router(redis_server, tmp_path) as (process, envoy, says):
+    argv = sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url
+    async with router(argv, tmp_path) as started:
 
         async def ready() -> bool:
-            return await says("/readyz") == (200, "ok\n")
+            return await started.page("/readyz") == (200, "ok\n")
 
         async def lost() -> bool:
-            return "redis is lost" in (tmp_path / "router.log").read_text()
+            return "redis is lost" in started.log.read_text()
 
-        assert await says("/readyz") == (503, "no replica is known yet\n")
-        assert await says("/livez") == await says("/healthz") == (200, "ok\n")
+        assert await started.page("/readyz") == (503, "no replica is known yet\n")
+        assert await started.page("/livez") == await started.page("/healthz") == (200, "ok\n")
         async with connect(redis_server.url, "default") as redis:
             await StateWriter(redis, "default", 60).put([state(1, "", ManualClock())])
         await until(ready)
         await redis_server.kill()
         await until(lost)
         assert await ready()
-        async with envoy.stream() as stream:
+        async with started.envoy.stream() as stream:
             await stream.ask(CHAT | {"model": MODEL})
-            process.signal(signal.SIGTERM)
-            await until_read(lambda: says("/readyz"), lambda now: now == (503, "stopping\n"))
-            assert await says("/livez") == (200, "ok\n")
+            started.process.signal(signal.SIGTERM)
+            stopping = 503, "stopping\n"
+            await until_read(lambda: started.page("/readyz"), lambda now: now == stopping)
+            assert await started.page("/livez") == (200, "ok\n")
             await stream.answer()
-        assert await process.wait() == 0
+        assert await started.process.wait() == 0

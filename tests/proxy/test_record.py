@@ -116,10 +116,10 @@ def hanging_disk(folder: Path) -> Path:
     return pipe
 
 
-async def many(services: Services) -> None:
-    """Writes as many requests as a file may hold."""
+async def many(services: Services, requests: int = 400) -> None:
+    """Writes requests; a file may hold 400."""
     assert services.recorder is not None
-    for number in range(400):
+    for number in range(requests):
         services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
     await write_record(services)
 
@@ -253,11 +253,8 @@ async def test_restart_continues_record(
 
 
 async def test_record_files_are_bounded_and_readable(services: Services, folder: Path) -> None:
-    assert services.recorder is not None
     for _ in range(20):
-        for number in range(500):
-            services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)
-        await write_record(services)
+        await many(services, 500)
     files = files_in(folder)
     assert len(files) == 4
     assert LEAST / 2 < sum(file.stat().st_size for file in files) <= LEAST

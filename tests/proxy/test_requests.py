@@ -10,10 +10,9 @@ from msgspec import to_builtins
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
-from extproc.request.profile import RequestProfile
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import config_of, put_replicas, samples
-from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream
+from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream, body_first
 from tests.proxy.replies import (
     MEMBERS,
     BodyMode,
@@ -24,6 +23,7 @@ from tests.proxy.replies import (
     error_of,
     header_of,
     mode_of,
+    refusal_header,
     routed_to,
     status_of,
 )
@@ -252,50 +252,6 @@ async def test_each_inference_path_is_routed_with_model_and_priority(
     assert profile.prompt_tokens == pytest.approx(tokens, rel=0.25)
 
 
-async def profile_of(
-    envoy: EnvoySide, services: Services, path: str, body: dict[str, Any]
-) -> tuple[RequestProfile, float]:
-    put_replicas(services, max_model_len=8_192)
-    await envoy.ask_body_first(body | {"model": "llama"}, path)
-    decision = services.log.last(1)[0].decision
-    return decision.profile, decision.prediction.output_tokens
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "sequences", "bound"),
-    [
-        (COMPLETIONS, MESSAGES | {"ignore_eos": True}, 1, None),
-        ("/inference/v1/generate",
-         {"token_ids": IDS, "sampling_params": {"max_tokens": 7, "ignore_eos": True, "n": 3}}, 3,
-         7),
-        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"ignore_eos": True}}, 1,
-         None),
-        ("/v1/completions", {"prompt": TEXT, "echo": True, "max_tokens": 0}, 0, 0),
-    ],
-)  # fmt: skip
-async def test_output_is_bounded_by_request_or_context(
-    envoy: EnvoySide,
-    services: Services,
-    path: str,
-    body: dict[str, Any],
-    sequences: int,
-    bound: int | None,
-) -> None:
-    profile, output = await profile_of(envoy, services, path, body)
-    assert (profile.output_bound, profile.sequences) == (bound, sequences)
-    assert output == pytest.approx(8_192 - profile.prompt_tokens if bound is None else bound)
-
-
-@pytest.mark.parametrize("field", ["prompt_embeds", "data"])
-async def test_base64_counts_by_length(envoy: EnvoySide, services: Services, field: str) -> None:
-    path = "/v1/completions" if field == "prompt_embeds" else "/pooling"
-    few, many = [
-        (await profile_of(envoy, services, path, {field: "AAAA" * 2**18 * size}))[0].prompt_tokens
-        for size in (1, 4)
-    ]
-    assert 0 < few < many < 10_000
-
-
 @in_each_protocol
 @pytest.mark.parametrize(
     "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
@@ -308,6 +264,7 @@ async def test_invalid_body_answers_400(
     error = error_of(reply)
     assert error["message"]
     assert error["type"] == "invalid_request_error"
+    assert refusal_header(reply, "content-type") == b"application/json"
     assert services.fleet.in_flight == 0
 
 
@@ -418,20 +375,20 @@ async def test_headers_name_tenant_session_and_policy(
 async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:
     """Envoy copies header bytes into a text field."""
     async with envoy.stream() as stream:
-        message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
+        message = body_first(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
         reply = await stream.send_bytes(bytes(message).replace(b"s?", b"s\xff"))
         assert set(chosen(reply)) == MEMBERS
     (record,) = services.log.of_request("abc")
     assert record.decision.profile.session
 
 
-@pytest.mark.parametrize("body_first", [False, True])
+@pytest.mark.parametrize("protocol", ["headers first", "body first"])
 @pytest.mark.parametrize("retried", [False, True])
 async def test_request_is_routed_and_outcome_logged(
-    stream: Stream, services: Services, body_first: bool, retried: bool
+    stream: Stream, services: Services, protocol: str, retried: bool
 ) -> None:
     headers = {"x-request-id": "abc"}
-    if body_first:
+    if protocol == "body first":
         reply = await stream.body_first(CHAT, headers=headers)
     else:
         reply = await stream.request_headers(headers=headers)

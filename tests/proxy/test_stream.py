@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from copy import deepcopy
+from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any
@@ -11,13 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from betterproto2 import which_one_of
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    HttpBody,
     HttpTrailers,
     ProcessingRequest,
     ProcessingResponse,
-    ProtocolConfiguration,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +24,22 @@ from extproc.proxy.body_memory import BODY_MEMORY_BYTES, BodyMemory
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.examples import examples
-from tests.fakes import ManualClock, replica, state
-from tests.proxy.conftest import config_of, router_of, samples, with_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, Local, LocalCall, Stream, headers_message
+from tests.fakes import ManualClock, replica
+from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
+from tests.proxy.envoy_side import (
+    CHAT,
+    REQUEST_TRAILERS,
+    EnvoySide,
+    Local,
+    LocalCall,
+    body_first,
+    response_headers,
+)
+from tests.proxy.envoy_side import DUPLEX as DUPLEX_MODES
+from tests.proxy.envoy_side import EVENTS as EVENT_STREAM
+from tests.proxy.envoy_side import request_body as chunk
+from tests.proxy.envoy_side import request_headers as headers
+from tests.proxy.envoy_side import response_body as response_chunk
 from tests.proxy.replies import BodyMode, chosen
 from tests.waiting import until
 
@@ -41,23 +52,6 @@ async def settle() -> None:
     """Lets every stream proceed as far as it can."""
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-def headers(mode: BodyMode, end: bool = False, path: str = "/v1/chat/completions") -> Any:
-    response = mode if mode == BodyMode.FULL_DUPLEX_STREAMED else BodyMode.NONE
-    return ProcessingRequest(
-        request_headers=headers_message({":method": "POST", ":path": path}, end_of_stream=end),
-        protocol_config=ProtocolConfiguration(request_body_mode=mode, response_body_mode=response),
-    )
-
-
-def chunk(body: bytes, end: bool = True) -> ProcessingRequest:
-    return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end))
-
-
-def answer(status: str, end: bool = False) -> ProcessingRequest:
-    values = {":status": status, "content-type": "text/event-stream"}
-    return ProcessingRequest(response_headers=headers_message(values, end_of_stream=end))
 
 
 async def stop_reading(call: LocalCall) -> None:
@@ -80,18 +74,11 @@ CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
 }
 
 
-def response_chunk(body: bytes, end: bool = True) -> ProcessingRequest:
-    return ProcessingRequest(response_body=HttpBody(body=body, end_of_stream=end))
-
-
-BUFFERED, DUPLEX = headers(BodyMode.BUFFERED), headers(BodyMode.FULL_DUPLEX_STREAMED)
-FIRST = Stream(None).body_message(CHAT)
-GZIPPED = deepcopy(BUFFERED)
-GZIPPED.request_headers.headers.headers.append(
-    HeaderValue(key="content-encoding", raw_value=b"gzip")
-)
+BUFFERED, DUPLEX = headers(), headers(**DUPLEX_MODES)
+FIRST = body_first(CHAT)
+GZIPPED = headers(headers={"content-encoding": "gzip"})
 AFTER = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
-TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
+answer = partial(response_headers, content_type=EVENT_STREAM)
 USAGE = response_chunk(b'{"usage": {"completion_tokens": 3}}')
 
 CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int]]] = [
@@ -105,7 +92,7 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
     ([BUFFERED, chunk(BODY), answer("200"), response_chunk(b"{", False)],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
     ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
-    ([answer("200"), USAGE, TRAILERS, AFTER, ProcessingRequest()],
+    ([answer("200"), USAGE, REQUEST_TRAILERS, AFTER, ProcessingRequest()],
      ["response_headers", "response_body", "request_trailers", "response_trailers", ""], 0, {}),
     ([BUFFERED, chunk(BODY), answer("200"), USAGE],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
@@ -114,12 +101,12 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
     ([BUFFERED, chunk(b"[]")], ["request_headers", "immediate_response"], 0, {"refused": 1}),
     ([BUFFERED, chunk(b"[]"), chunk(BODY)],
      ["request_headers", "immediate_response", "request_body"], 0, {"refused": 1}),
-    ([headers(BodyMode.NONE, path="/tokenize"), answer("200")],
+    ([headers("/tokenize", body_mode=BodyMode.NONE), answer("200")],
      ["request_headers", "response_headers"], 0, {"passed": 1}),
     ([DUPLEX, chunk(BODY[:9], False)], [], 0, {}),
     ([DUPLEX, chunk(BODY[:9], False), chunk(BODY[9:]), chunk(BODY[9:])],
      ["request_headers", "request_body"], 1, {"routed": 1}),
-    ([DUPLEX, chunk(BODY, False), TRAILERS], ["request_headers"], 1, {"routed": 1}),
+    ([DUPLEX, chunk(BODY, False), REQUEST_TRAILERS], ["request_headers"], 1, {"routed": 1}),
     ([DUPLEX, chunk(b"no json")], ["immediate_response"], 0, {"refused": 1}),
 ]  # fmt: skip
 """Messages in; phases of the replies, requests in flight, and what is counted before the end."""
@@ -157,14 +144,8 @@ def crowded() -> tuple[Services, ManualClock]:
     clock = ManualClock(1000.0)
     config = config_of(hold={"longest_s": 30.0, "most": 3}, route={"seed": 1})
     services = with_fleet(router_of(config), clock, body_memory=BodyMemory(MEMORY))
-    poll(services, clock)
+    put_replicas(services, kv_tokens=KV_TOKENS)
     return services, clock
-
-
-def poll(services: Services, clock: ManualClock) -> None:
-    for number in (1, 2):
-        known = state(number, "llama-8b-a10", clock, kv_tokens=KV_TOKENS, measured=True)
-        services.fleet.put(known)
 
 
 def long(name: str) -> bytes:
@@ -173,7 +154,7 @@ def long(name: str) -> bytes:
 
 
 LONG = long("a")
-LONG_FIRST = [Stream(None).body_message(long(name), "/v1/completions") for name in "bcdefgh"]
+LONG_FIRST = [body_first(long(name), "/v1/completions") for name in "bcdefgh"]
 FIELDS: list[dict[str, Any]] = [
     {"model": "nobody's"}, {"model": 5}, {"n": 3}, {"stream": True}, {"max_tokens": 5},
     {"messages": "hello"}, {"input": "hello"},
@@ -184,14 +165,19 @@ SOME = [
     *([DUPLEX, chunk(long(name)[:50_000], False), chunk(long(name)[50_000:])] for name in "kl"),
     *([DUPLEX, chunk(LONG[:70_000], False)], [chunk(LONG[70_000:])], [DUPLEX, chunk(BODY, False)]),
     *([FIRST], [DUPLEX, chunk(b"x" * 90_000, False)], [DUPLEX], [BUFFERED]),
-    *([answer("200"), USAGE], [answer("503", end=True)], [TRAILERS], [headers(BodyMode.NONE)]),
+    *(
+        [answer("200"), USAGE],
+        [answer("503", end_of_stream=True)],
+        [REQUEST_TRAILERS],
+        [headers(body_mode=BodyMode.NONE)],
+    ),
     *(
         [answer("?")],
         [response_chunk(b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n', False)],
     ),
     *([response_chunk(b'{"id": "resp_1"}')], [response_chunk(b"\xff", False)], [AFTER]),
     *([BUFFERED, chunk(json.dumps(CHAT | more).encode())] for more in FIELDS),
-    *([headers(BodyMode.STREAMED, path=path)] for path in ("/v1/responses", "/v1/models")),
+    *([headers(path, body_mode=BodyMode.STREAMED)] for path in ("/v1/responses", "/v1/models")),
     *([chunk(b"{", False)], [chunk(b"\xff")], [ProcessingRequest()]),
 ]
 """Messages that a stream receives together, in any state."""
@@ -213,7 +199,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
     for who, event in [(5, 0), (6, 1), *events]:  # no replica has room for another long request
         if who == "seconds":
             clock.advance(event)
-            poll(services, clock)
+            put_replicas(services, kv_tokens=KV_TOKENS)
             services.queue.sweep()
         elif who == "hangs":
             for exchange in exchanges:

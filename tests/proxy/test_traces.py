@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from extproc.observe.traces import Traces
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, chat, replica, state
-from tests.proxy.conftest import config_of
+from tests.fakes import ManualClock, chat, replica
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import chosen
 from tests.spans import Spans, attributes
@@ -87,10 +87,8 @@ async def test_unsampled_and_other_requests_have_no_span(
 async def test_span_shows_that_client_left(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
-    clock = ManualClock(services.wall())
+    put_replicas(services, kv_tokens=42_000)
     for number in (1, 2):
-        known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
-        services.fleet.put(known)
         services.fleet.dispatch(replica(number), chat(25_000, 50))
     async with envoy.stream(traceparent=SAMPLED) as stream:
         long = {"role": "user", "content": "the sea " * 12_000}
@@ -114,6 +112,7 @@ async def test_spans_show_refused_and_unrouted_requests(
     await exported(services, spans)
     refused, unrouted = (span for _, span in spans.all)
     assert attributes(refused)["error.type"] == "invalid_type"
+    assert refused.status.code == refused.status.STATUS_CODE_ERROR
     assert [event.name for event in refused.events] == ["refused"]
     assert attributes(unrouted)["extproc.result"] == "unrouted"
 

@@ -17,9 +17,9 @@ from extproc.proxy.app import dispatch_queued
 from extproc.proxy.body_memory import BODY_MEMORY_BYTES
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import ManualClock, chat, replica
 from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, body_first
 from tests.proxy.replies import (
     MEMBERS,
     body_of,
@@ -36,7 +36,7 @@ Full = tuple[Stream, Stream]
 
 
 async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
-    await stream.write_headers(**DUPLEX)
+    await stream.write_headers()
     await stream.write_body(json.dumps(long("third")).encode())
     await until(lambda: len(services.queue) == 1)
 
@@ -81,10 +81,8 @@ def asks_envoy_to_wait(reply: ProcessingResponse) -> bool:
 
 
 @pytest.fixture
-async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> AsyncIterator[Full]:
-    for number in (1, 2):
-        known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
-        services.fleet.put(known)
+async def full(envoy: EnvoySide, services: Services) -> AsyncIterator[Full]:
+    put_replicas(services, kv_tokens=42_000)
     sweeping = asyncio.create_task(dispatch_queued([services]))
     async with envoy.stream() as first, envoy.stream() as second:
         assert chosen(await first.body_first(long("one")))
@@ -120,7 +118,7 @@ async def test_queued_request_is_sent_to_freed_replica(
 async def test_queued_body_is_held_once(stream: Stream, services: Services, full: Full) -> None:
     size = 8 * 2**20
     body = json.dumps(long("third") | {"model": "chat", "filler": "x" * size}).encode()
-    message = bytes(stream.body_message(body))
+    message = bytes(body_first(body))
     tracemalloc.start()
     try:
         assert asks_envoy_to_wait(await stream.send_bytes(message))

@@ -1,16 +1,14 @@
 """Budgets of responses and chunks that the router reads."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from extproc.config import Config
-from extproc.predict.step import DEFAULT_PROFILE
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, replica, state
-from tests.proxy.conftest import config_of, samples, with_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
+from tests.fakes import ManualClock, replica
+from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
+from tests.proxy.envoy_side import CHAT, EVENTS, STREAMED, EnvoySide, Stream
 from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
 MARK = {"x-extproc-response-skipped": "1"}
@@ -18,7 +16,7 @@ PER_S = 100
 TOKENS = 20  # of a streamed response, each a chunk
 CHUNKS_PER_S = 2.0
 """This rate saves the chunks of six responses, half of them for responses that load an adapter."""
-STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
+BOUNDED = STREAMED | {"min_tokens": TOKENS, "max_tokens": TOKENS}
 
 
 @pytest.fixture
@@ -82,8 +80,8 @@ async def test_failed_replica_makes_all_responses_visible(envoy: EnvoySide) -> N
 
 async def answer(envoy: EnvoySide, chunks: int = TOKENS, model: str = "llama") -> bool:
     async with envoy.stream() as stream:
-        first = destination(await stream.ask(STREAMED | {"model": model}))[0]
-        reply = await stream.response_headers(upstream=first, content_type="text/event-stream")
+        first = destination(await stream.ask(BOUNDED | {"model": model}))[0]
+        reply = await stream.response_headers(upstream=first, content_type=EVENTS)
         read = reply.mode_override is not None
         for left in reversed(range(chunks if read else 0)):
             await stream.response_body(b"data: {}\n\n", end_of_stream=not left)
@@ -100,11 +98,9 @@ async def test_streams_are_read_within_chunk_budget(envoy: EnvoySide, clock: Man
 
 
 async def test_streams_that_load_an_adapter_get_second_half_of_budget(
-    envoy: EnvoySide, services: Services, clock: ManualClock
+    envoy: EnvoySide, services: Services
 ) -> None:
-    for number in (1, 2):
-        known: dict[str, Any] = {"models": ("llama", "lora"), "adapters": ("lora",), "listed": True}
-        services.fleet.put(state(number, DEFAULT_PROFILE, clock, max_loras=1, **known))
+    put_replicas(services, models=("llama", "lora"), adapters=("lora",), max_loras=1)
     assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
     assert await answer(envoy, model="lora")
 
@@ -115,9 +111,7 @@ async def test_streams_of_unmeasured_replicas_are_read_beyond_the_budget(
     assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
     for restarted in (True, False):
         clock.advance(0.1)
-        for number in (1, 2):
-            process: dict[str, Any] = {"started_at": 900.0, "measured": not restarted}
-            services.fleet.put(state(number, DEFAULT_PROFILE, clock, **process))
+        put_replicas(services, started_at=900.0, measured=not restarted)
         assert await answer(envoy) == restarted
 
 

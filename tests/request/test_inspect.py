@@ -180,6 +180,16 @@ def test_body_with_unknown_fields_counts_by_its_length(
     assert got.prompt_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "field"), [(E.COMPLETIONS, "prompt_embeds"), (E.POOLING, "data")]
+)
+def test_base64_counts_by_length(endpoint: Endpoint, field: str) -> None:
+    few, many = (
+        profile(endpoint, **{field: "AAAA" * 2**18 * size}).prompt_tokens for size in (1, 4)
+    )
+    assert 0 < few < many < 10_000
+
+
 ANY = 10_000_000  # tokens: the limit of all counts
 ABSURD_IDS: list[Any] = [None, "", 5, [], "x" * 1_000]
 BOUNDS: list[tuple[Endpoint, dict[str, Any], int | None]] = [
@@ -203,6 +213,10 @@ FIELDS: list[tuple[str, Endpoint, dict[str, Any], object]] = [
     ("least_output", E.CHAT, {"ignore_eos": True, "max_tokens": 30}, 30),
     ("least_output", E.CHAT, {"ignore_eos": True}, ANY),
     ("least_output", E.CHAT, {"ignore_eos": False, "max_tokens": 30}, 0),
+    ("least_output", E.GENERATE, {"sampling_params": {"ignore_eos": True}}, ANY),
+    ("least_output", E.GENERATE, {"sampling_params": {"ignore_eos": True, "max_tokens": 7}}, 7),
+    ("sequences", E.GENERATE, {"sampling_params": {"n": 3}}, 3),
+    ("sequences", E.COMPLETIONS, {"max_tokens": 0, "echo": True}, 0),
     *(("stream", E.CHAT, {"stream": value}, True) for value in (True, "true", "yes", 1)),
     *(("stream", E.CHAT, {"stream": value}, False) for value in (False, "false", 0, "abc", None)),
     *(("stored", E.RESPONSES, fields, True) for fields in ({}, {"store": True})),
