@@ -1,5 +1,6 @@
 """Client of a whole system: sends requests through Envoy and reads what the parts report."""
 
+import asyncio
 import io
 import json
 import re
@@ -20,6 +21,7 @@ from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
+IN_TURN = {"x-extproc-policy": "round_robin"}
 _HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gauges": False}
 
 
@@ -57,6 +59,15 @@ class Client:
         body = {"model": MODEL, "messages": MESSAGES} | fields
         length = {"x-simulate-output-tokens": str(tokens)}
         return await self.request("POST", CHAT, body, length | (headers or {}))
+
+    async def uncached(
+        self, name: str, words: int = 1000, headers: dict[str, str] | None = None
+    ) -> int:
+        """Send a prompt that no prefix cache holds, for 120 tokens; return the status."""
+        message = {"role": "user", "content": name + " sea" * words}
+        body = {"model": MODEL, "messages": [message], "max_tokens": 120}
+        length = {"x-simulate-output-tokens": "120"}
+        return (await self.send("POST", CHAT, body, length | (headers or {}))).status
 
     async def request(
         self,
@@ -117,6 +128,15 @@ class Client:
     async def replica(self, name: str) -> dict[str, Any]:
         replicas = (await self.fleet())["replicas"]
         return next(one for one in replicas if one["name"] == name)
+
+    async def measured(self, *names: str) -> bool:
+        """Send requests until polls have measured these replicas: before, none waits or is late."""
+        replicas = [await self.replica(name) for name in names]
+        if all(one["healthy"] and one["measured"] for one in replicas):
+            return True
+        answers = await asyncio.gather(*(self.chat(tokens=300) for _ in range(8)))
+        assert {answer.status for answer in answers} == {200}
+        return False
 
     async def in_flight(self) -> int:
         return int((await self.fleet())["in_flight"])

@@ -24,6 +24,8 @@ from tests import envoy_gateway, istio
 from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"
+FAST_AND_SLOW = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
+"""The first is faster, so every request goes there while it works."""
 TRANSLATED = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
 """Files that a control plane translates into Envoy's configuration."""
 
@@ -155,6 +157,19 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
     return settings
+
+
+def cluster_of(bootstrap: Bootstrap, name: str) -> dict[str, Any]:
+    clusters = bootstrap["static_resources"]["clusters"]
+    return next(cluster for cluster in clusters if cluster["name"] == name)
+
+
+def of_pool(pool: str) -> dict[str, Any]:
+    """Return the ``typed_per_filter_config`` of a route to a pool."""
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    metadata = [{"key": "x-extproc-pool", "value": pool}]
+    overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
+    return {"envoy.filters.http.ext_proc": overrides}
 
 
 class EdsStack(FileStack):

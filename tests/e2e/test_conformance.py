@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from extproc.lab.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, bootstrap_of, here
+from tests.e2e.stack import Stack, bootstrap_of, cluster_of, here, of_pool
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -29,8 +29,6 @@ A10 = "llama-8b-a10"
 PRIMARY, SECONDARY = ("one", "two", "three"), ("four", "five")
 FLEET = tuple(SimulatedReplica(name, A10) for name in (*PRIMARY, *SECONDARY))
 WEIGHTED = "/weighted"
-EXT_PROC = "envoy.filters.http.ext_proc"
-TYPES = "type.googleapis.com/envoy.extensions.filters.http"
 
 
 class GatewayStack(Stack):
@@ -46,7 +44,7 @@ class GatewayStack(Stack):
         resources = bootstrap["static_resources"]
         manager = manager_of(bootstrap)
         manager["http_filters"].insert(0, _subset_hint())
-        (cluster,) = (one for one in resources["clusters"] if one["name"] == "replicas")
+        cluster = cluster_of(bootstrap, "replicas")
         second = deepcopy(cluster) | {"name": "second"}
         for one, names in ((cluster, PRIMARY), (second, SECONDARY)):
             one["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
@@ -62,7 +60,7 @@ def _subset_hint() -> dict[str, Any]:
         "key": "x-gateway-destination-endpoint-subset",
     }
     rule = {"header": SELECTION, "on_header_present": hint, "remove": True}
-    kind = f"{TYPES}.header_to_metadata.v3.Config"
+    kind = "type.googleapis.com/envoy.extensions.filters.http.header_to_metadata.v3.Config"
     return {
         "name": "envoy.filters.http.header_to_metadata",
         "typed_config": {"@type": kind, "request_rules": [rule]},
@@ -70,12 +68,7 @@ def _subset_hint() -> dict[str, Any]:
 
 
 def _weighted(route: dict[str, Any]) -> dict[str, Any]:
-    metadata = [{"key": "x-extproc-pool", "value": "second"}]
-    overrides = {
-        "@type": f"{TYPES}.ext_proc.v3.ExtProcPerRoute",
-        "overrides": {"grpc_initial_metadata": metadata},
-    }
-    second = {"name": "second", "weight": 30, "typed_per_filter_config": {EXT_PROC: overrides}}
+    second = {"name": "second", "weight": 30, "typed_per_filter_config": of_pool("second")}
     weighted = {"clusters": [{"name": "replicas", "weight": 70}, second]}
     action = {key: value for key, value in route["route"].items() if key != "cluster"}
     action |= {"weighted_clusters": weighted, "prefix_rewrite": "/"}

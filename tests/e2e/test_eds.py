@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import Client
+from tests.e2e.client import IN_TURN, Client
 from tests.e2e.stack import EdsStack, Stack, replicas
-from tests.e2e.test_failures import IN_TURN, more, traffic
+from tests.e2e.test_failures import more, traffic
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]

@@ -12,17 +12,15 @@ import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import answers
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import TRANSLATED, Behind, EdsStack
+from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-FAST = "llama-8b-h100"
-REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10"))
 EXAMPLES: dict[str, dict[str, object]] = {
     "envoy": {},
     "ext_proc": {},
@@ -39,7 +37,7 @@ class Examples(EdsStack, Behind):
 
     def __init__(self, directory: Path) -> None:
         serve = {"chunks_per_s": 1e6, "drain_s": 5.0}
-        super().__init__(directory, REPLICAS, {"serve": serve})
+        super().__init__(directory, FAST_AND_SLOW, {"serve": serve})
         self.name = "envoy"
 
     async def start(self, name: str) -> None:
@@ -54,7 +52,7 @@ class Examples(EdsStack, Behind):
 
     def _bootstrap(self) -> Bootstrap:
         if self.name == "ext_proc":  # a fragment
-            ports, replicas = self.ports, [self.address(one.name) for one in REPLICAS]
+            ports, replicas = self.ports, [self.address(one.name) for one in FAST_AND_SLOW]
             return around_the_fragment(
                 ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
             )

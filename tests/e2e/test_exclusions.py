@@ -3,39 +3,30 @@
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import CHAT, Client
+from extproc.lab.harness.stack import SimulatedReplica
+from tests.e2e.client import IN_TURN, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 H100 = "llama-8b-h100"
-FIT, PROMPT, TOKENS = 4, 1000, 120
+FIT = 4
 FULL = 0.8  # share of the KV cache beyond which no further request fits
 SMALL = ("--kv-tokens", str(FIT * 1200), "--max-num-queued-reqs", "12")
 PLAIN = ("--kv-tokens", str(FIT * 1200))
 NAMES = "limited", "plain"
 BACK_S = 10.0  # seconds within which service is back
-IN_TURN = {"x-extproc-policy": "round_robin"}
 
 
 def system(directory: Path) -> Stack:
     """An engine that refuses more than 12 requests, and an engine that queues them."""
     fleet = (SimulatedReplica("limited", H100, SMALL), SimulatedReplica("plain", H100, PLAIN))
     return Stack(directory, fleet, {"serve": {"chunks_per_s": 1e6}})
-
-
-async def ask(client: Client, name: str, words: int = PROMPT, policy: str = "") -> int:
-    """Send a prompt that no prefix cache holds; return the status."""
-    content = name + " sea" * words
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-    headers = {"x-simulate-output-tokens": str(TOKENS)}
-    headers |= {"x-extproc-policy": policy} if policy else {}
-    return (await client.send("POST", CHAT, body | {"max_tokens": TOKENS}, headers)).status
 
 
 async def excluded(client: Client, reason: str = "") -> list[str]:
@@ -70,7 +61,7 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
         if all(one.done() for one in asked):
             count = len(asked)
             names = [f"{frozen} {number}" for number in range(count, count + 3 * FIT)]
-            asked.extend(asyncio.create_task(ask(client, name)) for name in names)
+            asked.extend(asyncio.create_task(client.uncached(name)) for name in names)
         usages = [(await client.replica(name))["kv_usage"] for name in frozen]
         return bool(min(usages) > FULL)
 
@@ -84,7 +75,7 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     await stack.start("envoy")
     async with asyncio.timeout(BACK_S):
         for name in NAMES:
-            assert await ask(client, f"again {frozen} {name}") == 200
+            assert await client.uncached(f"again {frozen} {name}") == 200
             await until(partial(served, client, name))
     await client.simulate("limited", freezing_gauges=False)
     await client.simulate("plain", freezing_gauges=False)
@@ -99,31 +90,26 @@ async def test_full_engine_is_never_ejected(client: Client) -> None:
     refusals = "vllm:admission_rejections_total"
     before = await client.replica_counts("limited", refusals)
     for burst in range(3):
-        asked = [ask(client, f"{burst} {n}", words=5, policy="round_robin") for n in range(60)]
+        asked = [client.uncached(f"{burst} {n}", words=5, headers=IN_TURN) for n in range(60)]
         assert set(await asyncio.gather(*asked)) == {200}
         assert not await excluded(client, "failing")
     assert await client.replica_counts("limited", refusals) > before
     await until(lambda: served(client, "limited"))
 
 
-async def test_request_that_fails_everywhere_ejects_no_replica(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("fault", "status"), [({"fail": 500}, 500), ({"reset": True}, 503)], ids=["fails", "resets"]
+)
+async def test_request_that_fails_everywhere_ejects_no_replica(
+    client: Client, fault: dict[str, Any], status: int
+) -> None:
     await until(lambda: none_excluded(client))
-    for name in NAMES:
-        await client.simulate(name, fail=500)
-    answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
-    assert {answer.status for answer in answers} == {500}
-    for name in NAMES:
-        await client.simulate(name, fail=0)
+    async with client.simulating("limited", **fault), client.simulating("plain", **fault):
+        answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
+    assert {answer.status for answer in answers} == {status}
     assert await none_excluded(client)
     chosen = [(await client.chat(headers=IN_TURN)).decision["replica_name"] for _ in range(4)]
     assert set(chosen) == set(NAMES)
-
-
-async def test_request_that_breaks_every_connection_ejects_no_replica(client: Client) -> None:
-    async with client.simulating("limited", reset=True), client.simulating("plain", reset=True):
-        answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
-    assert {answer.status for answer in answers} == {503}
-    assert await none_excluded(client)
 
 
 async def test_replica_that_refuses_connections_is_ejected(client: Client, stack: Stack) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import FLEET, MODEL
-from tests.e2e.client import CHAT, MESSAGES, Answer, Client
+from tests.e2e.client import CHAT, IN_TURN, MESSAGES, Answer, Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack, here
 from tests.waiting import until, until_read
@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 
 OUTLIER = "outlier_detection.ejections"
-IN_TURN = {"x-extproc-policy": "round_robin"}
 AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets fewer
 
 

@@ -8,14 +8,13 @@ import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import FLEET
-from tests.e2e.client import Client
+from tests.e2e.client import IN_TURN, Client
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Behind, ext_proc_of, here
+from tests.e2e.stack import Behind, cluster_of, ext_proc_of, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-IN_TURN = {"x-extproc-policy": "round_robin"}
 REQUESTS = 12  # in turn, each of the four replicas is chosen three times
 
 
@@ -24,15 +23,13 @@ def without_metadata(bootstrap: Bootstrap) -> None:
 
 
 def without_first_member(bootstrap: Bootstrap) -> None:
-    clusters = bootstrap["static_resources"]["clusters"]
-    (replicas,) = (cluster for cluster in clusters if cluster["name"] == "replicas")
-    (endpoints,) = replicas["load_assignment"]["endpoints"]
-    del endpoints["lb_endpoints"][0]
+    del members_of(bootstrap)[0]
 
 
 def with_other_filter(bootstrap: Bootstrap) -> None:
     """Add a filter that always chooses the last replica."""
-    address = _members(bootstrap)[-1]
+    member = members_of(bootstrap)[-1]["endpoint"]["address"]["socket_address"]
+    address = f"{member['address']}:{member['port_value']}"
     http = "type.googleapis.com/envoy.extensions.filters.http"
     setting: dict[str, Any] = {
         "@type": f"{http}.set_metadata.v3.Config",
@@ -48,14 +45,10 @@ def with_other_filter(bootstrap: Bootstrap) -> None:
     filters.insert(-1, {"name": "envoy.filters.http.set_metadata", "typed_config": setting})
 
 
-def _members(bootstrap: Bootstrap) -> list[str]:
-    clusters = bootstrap["static_resources"]["clusters"]
-    (replicas,) = (cluster for cluster in clusters if cluster["name"] == "replicas")
-    (endpoints,) = replicas["load_assignment"]["endpoints"]
-    sockets = [
-        member["endpoint"]["address"]["socket_address"] for member in endpoints["lb_endpoints"]
-    ]
-    return [f"{socket['address']}:{socket['port_value']}" for socket in sockets]
+def members_of(bootstrap: Bootstrap) -> list[dict[str, Any]]:
+    (endpoints,) = cluster_of(bootstrap, "replicas")["load_assignment"]["endpoints"]
+    members: list[dict[str, Any]] = endpoints["lb_endpoints"]
+    return members
 
 
 CHANGES: dict[str, Callable[[Bootstrap], None]] = {

@@ -3,21 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import FAST_AND_SLOW, Stack
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
-"""The first is faster, so every request goes there while it works."""
 LONG = 3000  # tokens of a response that `one` has not finished when it is paused
 
 
@@ -25,11 +23,8 @@ class Doubting(Stack):
     doubts_s = 0.1
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    settings = {"serve": {"hung_s": 2.0, "chunks_per_s": 1e6}}
-    async with Doubting(tmp_path_factory.mktemp("hung"), REPLICAS, settings) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Doubting(directory, FAST_AND_SLOW, {"serve": {"hung_s": 2.0, "chunks_per_s": 1e6}})
 
 
 @asynccontextmanager

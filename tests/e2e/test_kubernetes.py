@@ -5,14 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import Client
+from tests.e2e.client import IN_TURN, Client
 from tests.e2e.stack import Stack
-from tests.e2e.test_failures import IN_TURN, more, traffic
+from tests.e2e.test_failures import more, traffic
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
 from tests.waiting import until_read
 
@@ -45,28 +44,22 @@ class KubernetesStack(Stack):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KubernetesStack]:
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KubernetesStack]:
     api = ApiServer(tmp_path_factory.mktemp("api"))
-    cluster = KubernetesStack(tmp_path_factory.mktemp("cluster"), api)
+    stack = KubernetesStack(tmp_path_factory.mktemp("cluster"), api)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         patched.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
         for one in FLEET:
-            cluster.put_pod(one.name)
+            stack.put_pod(one.name)
         await api.start()
-        async with cluster:
-            yield cluster
+        async with stack:
+            yield stack
         await api.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(cluster: KubernetesStack) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(cluster, session)
-
-
 async def test_deleted_pod_finishes_its_streams_and_gets_no_requests(
-    client: Client, cluster: KubernetesStack
+    client: Client, stack: KubernetesStack
 ) -> None:
     tokens = 1000
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
@@ -74,14 +67,14 @@ async def test_deleted_pod_finishes_its_streams_and_gets_no_requests(
     await client.simulate(busy, slow=20.0)  # its requests do not end by themselves
     async with traffic(client) as answers:
         await more(answers, 5)
-        cluster.put_pod(busy, ready=False, serving=True, terminating=True)
+        stack.put_pod(busy, ready=False, serving=True, terminating=True)
         await until_read(lambda: client.replica(busy), lambda now: now["draining"])
         assert not streaming.done()
         later = await more(answers, 20)
         await client.simulate(busy, slow=0.1)
         answer = await streaming
-        cluster.api.delete(busy)
-        await cluster.stop(busy)
+        stack.api.delete(busy)
+        await stack.stop(busy)
         await until_read(
             client.fleet, lambda now: busy not in {one["name"] for one in now["replicas"]}
         )

@@ -1,12 +1,10 @@
 """Replicas publish KV cache events: the expected cached tokens equal the reported ones."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -36,12 +34,9 @@ def system(directory: Path) -> Stack:
     return Stack(directory, replicas=replicas, settings=settings)
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(stack: Stack) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        client = Client(stack, session)
-        await known(client)
-        yield client
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def blocks_are_known(client: Client) -> None:
+    await known(client)
 
 
 async def known(client: Client, known: bool = True) -> None:

@@ -16,7 +16,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Stack, ext_proc_of, here, replicas
+from tests.e2e.stack import Stack, cluster_of, ext_proc_of, here, of_pool, replicas
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -97,7 +97,7 @@ class PoolsStack(Stack):
         ext_proc_of(bootstrap)["request_attributes"] += headers
         assert not self.missing(bootstrap)
         clusters = bootstrap["static_resources"]["clusters"]
-        default = next(one for one in clusters if one["name"] == "replicas")
+        default = cluster_of(bootstrap, "replicas")
         hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         for name, fleet in POOLS.items():
             members = endpoints([self.address(one.name) for one in fleet])
@@ -122,10 +122,7 @@ def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
     host = deepcopy(pattern) | {"name": pool, "domains": [f"{pool}.example"]}
     for route in host["routes"]:
         route["route"]["cluster"] = cluster
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
-    metadata = [{"key": "x-extproc-pool", "value": pool}]
-    overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
-    host["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
+    host["typed_per_filter_config"] = of_pool(pool)
     return host
 
 
@@ -220,18 +217,10 @@ async def test_request_goes_where_its_longest_prompt_fits(
     assert (answer.decision["replica_name"], answer.decision["second"]) == ("long", None)
 
 
-async def measured(client: Client, pool: str) -> bool:
-    """Send requests until polls have measured the pool: else none is refused as late."""
-    if all([(await client.replica(one.name))["measured"] for one in POOLS[pool]]):
-        return True
-    await asyncio.gather(*(client.of(pool).chat(tokens=100) for _ in range(8)))
-    return False
-
-
 @pytest.mark.parametrize("header", TARGETS)
 async def test_target_header_routes_or_refuses(client: Client, header: str) -> None:
     client = client.of("second")
-    await until(lambda: measured(client, "second"))
+    await until(lambda: client.measured("second-1", "second-2"))
     objective = {"x-llm-d-inference-objective": "soon"}
     answer = await client.chat(headers={header: "60000", **objective})
     assert (answer.status, answer.decision["policy"]) == (200, "target")

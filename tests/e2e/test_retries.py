@@ -9,15 +9,12 @@ import aiohttp
 import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
-from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import FAST_AND_SLOW, Stack
 from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
-"""The first is faster, so every request goes there while it works."""
 PATIENCE_S = 0.4  # Envoy hedges a request that is not answered by then
 OUTLASTING = 120  # tokens that take `one` longer, and `two` several times as long
 TOLERATED = 3  # failures in a row before a replica is ejected
@@ -39,13 +36,13 @@ class Hedging(Stack):
 
 
 def system(directory: Path) -> Stack:
-    return Hedging(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
+    return Hedging(directory, FAST_AND_SLOW, {"serve": {"chunks_per_s": 1e6}})
 
 
 async def finished(client: Client) -> dict[str, float]:
     """Return the number of requests that each replica has served."""
     served = {}
-    for one in REPLICAS:
+    for one in FAST_AND_SLOW:
         with suppress(aiohttp.ClientError, TimeoutError):
             served[one.name] = await client.replica_counts(one.name, "vllm:request_success_total")
     return served

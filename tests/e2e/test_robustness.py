@@ -107,9 +107,6 @@ async def test_thousand_chunked_uploads_are_served(stack: Stack, client: Client)
         assert Counter(await asyncio.gather(*uploads)) == {200: UPLOADS}
 
 
-BODY = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2})
-
-
 REQUEST = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True}).encode()
 HEAD = (
     f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -146,7 +143,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-WHOLE = BODY.encode()
+WHOLE = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2}).encode()
 IMAGE = WHOLE[:-1] + b', "filler": "' + b"x" * 2**22 + b'"}'
 CHUNKED = (
     f"POST {CHAT} HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n"

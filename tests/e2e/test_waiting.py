@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import CHAT, Client
+from extproc.lab.harness.stack import SimulatedReplica
+from tests.e2e.client import Client
 from tests.e2e.stack import Behind, Stack, ext_proc_of
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-WORDS, TOKENS, FIT = 1000, 120, 4
+FIT = 4
 SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests of this test
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
@@ -57,29 +57,13 @@ def behind(*names: str) -> pytest.MarkDecorator:
 async def measured_and_empty(client: Client) -> None:
     """Wait until replicas are measured, or requests would not wait; and until they are empty."""
 
-    async def measured() -> bool:
-        replicas = (await client.fleet())["replicas"]
-        if all(one["healthy"] and one["measured"] for one in replicas):
-            return True
-        answers = await asyncio.gather(*(client.chat(tokens=300) for _ in range(8)))
-        assert {answer.status for answer in answers} == {200}
-        return False
-
     async def empty() -> bool:
         replicas = (await client.fleet())["replicas"]
         return not any(one["kv_usage"] for one in replicas)
 
-    await until(measured)
+    await until(lambda: client.measured(*(one.name for one in REPLICAS)))
     await client.has_in_flight(0)
     await until(empty)
-
-
-async def ask(client: Client, name: str, words: int = WORDS) -> int:
-    """Send a prompt that no prefix cache holds; return the status."""
-    content = name + " sea" * words
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-    headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
-    return (await client.send("POST", CHAT, body | {"max_tokens": TOKENS}, headers)).status
 
 
 async def waiting(client: Client) -> int:
@@ -103,7 +87,8 @@ class Crowd:
     async def joined_by(self, count: int) -> None:
         self.names += [f"{next(numbers)}" for _ in range(count)]
         self.answers += [
-            asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]
+            asyncio.create_task(self._client.uncached(name, headers={"x-request-id": name}))
+            for name in self.names[-count:]
         ]
         await until_read(
             lambda: self._client.metric("extproc_open_streams"), lambda now: now >= self.unanswered
@@ -157,7 +142,7 @@ async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -
 async def test_few_of_many_short_requests_are_preempted(client: Client, stack: Stack) -> None:
     """Between two polls the router predicts the KV usage, so some preemptions are possible."""
     before = await preempted(client)
-    asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
+    asked = [client.uncached(f"short {number}", words=250) for number in range(100)]
     assert set(await asyncio.gather(*asked)) == {200}
     assert await preempted(client) <= before + 10
     await nothing_left(client)
