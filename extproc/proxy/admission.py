@@ -92,7 +92,7 @@ async def admit(
     else:
         if decision is None:
             _refuse_unserved(services, profile, exchange.has_fallback)
-            exchange.leave_unrouted()
+            exchange.left_to_envoy()
         else:
             exchange.dispatch(headers.request_id, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -107,7 +107,7 @@ def _forward(exchange: Exchange, phase: str, profile: RequestProfile, partial: b
         decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
     if decision is None:
         _refuse_unserved(services, profile, exchange.has_fallback)
-        exchange.leave_unrouted()
+        exchange.left_to_envoy()
     else:
         exchange.forward(decision)
     return exchange.reply(phase, decision, partial, leave_body=False)

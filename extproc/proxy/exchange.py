@@ -10,8 +10,7 @@ from extproc.proxy import messages
 from extproc.proxy.body_memory import BufferedBody
 from extproc.proxy.call import Call
 from extproc.proxy.headers import RequestHeaders, inference_headers, is_steered, model_list
-from extproc.proxy.in_flight import InFlight
-from extproc.proxy.observed import Observed
+from extproc.proxy.in_flight import InFlight, Observed
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
@@ -47,7 +46,8 @@ class Exchange:
         self._response_body_mode = messages.NONE
         self._request_ended = False  # in full duplex: the last chunk of the body was read
         self._destination = ""  # of the dispatched request, as Envoy gets it
-        self._in_flight: InFlight | Observed | None = None
+        self._in_flight: InFlight | None = None
+        self._observed: Observed | None = None  # until its response begins
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -138,8 +138,10 @@ class Exchange:
         match phase:
             case "request_body" if self.full_duplex:
                 return _passed(phase, message)
-            case "response_headers" if self._in_flight is not None:
-                reads = self._in_flight.response_headers(message)
+            case "response_headers":
+                if self._observed is not None:
+                    self._in_flight, self._observed = self._observed.answered(message), None
+                reads = self._in_flight is not None and self._in_flight.response_headers(message)
                 comes = message.response_headers.end_of_stream or self._returns_chunks
                 return messages.proceed(phase) if comes or not reads else messages.watch_response()
             case "response_body":
@@ -252,18 +254,18 @@ class Exchange:
         self._destination = self.destination(decision)
         self.services.metrics.requests.add("passed")
 
-    def leave_unrouted(self) -> None:
-        """Leaves the choice to Envoy, because no replica is usable."""
-        self._left_to_envoy("unrouted")
-
     def observe(self, request_id: str, decision: Decision | None) -> None:
         """Leaves the choice to Envoy; ``decision``: what the router would have chosen, if known."""
         if decision is not None:
-            samples = not self._envoy_waits
-            self._in_flight = Observed(self.services, decision, request_id, samples)
-        self._left_to_envoy("observed")
+            services, pool = self.services, self.services.config.pool
+            decision.drop_large_parts()
+            record = services.log.add(request_id, services.wall(), decision, pool, observed=True)
+            sent_at, samples = services.clock(), not self._envoy_waits
+            self._observed = Observed(services, decision, record.outcome, sent_at, samples)
+        self.left_to_envoy("observed")
 
-    def _left_to_envoy(self, result: str) -> None:
+    def left_to_envoy(self, result: str = "unrouted") -> None:
+        """Leaves the choice to Envoy, by default because no replica is usable."""
         self.services.metrics.requests.add(result)
         if self._trace is not None:
             self._trace.ended(result)

@@ -1,6 +1,8 @@
 """A request that was dispatched to a replica, until its stream ends."""
 
 import logging
+from math import isfinite
+from typing import NamedTuple
 
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import LiveOutcome, PredictionResult
@@ -33,8 +35,7 @@ class InFlight:
         destination: str,
         outcome: LiveOutcome,
         response_visible: bool = True,
-        sent_at: float | None = None,
-        envoy_samples: bool = False,
+        observed: "Observed | None" = None,
     ) -> None:
         """Adds the request to the ledger.
 
@@ -44,15 +45,14 @@ class InFlight:
             destination: the choice as Envoy got it.
             outcome: of the request, which this object fills in.
             response_visible: Envoy forwards the response to the router.
-            sent_at: when the replica got the request, in seconds on the router's clock; None: now.
-            envoy_samples: Envoy decides which bodies of responses it forwards, not the router.
+            observed: the request before its response began, if Envoy alone chose the replica.
         """
         self._services = services
         self._destination = destination
         self._response_visible = response_visible
-        self._sent_now = sent_at is None
-        self._sent_at = services.clock() if sent_at is None else sent_at
-        self._envoy_samples = envoy_samples
+        self._observed = observed
+        self._sent_at = services.clock() if observed is None else observed.sent_at
+        self._envoy_samples = observed is not None and observed.envoy_samples
         self.outcome = outcome
         self.served_by = decision.replica
         """The replica that has the request, as far as the router knows: ``ip:port``."""
@@ -123,7 +123,7 @@ class InFlight:
         # last chunk shows that the response is complete.
         complete = succeeded and self._response_ended
         # A request that was sent earlier may have overtaken others of the ledger.
-        prefilled = complete and not profile.stream and self._sent_now
+        prefilled = complete and not profile.stream and self._observed is None
         prefilled |= outcome.ttft_s is not None
         generated = services.fleet.release(self._ticket, prefilled and self._served_by_member)
         seconds = services.clock() - self._sent_at
@@ -283,3 +283,42 @@ class InFlight:
             if cached is not None:
                 metrics.hits_expected.add(replica, by=hits)
                 metrics.hits_reported.add(replica, by=cached)
+        if self._observed is not None:
+            self._observed.measure(predicted, seconds)
+
+
+class Observed(NamedTuple):
+    """Request that Envoy alone handles, until its response tells which replica has it.
+
+    Until then polls show the request as external load.
+    """
+
+    services: Services
+    decision: Decision  # the router's choice
+    outcome: LiveOutcome
+    sent_at: float  # seconds on the router's clock
+    envoy_samples: bool  # Envoy decides which bodies of responses it forwards, not the router
+
+    def answered(self, request: ProcessingRequest) -> InFlight | None:
+        """Adds the request to the ledger once its response has begun; returns None if no replica
+        answered that the router could have chosen."""
+        replica, services = messages.upstream_of(request).address, self.services
+        self.outcome.status = messages.status_of(request.response_headers)
+        if replica not in services.fleet.members:  # Envoy answered itself, or a tunnel did
+            services.metrics.observed.add("unknown")
+            return None
+        self.outcome.served_by = replica
+        services.metrics.observed.add("same" if replica == self.decision.replica else "other")
+        by_envoy = self.decision.on(replica)
+        if by_envoy is None:  # the router had excluded the replica
+            return None
+        return InFlight(services, by_envoy, replica, self.outcome, observed=self)
+
+    def measure(self, by_envoy: float, actual: float) -> None:
+        """Adds up completion times in seconds: predicted for both choices, and actual."""
+        by_router = self.decision.predicted_completion
+        if isfinite(by_router) and isfinite(by_envoy):
+            seconds = self.services.metrics.observed_seconds
+            seconds.add("predicted_router", by=by_router)
+            seconds.add("predicted_envoy", by=by_envoy)
+            seconds.add("actual", by=actual)
