@@ -18,7 +18,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     """Routes of the admin address in addition to metrics and health."""
     log = pools[0].log  # all pools share it
 
-    async def decisions(request: web.Request) -> web.StreamResponse:
+    async def decisions(request: web.Request) -> web.Response:
         most: int | None = _BEST
         if "request_id" in request.query:
             records, most = log.of_request(request.query["request_id"]), None
@@ -26,10 +26,11 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
             records = log.after(whole_number(request, "after"), _PAGE)
         else:
             records = log.last(whole_number(request, "last", _PAGE))
-        return await _answer(request, _array(record.record(most) for record in records))
+        return _json(await _array(record.record(most) for record in records))
 
-    async def fleet(request: web.Request) -> web.StreamResponse:
-        return await _answer(request, _fleet(pools))
+    async def fleet(_: web.Request) -> web.Response:
+        in_flight = sum(pool.fleet.in_flight for pool in pools)
+        return _json(b'{"in_flight":%d,"replicas":%s}' % (in_flight, await _array(_states(pools))))
 
     return [
         web.get("/decisions", decisions, allow_head=False),
@@ -52,35 +53,25 @@ def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
     return why_not
 
 
-def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
-    yield b'{"in_flight":%d,"replicas":' % sum(pool.fleet.in_flight for pool in pools)
-    yield from _array(
-        structs.asdict(state)
-        | {
-            "in_flight": pool.fleet.in_flight_on(state.id),
-            "pool": pool.config.pool,
-            "known_blocks": pool.fleet.blocks.count(state.id),
-        }
-        for pool in pools
-        for state in [*pool.fleet.members]  # a copy: replicas may leave meanwhile
-    )
-    yield b"}"
+def _states(pools: Iterable[Services]) -> Iterator[dict[str, object]]:
+    for pool in pools:
+        for state in [*pool.fleet.members]:  # a copy: replicas may leave meanwhile
+            yield structs.asdict(state) | {
+                "in_flight": pool.fleet.in_flight_on(state.id),
+                "pool": pool.config.pool,
+                "known_blocks": pool.fleet.blocks.count(state.id),
+            }
 
 
-def _array(items: Iterable[object]) -> Iterator[bytes]:
-    yield b"["
-    for number, item in enumerate(items):
-        yield (b"," if number else b"") + json.encode(item)
-    yield b"]"
-
-
-async def _answer(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
-    """Sends JSON piece by piece. A large fleet takes long to encode, and the event loop serves
-    requests between two pieces."""
-    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
-    await response.prepare(request)
-    for piece in pieces:
-        await response.write(piece)
+async def _array(items: Iterable[object]) -> bytes:
+    """Encodes a JSON array; the event loop serves requests between two items, because a large fleet
+    takes long to encode."""
+    encoded = []
+    for item in items:
+        encoded.append(json.encode(item))
         await asyncio.sleep(0)
-    await response.write_eof()
-    return response
+    return b"[%s]" % b",".join(encoded)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
