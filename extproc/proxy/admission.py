@@ -20,31 +20,23 @@ from extproc.route.waiting import Place, Waiting
 NONE_READY = "no replica is ready to serve this request"
 
 
-def observe(exchange: Exchange, headers: RequestHeaders, partial: bool) -> None:
-    """Predicts a request that Envoy alone handles.
-
-    ``partial``: the router has only the beginning of the body.
-    """
-    services, decision, started = exchange.services, None, exchange.services.clock()
+def observe(exchange: Exchange) -> None:
+    """Predicts a request that Envoy alone handles."""
+    services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica answers such a request itself
-        profile = _profile(exchange, headers, partial, "")
+        profile = _profile(exchange)
         # Not visible: the choice must not be a replica that is only to be tried out.
         decision = services.router.decide(
-            profile, headers.policy, exchange.subset, response_visible=False
+            profile, exchange.headers.policy, exchange.subset, response_visible=False
         )
-    if decision is not None:
-        services.demand.arrived(decision)
-    exchange.observe(headers.request_id, decision)
+        if decision is not None:
+            services.demand.arrived(decision)
+            exchange.observe(decision)
+    exchange.left_to_envoy("observed")
     services.metrics.decision_seconds.observe(services.clock() - started)
 
 
-async def admit(
-    exchange: Exchange,
-    phase: str,
-    headers: RequestHeaders,
-    partial: bool = False,
-    unread_model: str = "",
-) -> bytes:
+async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes:
     """Dispatches the request to the best replica, now or after a wait in the queue; returns the
     reply to the phase.
 
@@ -53,8 +45,6 @@ async def admit(
     Args:
         exchange: the request; its body is replaced by the body for the chosen replica.
         phase: the phase to reply to.
-        headers: the request's headers.
-        partial: the router has only the beginning of the body.
         unread_model: model of a large body that stays at Envoy; its length determines the profile.
 
     Raises:
@@ -62,15 +52,15 @@ async def admit(
         Left: the stream ended while the request was queued.
     """
     services, started = exchange.services, exchange.services.clock()
-    profile = exchange.profile = _profile(exchange, headers, partial, unread_model)
-    if not headers.endpoint.computes:
-        return _forward(exchange, phase, profile, partial)
+    profile = exchange.profile = _profile(exchange, unread_model)
+    if not exchange.headers.endpoint.computes:
+        return exchange.reply(phase, _forward(exchange, profile))
 
     def decide(place: Place | None = None) -> Decision | None:
         if _is_unserved(services, profile):
             return None
         decision = services.router.decide(
-            profile, headers.policy, exchange.subset, exchange.response_visible, place
+            profile, exchange.headers.policy, exchange.subset, exchange.response_visible, place
         )
         if decision is not None:
             if place is None:
@@ -88,19 +78,19 @@ async def admit(
     else:
         queues = exchange.subset is None and _may_be_served_soon(services, profile)
     if queues and services.body_memory.free >= 0:  # a queued request holds its body for long
-        decision = await _queue(exchange, headers, profile, decision, decide)
+        decision = await _queue(exchange, profile, decision, decide)
     else:
         if decision is None:
             _refuse_unserved(services, profile, exchange.has_fallback)
             exchange.left_to_envoy()
         else:
-            exchange.dispatch(headers.request_id, decision)
+            exchange.dispatch(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
-    return exchange.reply(phase, decision, partial, leave_body=unread_model != "")
+    return exchange.reply(phase, decision, leave_body=unread_model != "")
 
 
-def _forward(exchange: Exchange, phase: str, profile: RequestProfile, partial: bool) -> bytes:
-    """Returns the reply that sends a request without work to a replica that serves its model."""
+def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
+    """Sends a request without work to a replica that serves its model; None: Envoy chooses."""
     services, decision = exchange.services, None
     if not _is_unserved(services, profile):
         # Not visible: the choice must not be a replica that is only to be tried out.
@@ -110,13 +100,11 @@ def _forward(exchange: Exchange, phase: str, profile: RequestProfile, partial: b
         exchange.left_to_envoy()
     else:
         exchange.forward(decision)
-    return exchange.reply(phase, decision, partial, leave_body=False)
+    return decision
 
 
-def _profile(
-    exchange: Exchange, headers: RequestHeaders, partial: bool, unread_model: str
-) -> RequestProfile:
-    services = exchange.services
+def _profile(exchange: Exchange, unread_model: str = "") -> RequestProfile:
+    services, headers = exchange.services, exchange.headers
     if unread_model:
         profile = of_length(headers.endpoint, headers.length or 0, unread_model, services.tokens)
     else:
@@ -124,7 +112,7 @@ def _profile(
             headers.endpoint,
             exchange.body.data,
             services.tokens,
-            partial=partial,
+            partial=not exchange.body.whole,
             content_length=headers.length,
             model_of=lambda name, previous: services.router.model(
                 name, previous, exchange.subset, headers.session
@@ -150,7 +138,6 @@ def _objective(services: Services, headers: RequestHeaders, profile: RequestProf
 
 async def _queue(
     exchange: Exchange,
-    headers: RequestHeaders,
     profile: RequestProfile,
     decision: Decision | None,
     decide: Callable[[Place], Decision | None],
@@ -165,7 +152,7 @@ async def _queue(
         result = result or NoReplica(NONE_READY)
         if not isinstance(result, Exception):
             try:
-                exchange.dispatch(headers.request_id, result, waited, waiting.why)
+                exchange.dispatch(result, waited, waiting.why)
             except Exception as error:  # fails this request, not the queue
                 result = error
         outcome.set_result(result)

@@ -60,6 +60,7 @@ class BufferedBody:
     :meth:`release`."""
 
     def __init__(self, memory: BodyMemory) -> None:
+        self.whole = False  # the end of the body was received
         self.changed = False  # the replica gets another body than the client sent
         self.evicted: asyncio.Future[Refusal] | None = None  # None: no further chunk is awaited
         self._memory = memory
@@ -100,6 +101,7 @@ class BufferedBody:
             self.evicted.set_result(NoMemory())
 
     def release(self) -> None:
+        self.whole = False
         if self._size or self.evicted is not None:
             self.evicted = None
             self._chunks = []

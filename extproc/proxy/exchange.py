@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Container, Mapping
 from typing import Any
 
-from extproc.observe.decision_log import summary_of
+from extproc.observe.decision_log import LiveOutcome, summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import messages
 from extproc.proxy.body_memory import BufferedBody
@@ -25,6 +25,8 @@ HUNG = "the replica that had this request hangs: send it again"
 class Exchange:
     """State of an HTTP request: its protocol, its body while the router holds it, and its entry in
     the ledger."""
+
+    headers: RequestHeaders  # of a request that needs a decision
 
     def __init__(self, services: Services, call: Call, trace: Trace | None) -> None:
         self.services = services
@@ -70,9 +72,11 @@ class Exchange:
         config = self.services.config
         self.steered = self.steered and is_steered(config, values)
         headers = inference_headers(values, config)
-        if headers is not None and not headers.endpoint.computes:
-            headers = headers if self.steered and self.only_model is None else None
-        self.endpoint = None if headers is None else headers.endpoint
+        if headers is None:
+            return None
+        if not headers.endpoint.computes and not (self.steered and self.only_model is None):
+            return None
+        self.headers, self.endpoint = headers, headers.endpoint
         return headers
 
     async def route(self, protocol: Callable[["Exchange"], Awaitable[None]]) -> None:
@@ -87,7 +91,7 @@ class Exchange:
                 self.ended_unsent("refused", reason)
                 await self.write(refuse(refusal, self.endpoint))
             else:  # no memory for the body
-                self.observe("", None)
+                self.left_to_envoy("observed")
         finally:
             self.body.release()
 
@@ -125,12 +129,12 @@ class Exchange:
                 self._request_ended = message.request_body.end_of_stream
                 return message
 
-    def hold_body(self, message: ProcessingRequest) -> bool:
-        """Holds a body that comes in one message; returns True if the message has the whole
-        body."""
+    def hold_body(self, message: ProcessingRequest) -> None:
+        """Holds a body that comes in one message."""
         self.body.add(message.request_body.body)
         # Envoy sets no end_of_stream on a whole body that trailers follow.
-        return message.request_body.end_of_stream or self.body_mode == messages.BUFFERED
+        ended = message.request_body.end_of_stream
+        self.body.whole = ended or self.body_mode == messages.BUFFERED
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
         """Reply that changes nothing; it may ask Envoy for the body of a response."""
@@ -229,13 +233,10 @@ class Exchange:
             reply = to_any()
         await self.write(reply)
 
-    def dispatch(
-        self, request_id: str, decision: Decision, waited: float = 0.0, reason: str = ""
-    ) -> None:
+    def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:
         """Adds the request to the ledger after ``waited`` seconds in the queue, for the reason
         ``reason``."""
-        services, pool = self.services, self.services.config.pool
-        outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+        services, outcome = self.services, self._logged(decision)
         self._destination = self.destination(decision)
         self._in_flight = InFlight(
             services, decision, self._destination, outcome, self.response_visible
@@ -246,7 +247,13 @@ class Exchange:
             outcome.queued_s, outcome.queue_reason = waited, reason
             services.metrics.queued_seconds.observe(waited)
         if self._trace is not None:
-            self._trace.sent(decision, request_id, pool, waited)
+            pool = services.config.pool
+            self._trace.sent(decision, self.headers.request_id, pool, waited)
+
+    def _logged(self, decision: Decision, observed: bool = False) -> LiveOutcome:
+        services, request_id = self.services, self.headers.request_id
+        now, pool = services.wall(), services.config.pool
+        return services.log.add(request_id, now, decision, pool, observed).outcome
 
     def forward(self, decision: Decision) -> None:
         """Sends the request to the chosen replica without an entry in the ledger, because the
@@ -254,15 +261,12 @@ class Exchange:
         self._destination = self.destination(decision)
         self.services.metrics.requests.add("passed")
 
-    def observe(self, request_id: str, decision: Decision | None) -> None:
-        """Leaves the choice to Envoy; ``decision``: what the router would have chosen, if known."""
-        if decision is not None:
-            services, pool = self.services, self.services.config.pool
-            decision.drop_large_parts()
-            record = services.log.add(request_id, services.wall(), decision, pool, observed=True)
-            sent_at, samples = services.clock(), not self._envoy_waits
-            self._observed = Observed(services, decision, record.outcome, sent_at, samples)
-        self.left_to_envoy("observed")
+    def observe(self, decision: Decision) -> None:
+        """Compares Envoy's choice with the decision, once the response tells it."""
+        decision.drop_large_parts()
+        outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
+        samples = not self._envoy_waits
+        self._observed = Observed(self.services, decision, outcome, sent_at, samples)
 
     def left_to_envoy(self, result: str = "unrouted") -> None:
         """Leaves the choice to Envoy, by default because no replica is usable."""
@@ -284,15 +288,12 @@ class Exchange:
 
     # -- the reply --------------------------------------------------------------------------
 
-    def reply(
-        self, phase: str, decision: Decision | None, partial: bool, leave_body: bool
-    ) -> bytes:
+    def reply(self, phase: str, decision: Decision | None, leave_body: bool = False) -> bytes:
         """Reply that sends the request to the chosen replica. ``decision`` None: Envoy chooses.
 
         The body is adapted to the replica: it names the model as the replica does, and has the
-        priority of the request's objective instead of the client's. ``partial``: the router has
-        only the beginning of the body. ``leave_body``: Envoy sends the rest of the body to the
-        replica, and not to the router.
+        priority of the request's objective instead of the client's. ``leave_body``: Envoy sends the
+        rest of the body to the replica, and not to the router.
         """
         if decision is None:
             return messages.proceed(phase)
@@ -302,7 +303,7 @@ class Exchange:
             priority = -profile.priority if all_take else 0
         if profile.requested_model not in ("", decision.name):
             body = rename(profile.endpoint, body, decision.name)
-        takes = profile.endpoint.takes_priority and not partial
+        takes = profile.endpoint.takes_priority and self.body.whole
         if priority is not None and takes and (priority or profile.claims_priority):
             body = with_priority(body, priority)
         self.body.replace(body)

@@ -60,18 +60,18 @@ async def _body_first(exchange: Exchange) -> None:
         await exchange.pass_through("request_body", values, lambda: proceed)
         return
     if not exchange.steered:
-        await _observe(exchange, headers, message)
+        await _observe(exchange, message)
         return
     skipped = messages.RESPONSE_SKIPPED in values
     exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
     if not headers.readable:
-        headers = headers._replace(length=len(message.request_body.body))
+        exchange.headers = headers._replace(length=len(message.request_body.body))
         del message
-        await exchange.write(await admit(exchange, "request_body", headers, partial=True))
+        await exchange.write(await admit(exchange, "request_body"))
         return
-    whole = exchange.hold_body(message)
+    exchange.hold_body(message)
     del message
-    await _route_body(exchange, headers, whole)
+    await _route_body(exchange)
 
 
 async def _headers_first(exchange: Exchange) -> None:
@@ -86,11 +86,11 @@ async def _headers_first(exchange: Exchange) -> None:
     large = not by_length and (headers.length or 0) > LARGE_BODY
     unread_model = (exchange.only_model or "") if large else ""
     if by_length or unread_model:
-        await exchange.write(await admit(exchange, "request_headers", headers, True, unread_model))
+        await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
-    await exchange.write(_request_body(exchange, headers))
-    whole = exchange.hold_body(await exchange.read("request_body"))
-    await _route_body(exchange, headers, whole)
+    await exchange.write(_request_body(exchange))
+    exchange.hold_body(await exchange.read("request_body"))
+    await _route_body(exchange)
 
 
 async def _full_duplex(exchange: Exchange) -> None:
@@ -103,27 +103,27 @@ async def _full_duplex(exchange: Exchange) -> None:
     if headers is None:
         return
     if not headers.readable:
-        await exchange.write(await admit(exchange, "request_headers", headers, partial=True))
+        await exchange.write(await admit(exchange, "request_headers"))
         return
-    ended, trailers = await _read_chunks(exchange, headers)
-    reply = await admit(exchange, "request_headers", headers, partial=not ended)
+    trailers = await _read_chunks(exchange)
+    reply = await admit(exchange, "request_headers")
     if trailers:
         # Envoy sends a body twice before trailers that get a reply of their own
         # (https://github.com/envoyproxy/envoy/issues/45470).
         await exchange.write(messages.with_whole_request(reply, exchange.body.take()))
         return
     await exchange.write(reply)
-    body, last = exchange.body.take(), ended
-    for start in range(0, len(body) or last, _PIECE):
+    body, whole = exchange.body.take(), exchange.body.whole
+    for start in range(0, len(body) or whole, _PIECE):
         end = start + _PIECE
-        piece = messages.pass_chunk("request_body", body[start:end], last and end >= len(body))
+        piece = messages.pass_chunk("request_body", body[start:end], whole and end >= len(body))
         await exchange.write(piece)
 
 
-async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[bool, bool]:
+async def _read_chunks(exchange: Exchange) -> bool:
     """Reads the body up to its end or ``LARGE_BODY``; reads on if the model is still unknown.
 
-    Returns two booleans: the body has ended, and trailers followed.
+    Returns True if the body has ended with trailers.
 
     Raises:
         NoMemory: memory is short, and the model is unknown.
@@ -132,17 +132,17 @@ async def _read_chunks(exchange: Exchange, headers: RequestHeaders) -> tuple[boo
     body, limit = exchange.body, LARGE_BODY
     while True:
         message = await exchange.read("request_body", "request_trailers")
-        trailers = message.WhichOneof("request") == "request_trailers"
-        ended = trailers or message.request_body.end_of_stream
-        body.add(message.request_body.body, more_comes=not ended)
-        if ended:
-            return ended, trailers
+        trailers: bool = message.WhichOneof("request") == "request_trailers"
+        body.whole = trailers or message.request_body.end_of_stream
+        body.add(message.request_body.body, more_comes=not body.whole)
+        if body.whole:
+            return trailers
         short = exchange.services.body_memory.free < 0
         if not short and len(body) < limit:
             continue
-        if exchange.only_model or names_model(headers.endpoint, body.data):
+        if exchange.only_model or names_model(exchange.headers.endpoint, body.data):
             body.add(b"")  # the body awaits no further chunk: it must not be evicted
-            return False, False
+            return False
         if short:
             raise NoMemory
         if limit == BODY_LIMIT_BYTES:
@@ -159,55 +159,57 @@ async def _read_headers(exchange: Exchange, to_any: Callable[[], bytes]) -> Requ
     if headers is None:
         await exchange.pass_through("request_headers", values, to_any)
     elif not exchange.steered:
-        await _observe(exchange, headers, request)
+        await _observe(exchange, request)
         return None
     elif message.end_of_stream:
-        await exchange.write(await admit(exchange, "request_headers", headers))
+        exchange.body.whole = True
+        await exchange.write(await admit(exchange, "request_headers"))
         return None
     return headers
 
 
-async def _observe(exchange: Exchange, headers: RequestHeaders, message: ProcessingRequest) -> None:
+async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
     """Returns each message of a request unchanged, and only then predicts the request.
 
     The prediction is made when the request is complete, or as much of it as the router holds; at
     the latest when the response begins.
     """
-    body, memory, complete, enough = exchange.body, exchange.services.body_memory, False, False
+    body, headers, enough = exchange.body, exchange.headers, False
     while True:
         match message.WhichOneof("request"):
             case "request_headers":
-                complete = message.request_headers.end_of_stream
+                body.whole = message.request_headers.end_of_stream
                 enough = exchange.body_mode == messages.NONE
             case "request_body":
                 body_ends = message.request_body.end_of_stream
-                complete = body_ends or exchange.body_mode == messages.BUFFERED
+                body.whole = body_ends or exchange.body_mode == messages.BUFFERED
                 enough = exchange.body_mode == messages.BUFFERED_PARTIAL
-                body.add(message.request_body.body, more_comes=not (complete or enough))
-                enough |= len(body) >= LARGE_BODY or memory.free < 0
+                body.add(message.request_body.body, more_comes=not (body.whole or enough))
+                enough |= len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
             case "request_trailers":
-                complete = True
+                body.whole = True
             case _:
                 exchange.unread(message)
                 break
         reply = exchange.reply_to(message)
         del message  # as in Exchange.answer_next
         await exchange.write(reply)
-        if complete or enough:
+        if body.whole or enough:
             break
         message = await exchange.next()
     if not headers.readable:
-        headers, complete = headers._replace(length=len(body) or headers.length), False
+        exchange.headers = headers._replace(length=len(body) or headers.length)
         body.release()
-    observe(exchange, headers, partial=not complete)
+    observe(exchange)
 
 
-async def _route_body(exchange: Exchange, headers: RequestHeaders, whole: bool) -> None:
+async def _route_body(exchange: Exchange) -> None:
     body = exchange.body
     received = len(body)
-    reply = await admit(exchange, "request_body", headers, partial=not whole)
+    reply = await admit(exchange, "request_body")
     if body.changed:
-        length, longer = received if whole else headers.length, len(body) - received
+        length = received if body.whole else exchange.headers.length
+        longer = len(body) - received
         changed = body.take()
         reply = messages.with_body(reply, changed, None if length is None else length + longer)
         del changed
@@ -216,7 +218,7 @@ async def _route_body(exchange: Exchange, headers: RequestHeaders, whole: bool) 
     await exchange.write(reply)
 
 
-def _request_body(exchange: Exchange, headers: RequestHeaders) -> bytes:
+def _request_body(exchange: Exchange) -> bytes:
     """Reply to the headers that asks for the body, and for the response if the router needs it.
 
     The router needs a response if its budget of responses allows, if a failed replica may have
@@ -225,7 +227,7 @@ def _request_body(exchange: Exchange, headers: RequestHeaders) -> bytes:
     services = exchange.services
     visible = services.responses.takes(services.clock(), 1.0)
     visible |= services.fleet.eligibility.has_suspects
-    visible |= headers.endpoint is Endpoint.RESPONSES
+    visible |= exchange.endpoint is Endpoint.RESPONSES
     exchange.response_visible = visible
     if visible:
         return messages.proceed("request_headers")
