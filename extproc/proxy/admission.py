@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from extproc.predict.inputs import least
-from extproc.proxy.exchange import Exchange
+from extproc.proxy.exchange import NONE_READY, Exchange
 from extproc.proxy.headers import RequestHeaders
 from extproc.proxy.services import Services
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated
@@ -16,8 +16,6 @@ from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
-
-NONE_READY = "no replica is ready to serve this request"
 
 
 def observe(exchange: Exchange) -> None:

@@ -15,10 +15,11 @@ from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
-from extproc.request.profile import RequestProfile
+from extproc.request.profile import NO_WORK, RequestProfile
 from extproc.request.rewrite import rename, with_priority
 from extproc.route.decision import Decision
 
+NONE_READY = "no replica is ready to serve this request"
 HUNG = "the replica that had this request hangs: send it again"
 
 
@@ -79,21 +80,16 @@ class Exchange:
         self.headers, self.endpoint = headers, headers.endpoint
         return headers
 
-    async def route(self, protocol: Callable[["Exchange"], Awaitable[None]]) -> None:
-        """Runs the protocol's coroutine; answers the client if the request is refused."""
-        try:
-            await protocol(self)
-        except Refusal as refusal:
-            self.body.release()
-            if self.steered:
-                reason = refusal.code or refusal.kind
-                self.services.metrics.refused.add(reason)
-                self.ended_unsent("refused", reason)
-                await self.write(refuse(refusal, self.endpoint))
-            else:  # no memory for the body
-                self.left_to_envoy("observed")
-        finally:
-            self.body.release()
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answers the client; a request that the router only observes is left to Envoy."""
+        self.body.release()
+        if self.steered:
+            reason = refusal.code or refusal.kind
+            self.services.metrics.refused.add(reason)
+            self.ended_unsent("refused", reason)
+            await self.write(refuse(refusal, self.endpoint))
+        else:  # no memory for the body
+            self.left_to_envoy("observed")
 
     async def read(self, *phases: str) -> ProcessingRequest:
         """Returns the next message of one of these phases; messages of other phases get empty
@@ -207,14 +203,15 @@ class Exchange:
         services = self.services
         return None if services.config.route.models else services.fleet.members.only_model
 
-    async def pass_through(
-        self, phase: str, values: Mapping[str, str], to_any: Callable[[], bytes]
-    ) -> None:
-        """Answers a request that needs no decision. ``to_any`` makes the reply if any replica
-        may serve the request.
+    async def pass_through(self, phase: str, values: Mapping[str, str]) -> None:
+        """Answers a request that needs no decision.
 
         A request about a stored response goes to the replica that owns the response. The router
-        answers ``GET /v1/models`` itself unless every replica gives the same answer.
+        answers ``GET /v1/models`` itself unless every replica gives the same answer. Any replica
+        may serve other requests; a gateway has no fallback to choose one.
+
+        Raises:
+            NoReplica: a gateway asks, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
         services.metrics.requests.add("passed")
@@ -229,8 +226,13 @@ class Exchange:
         elif owner is not None and (self.subset is None or owner in self.subset):
             leave_body = phase == "request_headers" and not self.full_duplex
             reply = messages.send_to(phase, self._listed(owner, owner), leave_body)
+        elif self.full_duplex:
+            if (decision := services.router.decide(NO_WORK, among=self.subset)) is None:
+                raise NoReplica(NONE_READY)
+            reply = messages.send_to(phase, self.destination(decision))
         else:
-            reply = to_any()
+            headers = phase == "request_headers"
+            reply = messages.leave_alone() if headers else messages.proceed(phase)
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:

@@ -10,20 +10,17 @@ The first message selects the protocol: body first, headers first, or full duple
 - The router holds a body only until the replies that route its request are written.
 """
 
-from collections.abc import Callable
-
 from extproc.proxy import messages
-from extproc.proxy.admission import NONE_READY, admit, observe
+from extproc.proxy.admission import admit, observe
 from extproc.proxy.body_memory import BODY_LIMIT_BYTES, NoMemory, TooLarge
 from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.headers import RequestHeaders, header_names
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.request.endpoint import Endpoint
-from extproc.request.errors import NoReplica
+from extproc.request.errors import Refusal
 from extproc.request.inspect import names_model
 from extproc.request.media import LARGE_BODY
-from extproc.request.profile import NO_WORK
 
 _HEADERS_WAIT = None, messages.BUFFERED, messages.BUFFERED_PARTIAL
 """Body modes in which Envoy forwards the headers only after the reply to the body."""
@@ -34,8 +31,17 @@ async def stream(exchange: Exchange) -> None:
     """Routes one request to a replica and follows its response to the end of the stream."""
     try:
         await exchange.begin()
-        protocol = _full_duplex if exchange.full_duplex else _headers_first
-        await exchange.route(_body_first if exchange.body_first else protocol)
+        try:
+            if exchange.body_first:
+                await _body_first(exchange)
+            elif exchange.full_duplex:
+                await _full_duplex(exchange)
+            else:
+                await _headers_first(exchange)
+        except Refusal as refusal:
+            await exchange.refuse(refusal)
+        finally:
+            exchange.body.release()
         while True:
             await exchange.answer_next()
     except Left:
@@ -56,8 +62,7 @@ async def _body_first(exchange: Exchange) -> None:
     values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
     headers = exchange.inference_headers(values)
     if headers is None:
-        proceed = messages.proceed("request_body")
-        await exchange.pass_through("request_body", values, lambda: proceed)
+        await exchange.pass_through("request_body", values)
         return
     if not exchange.steered:
         await _observe(exchange, message)
@@ -79,7 +84,7 @@ async def _headers_first(exchange: Exchange) -> None:
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """
-    headers = await _read_headers(exchange, messages.leave_alone)
+    headers = await _read_headers(exchange)
     if headers is None:
         return
     by_length = not headers.readable or exchange.body_mode not in _HEADERS_WAIT
@@ -99,7 +104,7 @@ async def _full_duplex(exchange: Exchange) -> None:
     A gateway has no fallback of its own. The router answers the headers after it has read the body,
     which comes in chunks. The replies then return the whole body to Envoy, chunk by chunk.
     """
-    headers = await _read_headers(exchange, lambda: _send_to_any(exchange))
+    headers = await _read_headers(exchange)
     if headers is None:
         return
     if not headers.readable:
@@ -150,14 +155,14 @@ async def _read_chunks(exchange: Exchange) -> bool:
         limit = BODY_LIMIT_BYTES
 
 
-async def _read_headers(exchange: Exchange, to_any: Callable[[], bytes]) -> RequestHeaders | None:
+async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     """Reads the headers. Returns None for a request that is answered, or left to Envoy."""
     request = await exchange.read("request_headers")
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
     headers = exchange.inference_headers(values)
     if headers is None:
-        await exchange.pass_through("request_headers", values, to_any)
+        await exchange.pass_through("request_headers", values)
     elif not exchange.steered:
         await _observe(exchange, request)
         return None
@@ -232,10 +237,3 @@ def _request_body(exchange: Exchange) -> bytes:
     if visible:
         return messages.proceed("request_headers")
     return messages.body_only(exchange.body_mode or messages.BUFFERED)
-
-
-def _send_to_any(exchange: Exchange) -> bytes:
-    decision = exchange.services.router.decide(NO_WORK, among=exchange.subset)
-    if decision is None:
-        raise NoReplica(NONE_READY)
-    return messages.send_to("request_headers", exchange.destination(decision))
