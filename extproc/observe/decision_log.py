@@ -1,7 +1,6 @@
 """Memory of the last decisions and of the last predictions with their outcomes."""
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice, takewhile
 from math import isfinite
@@ -31,7 +30,7 @@ TERMS = Terms.__struct_fields__
 _OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
 _MOST_CANDIDATES = 100_000  # in all stored decisions, about 20 MB
-_MOST_RESULTS = 5000
+MOST_RESULTS = 5000  # of predictions, kept for a pool
 
 
 class LiveOutcome(RequestOutcome):
@@ -215,21 +214,6 @@ class PredictionResult:
     cached: int | None  # prompt tokens; None: the replica does not report them
 
 
-class Accuracy:
-    """Last prediction results, in memory."""
-
-    def __init__(self) -> None:
-        self._results: deque[PredictionResult] = deque(maxlen=_MOST_RESULTS)
-        self.added = 0  # results ever added
-
-    def add(self, result: PredictionResult) -> None:
-        self._results.append(result)
-        self.added += 1
-
-    def since(self, at: float) -> Iterator[PredictionResult]:
-        return takewhile(lambda result: result.at >= at, reversed(self._results))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPool:
     """Parts of a pool that the dashboard shows."""
@@ -240,7 +224,7 @@ class ObservedPool:
     log: DecisionLog  # shared by all pools
     clock: Clock
     wall: Clock
-    accuracy: Accuracy = field(default_factory=Accuracy)
+    results: deque[PredictionResult]  # of the last requests that ended, the oldest first
     delays: Delays  # shared by all pools
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent

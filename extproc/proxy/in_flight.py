@@ -277,7 +277,7 @@ class InFlight:
             services.router.error_quantiles.completion.observe(predicted, seconds)
             predicts_hits = profile.sequences == 1 and forecast.hits_depth >= 0
             reported = cached if predicts_hits else None
-            services.accuracy.add(
+            services.results.append(
                 PredictionResult(services.clock(), replica, predicted, seconds, hits, reported)
             )
             if cached is not None:

@@ -1,5 +1,6 @@
 """The parts of a router that its streams share, and the budgets of the messages that they read."""
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from random import Random
 from socket import gethostname
@@ -11,7 +12,7 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.observe.changes import Exclusions, Presence
-from extproc.observe.decision_log import Accuracy, ObservedPool
+from extproc.observe.decision_log import MOST_RESULTS, ObservedPool
 from extproc.observe.history import Average
 from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.recorder import Recorder
@@ -108,7 +109,7 @@ def parts_of_pool(
         "queue": queue,
         "router": router,
         "responses": Budget(_RESPONSES_PER_S, 1.0),
-        "accuracy": Accuracy(),
+        "results": deque(maxlen=MOST_RESULTS),
         "external": Average(clock),
         "exclusions": Exclusions(),
         "routers": Presence("routers", config.pool),

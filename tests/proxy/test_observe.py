@@ -208,7 +208,7 @@ async def test_choices_and_times_are_compared(
     seconds = samples(services.metrics.observed_seconds)
     assert seconds["actual",] == pytest.approx(2.5)
     assert seconds["predicted_router",] == record.decision.predicted_completion
-    (result,) = services.accuracy.since(0.0)
+    (result,) = services.results
     assert result.replica == by_envoy
     assert seconds["predicted_envoy",] == result.predicted_s
 

@@ -91,10 +91,9 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
     hits = {"replica": first}
     assert value(registry, "prefix_cache_reported_tokens_total", hits) == 32
     assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
-    (result,) = services.accuracy.since(0.0)
+    (result,) = services.results
     assert (result.replica, result.actual_s, result.cached) == (first, 2.5, 32)
     assert result.predicted_s == decision.predicted_completion
-    assert [*services.accuracy.since(clock() + 1.0)] == []
 
 
 async def test_retry_on_other_replica_measures_no_prediction(
@@ -111,7 +110,7 @@ async def test_retry_on_other_replica_measures_no_prediction(
     assert value(registry, "ttft_seconds_count") is None
     assert value(registry, "failures_total", {"replica": first}) == 1
     assert value(registry, "failures_total", {"replica": second}) is None
-    assert [*services.accuracy.since(0.0)] == []
+    assert [*services.results] == []
 
 
 async def test_failures_are_counted_until_replica_leaves(
@@ -288,7 +287,7 @@ async def test_sequences_report_no_cached_tokens(stream: Stream, services: Servi
     await stream.response_headers(upstream=first)
     await stream.response_body({"usage": USAGE})
     await stream.end()
-    assert [result.cached for result in services.accuracy.since(0.0)] == [None]
+    assert [result.cached for result in services.results] == [None]
 
 
 async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Services) -> None:

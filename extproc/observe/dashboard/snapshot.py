@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from math import inf, isnan
 from typing import Any
 
@@ -56,11 +57,11 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     """
     first = pools[0]
     dispatched, history = _dispatched(first), first.history.rows()
-    shown, usable, replicas = [], 0, 0
+    shown, usable, replicas, since = [], 0, 0, first.clock() - _COMPARED_S
     warnings = [("", warning) for warning in router_warnings(pools)]
     for pool in pools:
         view, name = pool.fleet.overview(), pool.config.pool
-        ended = [*pool.accuracy.since(pool.clock() - _COMPARED_S)]
+        ended = [*takewhile(lambda result: result.at >= since, reversed(pool.results))]
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
         warnings += [(prefix, warning) for warning in pool_warnings(pool, view, ended)]
         usable += len(view) - len({replica.id for replica in view.excluded} & {*view.ids})
@@ -70,7 +71,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
                 "name": name,
                 "replicas": _replicas(pool, view, dispatched),
                 "waiting": _waiting(pool, view),
-                "accuracy": _accuracy(ended, pool.accuracy.added),
+                "accuracy": _accuracy(ended),
             }
         )
         await asyncio.sleep(0)
@@ -212,11 +213,8 @@ def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({number})" for name, number in counts.items())
 
 
-def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
-    """Pair the predicted and actual seconds of the last requests.
-
-    ``ended``: results, the newest first; ``added``: number of the newest result.
-    """
+def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
+    """Pair the predicted and actual seconds of the last requests."""
     pairs = ((result.actual_s, result.predicted_s) for result in ended)
     ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
     if not ratios:
@@ -227,12 +225,12 @@ def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
         f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} times "
         f"the predicted time, and eight of ten took {low:.2f} to {high:.2f} times."
     )
-    # Every ``stride``-th request by its number, so that the same points are drawn again.
+    # One of ``stride`` requests by a hash, so that the same points are drawn again.
     stride = 1 << (len(ended) // _POINTS).bit_length()
     points = [
         (round(result.predicted_s, 3), round(result.actual_s, 3))
-        for place, result in enumerate(ended)
-        if (added - place) % stride == 0
+        for result in ended
+        if hash(result.at) % stride == 0
     ]
     return {"words": words, "quantiles": quantiles, "points": points}
 

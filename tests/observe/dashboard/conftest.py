@@ -72,4 +72,4 @@ def ended(
     """Add the result of a request that ended ``ago`` seconds ago on replica ``on``."""
     at = services.clock() - ago
     result = PredictionResult(at, replica(on), predicted, actual, expected, cached)
-    services.accuracy.add(result)
+    services.results.append(result)
