@@ -1,12 +1,12 @@
 """Decisions and fleet of a router, as its admin address shows them."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 from msgspec import json, structs
 
-from extproc.observe.admin import Check, whole_number
+from extproc.observe.admin import whole_number
 from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
@@ -37,20 +37,6 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
         web.get("/fleet", fleet, allow_head=False),
         *dashboard_routes(pools),
     ]
-
-
-def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
-    """Check of the router's readiness: the router knows a replica of any pool, and is not stopping.
-
-    A router that loses Redis stays ready.
-    """
-
-    def why_not() -> str:
-        if stopping.is_set():
-            return "stopping"
-        return "" if any(pool.fleet.members for pool in pools) else "no replica is known yet"
-
-    return why_not
 
 
 def _states(pools: Iterable[Services]) -> Iterator[dict[str, object]]:

@@ -26,7 +26,7 @@ from extproc.poll.destination import IntoFleet
 from extproc.poll.discovery import names_replicas
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
-from extproc.proxy.admin import admin_routes, readiness
+from extproc.proxy.admin import admin_routes
 from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import CHUNKS_SAVED_S, Budget, Services, parts_of_pool
@@ -68,7 +68,7 @@ async def run_router(config: Config) -> None:
             admin_routes(*pools),
             page_routes(),
             config.admin,
-            ready=readiness(pools, stopping),
+            ready=server.unready,
         ) as admin,
         _background(
             (

@@ -116,7 +116,7 @@ class GrpcServer:
             await asyncio.sleep(_CHECK_HUNG_EVERY_S if ready else _CHECK_READINESS_EVERY_S)
             if ready:
                 await self.end_hung()
-            elif ready := self._is_ready:
+            elif ready := not self.unready():
                 await self._report_readiness()
                 extra = {"mode": self._settings.mode, "share": self._settings.share}
                 logger.info("router ready: it knows a replica", extra=extra)
@@ -135,15 +135,19 @@ class GrpcServer:
         await asyncio.sleep(lame_duck_s)
         await self._server.stop(drain_s - lame_duck_s)
 
-    @property
-    def _is_ready(self) -> bool:
-        return any(pool.fleet.members for pool in self._pools.values())
+    def unready(self) -> str:
+        """Says why the router should get no requests; empty: it is ready. A router that loses Redis
+        stays ready."""
+        if self._stopping:
+            return "stopping"
+        knows_replicas = any(pool.fleet.members for pool in self._pools.values())
+        return "" if knows_replicas else "no replica is known yet"
 
     async def _report_readiness(self) -> None:
         statuses = health_pb2.HealthCheckResponse
-        is_ready = self._is_ready and not self._stopping
+        status = statuses.NOT_SERVING if self.unready() else statuses.SERVING
         for service in _READINESS:
-            await self._health.set(service, statuses.SERVING if is_ready else statuses.NOT_SERVING)
+            await self._health.set(service, status)
 
     # -- its streams ------------------------------------------------------------------------
 
