@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, token_keys
 
 FORMAT = 2  # version of the lines below; no other version is read
@@ -36,12 +37,12 @@ class StartLine(_Line, frozen=True, tag="start"):
 class ReplicaLine(_Line, frozen=True, tag="replica"):
     """State of a replica from this time on.
 
-    ``state`` has the fields that differ from their defaults; its ``learned`` has the step times
-    that predictions used. None: the replica left the pool.
+    The ``learned`` of the state has the step times that predictions used. None: the replica left
+    the pool.
     """
 
     id: str
-    state: dict[str, Any] | None = None
+    state: ReplicaState | None = None
     token_budget: float = 0.0
     max_num_seqs: float = 0.0
     tokens_per_step: float = 1.0

@@ -40,6 +40,7 @@ from extproc.observe.record import (
     upper,
 )
 from extproc.predict.inputs import FleetView
+from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import seed_of
 from extproc.request.profile import RequestProfile
@@ -62,12 +63,6 @@ _NOT_WRITTEN = (
     "record of traffic is not written: free disk space, or set record.path to a folder that the "
     "router can write to"
 )
-_NOT_RECORDED = {"output_lengths", "scrape_seconds", "life_s", "kv_update"}
-_DEFAULTS = {  # recorded fields of a replica's state; a value equal to the default is omitted
-    field.name: field.default
-    for field in structs.fields(ReplicaState)
-    if field.name not in _NOT_RECORDED
-}
 
 
 class Recorder:
@@ -262,13 +257,9 @@ def _fields_of(profile: RequestProfile) -> dict[str, Any]:
 
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> ReplicaLine:
-    costs = {name: getattr(view, name).item(place) for name in COSTS}
-    known = structs.asdict(state) | {"learned": costs}
-    return ReplicaLine(
-        at=now,
-        id=state.id,
-        state={name: known[name] for name, default in _DEFAULTS.items() if known[name] != default},
-        token_budget=view.token_budget.item(place),
-        max_num_seqs=view.max_num_seqs.item(place),
-        tokens_per_step=view.tokens_per_step.item(place),
+    step = StepModel(*(getattr(view, name).item(place) for name in COSTS))
+    recorded = structs.replace(
+        state, learned=step, output_lengths=(), scrape_seconds=0.0, life_s=0.0, kv_update=None
     )
+    limits = view.token_budget, view.max_num_seqs, view.tokens_per_step
+    return ReplicaLine(now, state.id, recorded, *(limit.item(place) for limit in limits))

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from msgspec import convert, structs
+from msgspec import structs
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
@@ -207,8 +207,8 @@ def _profile(line: RequestLine, keys: Keys) -> RequestProfile:
 
 
 def _replica(lines: Sequence[ReplicaLine], began: float) -> ReplayReplica:
-    present = [line for line in lines if line.state is not None]
-    states = [convert(line.state, ReplicaState) for line in present]
+    limits = [line for line in lines if line.state is not None][-1]
+    states = [line.state for line in lines if line.state is not None]
     last = states[-1]
     # Before the first measurement the router assumed a profile.
     measured = next((state.learned for state in states if state.measured), states[0].learned)
@@ -224,8 +224,8 @@ def _replica(lines: Sequence[ReplicaLine], began: float) -> ReplayReplica:
         profile,
         step=states[0].learned or profile.step,
         kv_tokens=last.kv_tokens or profile.kv_tokens,
-        token_budget=int(present[-1].token_budget),
-        max_num_seqs=max(state.max_num_seqs for state in states) or int(present[-1].max_num_seqs),
+        token_budget=int(limits.token_budget),
+        max_num_seqs=max(state.max_num_seqs for state in states) or int(limits.max_num_seqs),
     )
     state, known = states[0], iter(states)
     phases = []

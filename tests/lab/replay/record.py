@@ -13,6 +13,7 @@ from extproc.lab.replay.recorded import Recorded
 from extproc.lab.replay.scene import scene_of
 from extproc.observe.record import FORMAT, Line, ReplicaLine, RequestLine, StartLine, text_of
 from extproc.predict.step import PROFILES
+from extproc.replica_state import ReplicaState
 
 MODEL = "llama"
 BEGAN = 1_790_000_000.0
@@ -30,9 +31,16 @@ def start(policy: str = "lmetric") -> StartLine:
 
 def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> ReplicaLine:
     """Line of a replica; number 1 is called ``a``."""
-    named = {"id": address(number), "name": "abcdef"[number - 1], "profile": profile}
-    limits = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
-    return ReplicaLine(at, address(number), named | limits | state, 2048.0, 256.0)
+    known = ReplicaState(
+        id=address(number),
+        name="abcdef"[number - 1],
+        profile=profile,
+        models=(MODEL,),
+        measured=True,
+        kv_tokens=PROFILES[profile].kv_tokens,
+    )
+    known = replace(known, **state)
+    return ReplicaLine(at, address(number), known, 2048.0, 256.0)
 
 
 def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[RequestLine]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +89,15 @@ def test_replica_has_its_first_measured_step_times_before_they_are_measured(
     busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
 ) -> None:
     """Until the first measurement, the router took the A10 for an H100."""
-    learned = asdict(PROFILES[A10].step)
-    later = [
-        replace(line, at=line.at + 5.0, state=(line.state or {}) | {"learned": learned})
-        for line in busy
-        if isinstance(line, ReplicaLine)
-    ]
-    assumed = {"profile": "llama-8b-h100", "measured": False}
-    wrong = [
-        replace(line, state=(line.state or {}) | assumed) if isinstance(line, ReplicaLine) else line
-        for line in busy
-    ]
+
+    def with_state(line: Line, after_s: float, **fields: object) -> Line:
+        if not isinstance(line, ReplicaLine) or line.state is None:
+            return line
+        return replace(line, at=line.at + after_s, state=replace(line.state, **fields))
+
+    fleet = [line for line in busy if isinstance(line, ReplicaLine)]
+    later = [with_state(line, 5.0, learned=PROFILES[A10].step) for line in fleet]
+    wrong = [with_state(line, 0.0, profile="llama-8b-h100", measured=False) for line in busy]
     fit = what_if(write(tmp_path / "record", [*wrong, *later]))["replay"]["completion_s"]
     assert max(map(abs, fit["off"].values())) < 0.05
 
