@@ -70,14 +70,14 @@ class Oracle(Routers):
         sequences = _sequences(exact)
         prediction = predict(profile, float(output), view, sequences, held.cached)
         prediction = self._with_step_ends(prediction, machines)
-        situation = Situation(profile, view, held, prediction, sequences, self._random, {})
+        situation = Situation(profile, view, held, prediction, output, sequences, self._random, {})
         cost_to_others = self._weight * prediction.cost_to_others
         scores = prediction.completion + cost_to_others + prediction.avoidable
         first = lowest(scores, self._random)
         reason = f"finishes in {prediction.completion[first]:.2f} s"
         choice = Choice("oracle", first, scores, lambda _: reason)
         second = None if choice.second is None else view.ids[choice.second]
-        return Decision(situation, choice, view.ids[first], output, second)
+        return Decision(situation, choice, view.ids[first], second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
         """Ignores events: the oracle sees the engines."""

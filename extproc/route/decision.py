@@ -21,6 +21,7 @@ class Situation(Struct, eq=False):
     view: FleetView
     held: PrefixHits
     prediction: Prediction
+    p90_output_tokens: float  # nine of ten sequences like these generate no more
     sequences: Sequences  # in flight on the candidates; valid until the fleet changes
     random: Random
     turns: dict[int, int]  # number of round_robin's last choice of each row of the fleet's table
@@ -88,7 +89,6 @@ class Decision(Struct, eq=False):
     situation: Situation
     choice: Choice
     replica: str  # ip:port of the chosen replica
-    p90_output_tokens: float  # nine of ten sequences like these generate no more
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
     peers_age_s: float | None = None  # of the newest digest of other routers; None: no others

@@ -10,9 +10,10 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.predict.completion import FULL, Prediction, admission, backlog_s
-from extproc.predict.inputs import FleetView, Floats, Sequences, most
+from extproc.predict.completion import FULL, admission, backlog_s
+from extproc.predict.inputs import FleetView, Floats, most
 from extproc.request.profile import RequestProfile
+from extproc.route.decision import Situation
 
 _AMONG_OTHERS = 0.02  # KV pressure kept free for requests that other routers send
 _SAMPLED_AT = 0.3, 0.6, 0.95  # shares of the answer after which pressure is computed
@@ -25,14 +26,7 @@ longer, with 0.1 s an overload of conversations does."""
 SOONEST_S = 0.02  # seconds: the shortest wait for a replica that is full
 
 
-def room_wait_s(
-    profile: RequestProfile,
-    prediction: Prediction,
-    p90_output_tokens: float,
-    view: FleetView,
-    sequences: Sequences,
-    among_others: bool,
-) -> Floats | None:
+def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
     """Return the seconds until each candidate has room for the request; None: all have room now.
 
     A replica has no room if its KV cache would overflow, if another request already waits there for
@@ -41,6 +35,7 @@ def room_wait_s(
     places than the router has learned. A replica always has room if it has no request in flight
     that could end, or if it can never hold the whole request.
     """
+    profile, view, prediction = situation.profile, situation.view, situation.prediction
     full = full_at(profile.objective.priority, among_others)
     pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
     # Prefill includes the prompts ahead of the request, so they take at most as long.
@@ -48,19 +43,21 @@ def room_wait_s(
     if soon and most(pressure) < full:
         return None
     queue_s, others = backlog_s(view), max(profile.sequences, 1) - 1
-    behind_first = admission(view, sequences, others, profile.prompt_tokens - prediction.cached)
+    behind_first = admission(
+        view, situation.sequences, others, profile.prompt_tokens - prediction.cached
+    )
     waits = (behind_first > 0.0) | (queue_s > _PREFILLS_S)
     tight = waits | (pressure >= full)
     if not tight.any():
         return None
-    peak = _peak_pressure(profile, prediction, p90_output_tokens, view, sequences)
+    peak = _peak_pressure(situation)
     tight &= waits | (np.maximum(peak, prediction.kv_pressure) >= full)
     tight &= (view.requests > 0.0) & ~_is_too_large(profile, view)
     if not tight.any():
         return None
     missing = (peak - full) * view.kv_capacity
     needed = missing + (view.kv_capacity - view.taken)
-    wait = admission(view, sequences, others, needed)
+    wait = admission(view, situation.sequences, others, needed)
     for least in (behind_first, queue_s - _PREFILLS_S, SOONEST_S):
         wait = np.maximum(wait, least)
     return np.where(tight, wait, 0.0)
@@ -74,13 +71,7 @@ def full_at(priority: int, among_others: bool) -> float:
     return FULL - _AMONG_OTHERS * among_others + _RESERVE * (priority > 0)
 
 
-def _peak_pressure(
-    profile: RequestProfile,
-    prediction: Prediction,
-    p90_output_tokens: float,
-    view: FleetView,
-    sequences: Sequences,
-) -> Floats:
+def _peak_pressure(situation: Situation) -> Floats:
     """Return the highest KV pressure that each candidate would reach with the request.
 
     A sequence with k KV tokens and an expected r tokens to go still runs t tokens later with
@@ -90,7 +81,8 @@ def _peak_pressure(
     end. So a replica whose requests have short prompts and long answers, or arrived together, needs
     more space later than it uses now.
     """
-    mean, count = prediction.output_tokens, len(view)
+    profile, view, prediction = situation.profile, situation.view, situation.prediction
+    sequences, mean, count = situation.sequences, prediction.output_tokens, len(view)
     own = profile.prompt_tokens - prediction.cached + max(profile.sequences, 1) * mean
     taken = view.taken
     if prediction.preemptible is not None:
@@ -98,7 +90,7 @@ def _peak_pressure(
     now = (taken + own) / view.kv_capacity
     if not mean:
         return now
-    spread = max(p90_output_tokens / mean, _LEAST_SPREAD)
+    spread = max(situation.p90_output_tokens / mean, _LEAST_SPREAD)
     shape = max(log(log(10.0)) / log(spread), 1.0)
     more = np.zeros(count)
     yields = sequences.priority < profile.priority

@@ -9,7 +9,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
 from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import ErrorQuantiles
-from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
+from extproc.predict.inputs import FleetView, Floats, least, most
 from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Choice, Decision, Forecast, Situation, runner_up
@@ -77,10 +77,10 @@ class Router:
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
-        waits = self._add_wait(profile, prediction, p90, view, sequences, place)
         situation = Situation(
-            profile, view, held, prediction, sequences, self._random, self._turns, adapter
+            profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter
         )
+        waits = self._add_wait(situation, place)
         if profile.objective.has_target:
             waited = fleet.now - place.since if place else 0.0
             situation.late = lateness(profile.objective, prediction, self.error_quantiles, waited)
@@ -96,7 +96,7 @@ class Router:
         if age is not None and fleet.peers.stale:
             fallback = f"the newest digest of other routers is {seconds(age)} old, so none counts"
         replica = view.ids[choice.first]
-        return Decision(situation, choice, replica, p90, second, name, age, fallback)
+        return Decision(situation, choice, replica, second, name, age, fallback)
 
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
@@ -132,28 +132,20 @@ class Router:
         row = lengths.row(profile)
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
-    def _add_wait(
-        self,
-        profile: RequestProfile,
-        prediction: Prediction,
-        p90: float,
-        view: FleetView,
-        sequences: Sequences,
-        place: Place | None,
-    ) -> bool:
+    def _add_wait(self, situation: Situation, place: Place | None) -> bool:
         """Add to a prediction the wait at the router for each candidate: until the candidate has
         room, and for the queued requests ahead. Return False if every candidate can start now."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
             return False
-        among_others = peers.digest_age is not None
-        wait = room_wait_s(profile, prediction, p90, view, sequences, among_others)
+        view, prediction = situation.view, situation.prediction
+        wait = room_wait_s(situation, among_others=peers.digest_age is not None)
         if wait is not None:
             wait *= self.fleet.reports_capacity(view.rows)
         if backlog:
             if place is None:
-                best = int(prediction.completion.argmin())
+                best, profile = int(prediction.completion.argmin()), situation.profile
                 cost = work(profile, prediction, view, best)
                 place = Place(profile, self.fleet.now, prediction.decode.item(best), cost)
             wait = np.zeros(len(view)) if wait is None else wait

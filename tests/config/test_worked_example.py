@@ -30,7 +30,7 @@ def scored(cached_on_c: float) -> tuple[Prediction, Floats]:
     )
     prediction = predict(profile, 201, view, sequences, np.array([0.0, 0.0, cached_on_c]))
     hits = fleet.prefix_hits(NO_PREFIX, view)
-    situation = Situation(profile, view, hits, prediction, sequences, Random(0), {})
+    situation = Situation(profile, view, hits, prediction, 201.0, sequences, Random(0), {})
     return prediction, completion(situation)
 
 
