@@ -21,7 +21,9 @@ from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import PageFigures, read_metrics
 from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
+from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
+from extproc.share.envelope import Skips
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
@@ -501,4 +503,5 @@ async def test_signal_stops_the_poller_and_its_heartbeat(
                     break
             os.kill(os.getpid(), number)
             await task
-        assert not await redis.keys("*poller*")
+        alive, stopped = await known_pollers(redis, settings.pool, Skips())
+        assert (alive, len(stopped)) == ({}, 1)
