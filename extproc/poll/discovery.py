@@ -163,14 +163,8 @@ class Discovery:
             self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
 
     async def _look_up(self, names: set[str]) -> None:
-        for gone in self._hosts.keys() - names:
-            if self._hosts[gone].is_pending:  # a name that returns then starts no second lookup
-                self._hosts[gone].addresses = ()
-            else:
-                del self._hosts[gone]
-        for name in names - self._hosts.keys():
-            self._hosts[name] = self._new_host(name)
-        await asyncio.gather(*(self._hosts[name].look_up() for name in names))
+        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
+        await asyncio.gather(*(host.look_up() for host in self._hosts.values()))
 
 
 def names_replicas(config: Config) -> bool:

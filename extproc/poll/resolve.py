@@ -49,10 +49,6 @@ class Host:
         self._outage = OutageLog(log, begins, "replica's host resolves again", host=name)
 
     @property
-    def is_pending(self) -> bool:
-        return self._lookup is not None and not self._lookup.done()
-
-    @property
     def problem(self) -> str:
         """Reason why the last lookup failed; empty: it succeeded."""
         return self._outage.problem
@@ -76,7 +72,7 @@ class Host:
             # Retrieves the exception of an abandoned lookup; asyncio would log it otherwise.
             self._lookup.add_done_callback(lambda lookup: lookup.cancelled() or lookup.exception())
         await asyncio.wait([self._lookup], timeout=self._timeout_s)
-        if self.is_pending:
+        if not self._lookup.done():
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
         lookup, self._lookup = self._lookup, None
         return lookup.result()
