@@ -18,6 +18,7 @@ from msgspec import structs
 from extproc.poll.metrics_text import PageFigures
 from extproc.replica_state import EngineFigures, ReplicaState
 
+_LISTED = ("models", "listed", "adapters", "max_model_len", "takes_priority")  # by /v1/models
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
 _FEWEST_STEPS = 3  # between two polls; in fewer, sequences that begin or end distort the figures
 _MOST_PER_STEP = 8.0  # tokens of a sequence per step: longer drafts are seldom accepted
@@ -31,7 +32,8 @@ def scraped_state(
 
     Args:
         base: fields that no scrape changes.
-        before: state after the last scrape of the same process; None for a new process.
+        before: state after the last scrape of the same process, whose list of models still holds;
+            None for a new process.
         figures: figures of this scrape.
         others: further fields, which replace those of ``figures``.
     """
@@ -45,7 +47,8 @@ def scraped_state(
         "max_num_seqs": limit,
         "tokens_per_step": _tokens_per_step(before, figures),
     }
-    return structs.replace(base, **{**figures.of_state(), **batch, **others})
+    listed = {name: getattr(before, name) for name in _LISTED} if before.listed else {}
+    return structs.replace(base, **{**figures.of_state(), **listed, **batch, **others})
 
 
 def _is_full(before: ReplicaState, now: EngineFigures) -> bool:

@@ -20,7 +20,7 @@ from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import PageFigures
-from extproc.poll.models import LISTED_FIELDS, Models
+from extproc.poll.models import Models
 from extproc.poll.scrape import (
     PollMetrics,
     RefusedError,
@@ -208,7 +208,6 @@ class PolledReplica:
             self._blank(),
             before,
             figures,
-            **_models_listed(before),
             learned=estimator.model,
             measured=estimator.measured,
             scraped_at=self._context.wall(),
@@ -333,13 +332,6 @@ class PolledReplica:
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
-
-
-def _models_listed(before: ReplicaState | None) -> dict[str, Any]:
-    """Returns the fields that the list of models told of the process; none if it told nothing."""
-    if before is None or not before.listed:
-        return {}
-    return {name: getattr(before, name) for name in LISTED_FIELDS}
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
