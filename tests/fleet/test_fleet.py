@@ -1,7 +1,7 @@
 """Requests in flight follow the step model between polls, and polls correct them."""
 
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,6 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
-from extproc.replica_state import ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -293,12 +292,11 @@ def test_running_requests_raise_the_batch_limit_of_the_profile(
 
 def test_limits_of_a_data_parallel_server_are_those_of_all_its_engines(clock: ManualClock) -> None:
     page = Path(__file__).parents[1] / "data" / "vllm" / "metrics-two-engines.txt"
-    figures = asdict(read_metrics(page.read_bytes()))
+    figures = read_metrics(page.read_bytes()).of_state()
     fleet = fleet_of(clock)
     single = state(1, A10, clock)
     fleet.put(single)
-    known = {name: figures[name] for name in ReplicaState.__struct_fields__ if name in figures}
-    fleet.put(structs.replace(single, **(known | {"id": replica(2), "models": single.models})))
+    fleet.put(structs.replace(single, **(figures | {"id": replica(2), "models": single.models})))
     fleet.put(structs.replace(single, id=replica(3), engines=2))
     view = fleet.view(MODEL)
     assert view.token_budget.tolist() == [2048, 4096, 4096]
