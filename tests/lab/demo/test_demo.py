@@ -107,13 +107,6 @@ async def test_signal_stops_every_process_without_errors() -> None:
     assert not running(started)
 
 
-async def test_json_option_requires_once(tmp_path: Path) -> None:
-    async with demo("--json", tmp_path / "file") as process:
-        _, stderr = await process.communicate()
-    assert process.returncode == 2
-    assert stderr.decode() == "extproc demo: --json needs --once\n"
-
-
 @pytest.fixture
 async def installed(tmp_path: Path) -> Path:
     """Package installed by pip into a folder, away from the clone."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from itertools import islice
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -16,7 +15,7 @@ import pytest_asyncio
 
 from extproc.lab.demo.app import instructions
 from extproc.lab.demo.journal import Entry, Journal
-from extproc.lab.harness.processes import ProcessError, pick_ports
+from extproc.lab.harness.processes import pick_ports
 from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
@@ -85,14 +84,6 @@ async def shell(command: str) -> str:
     output, _ = await process.communicate()
     assert process.returncode == 0
     return output.decode()
-
-
-@pytest.mark.process
-async def test_error_of_a_dead_replica_has_its_reason(tmp_path: Path) -> None:
-    wrong = SimulatedReplica("wrong", "llama-8b-h100", ("--kv-tokens", "none"))
-    with pytest.raises(ProcessError, match=r"(?s)wrong ended with status 2.*--kv-tokens"):
-        async with Stack(tmp_path, [FAST, wrong]):
-            pass
 
 
 def test_taken_port_is_replaced_by_a_free_port() -> None:
