@@ -94,18 +94,3 @@ def test_requests_fail_without_any_replica() -> None:
     simulation, served = play(two_replicas(*downs), requests_every(1, 20, output=5))
     assert all(request.traced.at < 10 for request in served)
     assert len(simulation.failed) >= 10
-
-
-def test_new_replica_with_a_profile_far_too_fast_is_not_flooded() -> None:
-    groups = [
-        {"name": "a", "profile": "llama-8b-a10", "count": 8},
-        {"name": "new", "profile": "llama-8b-a10", "believed": "llama-8b-h100"},
-    ]
-    down, up = ({"at": at, "replica": "new-0", "do": do} for at, do in ((0, "down"), (10, "up")))
-    file = FleetFile.model_validate({"replicas": groups, "events": [down, up]})
-    simulation = FleetSimulation(file, "completion")
-    requests = [TracedRequest(0.05 * n, 1000, 100, None) for n in range(1, 320)]
-    served = list(simulation.run(requests))
-    first = [each for each in served if each.replica == "new-0" and each.traced.at < 11]
-    assert 2 <= len(first) <= 4
-    assert "new-0" in replicas_of(served, 12)
