@@ -1,4 +1,4 @@
-"""A request that was dispatched to a replica, until its stream ends."""
+"""A request in flight, dispatched by the router or by Envoy alone, until its stream ends."""
 
 import logging
 from math import isfinite
