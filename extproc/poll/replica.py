@@ -117,7 +117,10 @@ class PolledReplica:
             self._kv_stream.resend_all()
 
     def stop(self) -> None:
+        """Stops all tasks at once, so that none publishes a state after its removal."""
         self._task.cancel()
+        self._stop_counting_silence()
+        self._models.restart()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
