@@ -1,7 +1,7 @@
 """Log lines about changes that a look every second finds: replicas, peers, counters, warnings."""
 
 import logging
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
@@ -109,9 +109,10 @@ class CounterLog:
 
     _log: logging.Logger
     _event: str  # message of each line
-    _counts: Counts  # a counter with one label, which names the reason
+    _counts: Counts  # a counter with one label, which names the reason or the replica
     _clock: Clock
     _expected: Container[str]  # reasons that are not logged
+    _title: Callable[[str], str] = str  # label for people
 
     def __post_init__(self) -> None:
         self._logged: dict[str, float] = {}
@@ -129,7 +130,8 @@ class CounterLog:
             if reason not in self._expected and count > self._logged.get(reason, 0)
         }
         if grown:
-            self._log.warning(self._event, extra=grown)
+            named = {self._title(reason): count for reason, count in grown.items()}
+            self._log.warning(self._event, extra=named)
             self._next = now + _COUNTED_EVERY_S
         self._logged = counted
 

@@ -34,7 +34,7 @@ class Housekeeping:
         self._counters = (
             CounterLog(logger, _NOT_FOLLOWED, first.metrics.not_followed, first.clock, {"retry"}),
             CounterLog(logger, _REFUSED, first.metrics.refused, first.clock, _OF_CLIENTS),
-            CounterLog(logger, _FAILED, first.metrics.failures, first.clock, ()),
+            CounterLog(logger, _FAILED, first.metrics.failures, first.clock, (), self._title),
         )
         self._warnings = WarningLog(first.clock)
 
@@ -99,6 +99,14 @@ class Housekeeping:
         oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
         metrics.state_age.set(self._clock() - oldest)
         metrics.loop_delay.set(self._delays.loop_delay_s.value)
+
+    def _title(self, replica: str) -> str:
+        """Name a replica for people, with its pool if the router has several."""
+        for pool in self._pools:
+            if replica in pool.fleet.members:
+                of = f" of pool {pool.config.pool}" if len(self._pools) > 1 else ""
+                return pool.fleet.members.title(replica) + of
+        return replica
 
     def _unlogged_warnings(self) -> Iterator[str]:
         yield from router_warnings(self._pools)

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # Envoy answered: a circuit breaker is full
 _OK, _UNAVAILABLE = 200, 503
+_RETRIED = "no connection, a reset or a 5xx status: Envoy retried elsewhere"
+"""Envoy does not report which of them caused a retry."""
 _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 
@@ -171,10 +173,11 @@ class InFlight:
         # unless it never reached the second.
         counts = upstream.is_unsent or not (retried and failed)
         if retried:
-            self._failed(chosen, unavailable=True, counts=counts)
+            self._failed(chosen, _RETRIED, unavailable=True, counts=counts)
         if failed:
             unavailable = status == _UNAVAILABLE and not upstream.is_unsent
-            self._failed(self.served_by, unavailable, counts)
+            why = "no connection" if upstream.is_unsent else f"status {status}"
+            self._failed(self.served_by, why, unavailable, counts)
         elif not self.outcome.overloaded and services.fleet.eligibility.succeeded(self.served_by):
             title = services.fleet.members.title(self.served_by)
             logger.info(f"replica {title} recovered: a request succeeded")
@@ -202,14 +205,12 @@ class InFlight:
             return NotFollowed.RETRY
         return NotFollowed.UNKNOWN_ADDRESS if held and second == address else NotFollowed.FALLBACK
 
-    def _failed(self, replica: str, unavailable: bool, counts: bool) -> None:
+    def _failed(self, replica: str, why: str, unavailable: bool, counts: bool) -> None:
         fleet = self._services.fleet
         if counts:
             others = fleet.in_flight_on(replica) - (replica == self.served_by)
             full = unavailable and others > 0  # a replica without other requests is not full
             if seconds := fleet.eligibility.failed(replica, full):
-                served = replica == self.served_by
-                why = f"status {self.outcome.status}" if served else "Envoy retried elsewhere"
                 title = fleet.members.title(replica)
                 logger.warning(
                     f"replica {title} ejected for {seconds:g} s: consecutive failures",

@@ -218,7 +218,11 @@ class GrpcServer:
         if not (after := self._settings.hung_s):
             return
         fleets = (pool.fleet for pool in self._pools.values())
-        hung = {replica for fleet in fleets for replica in fleet.eligibility.hung(after)}
+        hung = {
+            replica: fleet.members.title(replica)
+            for fleet in fleets
+            for replica in fleet.eligibility.hung(after)
+        }
         if not hung:
             return
         writes = []
@@ -231,6 +235,6 @@ class GrpcServer:
             if answer is not None:
                 writes.append(exchange.write(answer))
         if writes:
-            count, replicas = len(writes), ", ".join(sorted(hung))
+            count, replicas = len(writes), ", ".join(sorted(hung.values()))
             logger.error(f"ended {count} requests on hung replicas {replicas}")
             await asyncio.gather(*writes, return_exceptions=True)  # streams may end meanwhile

@@ -17,10 +17,10 @@ from tests.fakes import ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 
 
-async def one_pass(services: Services) -> None:
+async def one_pass(*pools: Services) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(0.0):  # until the first wait
-            await Housekeeping([services]).run()
+            await Housekeeping(pools).run()
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,20 @@ async def test_poller_that_left_is_lost_unless_it_said_farewell() -> None:
 
 
 async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    services = router_of(config_of())
-    services.metrics.failures.add(replica(1), by=3)
-    await one_pass(services)
+    services = router_of(config_of(), 1)
+    other = services.of_pool(services.config.model_copy(update={"pool": "batch"}))
+    put_replicas(other, 2)
+    for number in (1, 2, 3):
+        services.metrics.failures.add(replica(number), by=number)
+    await one_pass(services, other)
     (record,) = caplog.records
     assert record.message == "requests failed on replicas: read the log of each replica"
-    assert vars(record)[replica(1)] == 3
+    pool = services.config.pool
+    assert vars(record)[f"r1 ({replica(1)}) of pool {pool}"] == 1
+    assert vars(record)[f"r2 ({replica(2)}) of pool batch"] == 2
+    assert replica(3) not in vars(record)  # it left, and its counter with it
+    await one_pass(services)
+    assert vars(caplog.records[-1])[f"r1 ({replica(1)})"] == 1
 
 
 async def test_gauges_that_do_not_move_are_a_figure() -> None:

@@ -169,6 +169,24 @@ async def test_ejection_and_recovery_are_logged(
     assert recovered["levelname"] == "INFO"
 
 
+@pytest.mark.parametrize(
+    ("served_by", "status", "flags", "last"),
+    [
+        ("", 503, CONNECTION_FAILED, "no connection"),
+        (replica(2), 200, 0, "no connection, a reset or a 5xx status: Envoy retried elsewhere"),
+    ],
+)
+async def test_ejection_names_the_last_failure(
+    envoy: EnvoySide, services: Services, logged: Logged,
+    served_by: str, status: int, flags: int, last: str,
+) -> None:  # fmt: skip
+    for _ in range(8):
+        async with envoy.stream() as stream:
+            chosen, *_ = destination(await stream.ask())
+            await stream.answer(status=status, upstream=served_by or chosen, flags=flags)
+    assert {line["last"] for line in logged.lines() if "ejected" in str(line["msg"])} == {last}
+
+
 def test_replica_excluded_metric_follows_exclusions(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
     metrics.set_excluded([("a", "failing"), ("b", "draining")])
