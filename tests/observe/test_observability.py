@@ -138,6 +138,10 @@ FIRES = {
         "extproc_build_info{instance='a',job='router'}": "1 1 _x10",
         "up{instance='b',job='node'}": "0x10",
     },
+    "ExtprocNoReplica": {
+        "extproc_refused_total{instance='a',reason='service_unavailable_error'}": "0+10x10",
+        "extproc_refused_total{instance='a',reason='model_not_found'}": "0+10x10",
+    },
     "ExtprocPollerWithoutRedis": {"extproc_poll_redis_lost{instance='a',pool='p'}": "1x10"},
     "ExtprocRouterSlow": {"extproc_loop_delay_seconds{instance='a'}": "0.1x10"},
     "ExtprocLookupFails": {"extproc_poll_lookups_failing{instance='a',pool='p'}": "1x10"},
