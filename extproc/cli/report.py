@@ -7,6 +7,8 @@ import logging
 import platform
 import re
 import tarfile
+from collections.abc import Iterable
+from contextlib import aclosing
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from extproc.cli.configuration import add_file, configured
 from extproc.config import Config
 from extproc.envoy.live import check_live, check_replicas
 from extproc.ground.version import described
-from extproc.observe.client import RouterUnavailableError, fetch_pages
+from extproc.observe.client import RouterUnavailableError, fetch_pages, follow
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
 _OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password
@@ -60,11 +62,14 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     # The checks use parts that log their failures, which here are findings.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)
-    files = {"findings.txt": "".join(f"{finding}\n" for finding in findings).encode()}
+    files = {"findings.txt": _lines(findings)}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)
+        async with aclosing(follow(router, config.admin)) as snapshots:
+            warnings = (await anext(snapshots))["warnings"]
     except (RouterUnavailableError, ValueError) as error:
         return files | {"router.txt": f"{error}\n".encode()}
+    files["warnings.txt"] = _lines(warnings)
     return files | dict(zip(_PAGES, pages, strict=True))
 
 
@@ -75,6 +80,10 @@ def _versions() -> bytes:
         f"Python {platform.python_version()}, {platform.platform()}",
         *(f"{name} {installed[name]}" for name in sorted(installed, key=str.lower)),
     ]
+    return _lines(lines)
+
+
+def _lines(lines: Iterable[object]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
