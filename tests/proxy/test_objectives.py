@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from extproc.config import Config
 from extproc.proxy.services import Services
@@ -141,19 +140,6 @@ async def test_idle_replica_whose_speed_is_not_measured_is_never_too_slow(
             await stream.body_first(CHAT, headers=headers) for stream in (first, second, third)
         ]
     assert [reply.immediate_response is not None for reply in replies] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("objectives", "message"),
-    [
-        ({"a": {"tenants": ["x"]}, "b": {"tenants": ["x"]}}, "several objectives have the tenants"),
-        ({"a": {"models": ["m"]}, "b": {"models": ["m"]}}, "several objectives have the models m"),
-        ({"a": {"sheddable": True}}, "objective 'a' is sheddable and has no target"),
-    ],
-)
-def test_ambiguous_objectives_are_refused(objectives: object, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        config_of(hold={"objectives": objectives})
 
 
 def test_sheddable_objective_may_get_targets_from_headers() -> None:

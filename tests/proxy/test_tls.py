@@ -223,12 +223,3 @@ def test_check_warns_of_expired_file(
     files.put(*files.ours.sign("router", days=-1))
     assert main(["check", *files.flags(section)]) == 0
     assert f"{section}.tls_cert: {files.cert}: certificate has expired" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("section", ["serve", "eds"])
-@pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
-def test_tls_files_are_set_together(
-    section: str, given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", f"--{section}.{given}", "a.pem"]) == 2
-    assert "tls_cert and tls_key" in capsys.readouterr().err
