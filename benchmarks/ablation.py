@@ -162,7 +162,7 @@ PARTS = {
         f"{_PREFIXES}:PrefixIndex.hits",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
-    "belief in prefix caches": AblatedPart(f"{_PREFIXES}:_HitShare.observe", _returning(None)),
+    "trust in the prefix index": AblatedPart(f"{_PREFIXES}:_Trust.observe", _returning(None)),
     "adapters": AblatedPart(f"{_FLEET}.adapter_times", _returning(None)),
     "digests of other routers": AblatedPart(f"{_FLEET}.receive_digest", _returning(None)),
     "prompts of other routers": AblatedPart(f"{_FLEET}.receive_prompts", _returning(None)),
@@ -226,6 +226,7 @@ CELLS = {
     "full": Cell(_CONV, "equal", 2.4, {"hold": True}),
     "four routers": Cell(_CONV, "mixed", 4, _FOUR),
     "agents": Cell("agents", "a100", 2),
+    "busy agents": Cell("agents", "a100", 3),
     "agents and four routers": Cell("agents", "mixed", 1.5, _FOUR),
     "mooncake": Cell("mooncake-synthetic", "a100", 1),
 }

@@ -340,21 +340,17 @@ class Fleet:
         """Returns the present seconds of a usual step ÷ ``step``; 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
-    def reported(
-        self, replica: str, expected: float, depth: int, prompt: float, tokens: float
-    ) -> None:
+    def reported(self, replica: str, expected: float, prompt: float, tokens: float) -> None:
         """Learns from a response that reports the cached tokens of its prompt.
 
         Args:
             replica: ``ip:port``.
-            expected: tokens that :meth:`prefix_hits` expected.
-            depth: depth of these tokens in the cache, as :meth:`prefix_hits` returned it.
+            expected: tokens that :meth:`prefix_hits` estimated.
             prompt: tokens in the prompt.
             tokens: reported cached tokens.
         """
-        row = self._rows.get(replica)
-        if row is not None and depth >= 0:
-            self._prefixes.reported(row, expected, depth, prompt, tokens)
+        if (row := self._rows.get(replica)) is not None:
+            self._prefixes.reported(row, expected, prompt, tokens)
 
     def response_owner(self, response: str) -> str | None:
         """Returns the replica that stores a response, draining or not; None: unknown or down."""
@@ -522,8 +518,8 @@ class Fleet:
         estimated = np.isnan(reported)
         return PrefixHits(
             np.where(estimated, hits.expected, reported),
-            np.where(estimated, hits.depths, -1),
             np.where(estimated, hits.cached, reported),
+            estimated,
         )
 
     def sequences(self, view: FleetView) -> Sequences:

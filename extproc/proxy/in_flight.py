@@ -243,10 +243,9 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         outcome.cached_tokens = usage.cached_tokens
         forecast, cached = self._forecast, usage.cached_tokens
-        if cached is not None and self.served_by == forecast.replica and profile.sequences == 1:
-            expected, depth = forecast.expected_hits, forecast.hits_depth
+        if self.served_by == forecast.replica and forecast.predicts_hits and cached is not None:
             prompt = usage.prompt_tokens or profile.prompt_tokens
-            services.fleet.reported(forecast.replica, expected, depth, prompt, cached)
+            services.fleet.reported(forecast.replica, forecast.expected_hits, prompt, cached)
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.prompt_tokens and profile.images:
@@ -276,8 +275,7 @@ class InFlight:
             if seconds > 0:
                 metrics.prediction_error.observe(abs(predicted - seconds) / seconds)
             services.router.error_quantiles.completion.observe(predicted, seconds)
-            predicts_hits = profile.sequences == 1 and forecast.hits_depth >= 0
-            reported = cached if predicts_hits else None
+            reported = cached if forecast.predicts_hits else None
             services.results.append(
                 PredictionResult(services.clock(), replica, predicted, seconds, hits, reported)
             )

@@ -72,8 +72,8 @@ class Forecast(Struct, eq=False):
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float  # seconds, without ``stretch``
-    expected_hits: float  # as in PrefixHits, like ``hits_depth``
-    hits_depth: int
+    expected_hits: float  # as in PrefixHits, like ``hits_estimated``
+    hits_estimated: bool
     adapter_load: float  # seconds to load the LoRA adapter; 0 with an ``adapter_wait``
     adapter_wait: float  # seconds until the batch has a place for the LoRA adapter
     adapter_overrun: float  # as in AdapterTimes
@@ -81,6 +81,11 @@ class Forecast(Struct, eq=False):
     usual_step: float  # seconds, as in usual_step()
     step: float  # seconds of a step with the sequences that decoded then
     first_step_s: float | None  # to the first token by steps alone; None: the request has to wait
+
+    @property
+    def predicts_hits(self) -> bool:
+        """True if the hits that the response reports show whether the prefix index is right."""
+        return self.hits_estimated and self.profile.sequences == 1
 
 
 class Decision(Struct, eq=False):
@@ -169,7 +174,7 @@ class Decision(Struct, eq=False):
             prediction.completion.item(first),
             prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
-            situation.held.depths.item(first),
+            situation.held.estimated.item(first),
             0.0 if adapter is None or wait else adapter.load.item(first),
             wait,
             1.0 if adapter is None else adapter.overrun,

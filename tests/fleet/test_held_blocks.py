@@ -169,7 +169,7 @@ def test_hits_known_from_events_teach_the_index_nothing(pool: ReportingFleet) ->
         held = pool.fleet.prefix_hits(
             Prefix(units, 64.0, 64.0 * len(units), ids=IDS), pool.fleet.view(MODEL)
         )
-        pool.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
+        assert not held.estimated[0]
     assert pool.hits(of_text) == before
 
 
