@@ -193,7 +193,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
 
 def _held(exact: Items[_Exact]) -> PrefixHits:
     cached = _floats(state.cached for state in exact)
-    return PrefixHits(cached, np.zeros(len(exact), np.intp), cached)
+    return PrefixHits(cached, cached, np.zeros(len(exact), np.bool_))
 
 
 def _sequences(exact: Items[_Exact]) -> Sequences:
