@@ -66,7 +66,8 @@ class Oracle(Routers):
             self._stretch = self._corrections.ratios(self._clock())
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
-        held = _held(exact)
+        cached = _floats(state.cached for state in exact)
+        held = PrefixHits(cached, cached, np.zeros(len(exact), np.bool_))
         sequences = _sequences(exact)
         prediction = predict(profile, float(output), view, sequences, held.cached)
         prediction = self._with_step_ends(prediction, machines)
@@ -189,11 +190,6 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     view = FleetView(candidates, columns.items())
     view.outside_steps = 0.0, most(of_steps("frontend")), 0.0
     return view
-
-
-def _held(exact: Items[_Exact]) -> PrefixHits:
-    cached = _floats(state.cached for state in exact)
-    return PrefixHits(cached, cached, np.zeros(len(exact), np.bool_))
 
 
 def _sequences(exact: Items[_Exact]) -> Sequences:
