@@ -331,7 +331,8 @@ def test_change_is_predicted_with_the_requests_that_were_refused(
     busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
 ) -> None:
     nothing: dict[str, Any] = {"replica": "", "seconds": 0.0, "output_tokens": 0.0, "ttft_s": None}
-    more = edited(busy, lambda *_: {"refused": "too_many_waiting", "complete": False, **nothing})
+    refused = {"refused": "too_many_waiting", "complete": False, "keys": b"", **nothing}
+    more = edited(busy, lambda *_: refused)  # without keys, no prompt is cached for its copy
     answers = [
         what_if(write(tmp_path / name, every), "--more", "a")
         for name, every in (("without", busy), ("with", [*busy, *served(more)]))
