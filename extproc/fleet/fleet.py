@@ -69,7 +69,7 @@ class Fleet:
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
         """Living pollers: address, and what each cannot look up; None: not known."""
-        self.stopped_pollers: Collection[str] = ()  # said farewell in the last seconds
+        self.stopped_pollers: Collection[str] = ()  # names; said farewell in the last seconds
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()

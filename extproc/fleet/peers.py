@@ -75,7 +75,7 @@ class Peers:
         return sorted({process_address(name) for name in self._numbers})
 
     def take_stopped(self) -> Collection[str]:
-        """Returns the addresses of the peers that said farewell since the last call."""
+        """Returns the names of the peers that said farewell since the last call."""
         stopped, self._stopped = self._stopped, set()
         return stopped
 
@@ -111,7 +111,7 @@ class Peers:
             if changed:
                 self._take(place, digest)
             if digest.kind is DigestKind.FAREWELL:
-                self._stopped.add(process_address(name))
+                self._stopped.add(name)
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
+from extproc.ground.address import process_address
 from extproc.ground.clock import Clock, time_of_day
 from extproc.observe.tally import Counts
 
@@ -67,14 +68,16 @@ class Presence:
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
         self._silent = frozenset[str]()  # those of them that said no farewell
+        self._farewells = frozenset[str]()  # names at the last look
 
     def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
         """Compares with the last look, and logs changes.
 
         Args:
-            alive: names of the living processes.
+            alive: host and port of the living processes.
             now: seconds since the epoch.
-            stopped: processes that said farewell since the last look, and maybe before.
+            stopped: names of the processes that said farewell since the last look, and maybe
+                before; a name ends with a part that is new with each start.
         """
         before, self._alive = self._alive, frozenset(alive)
         left = frozenset() if before is None else before - self._alive
@@ -87,7 +90,9 @@ class Presence:
             for name, since in (self._gone | dict.fromkeys(left, now)).items()
             if name not in self._alive and now - since < _GONE_S
         }
-        self._silent = ((self._silent | left) - {*stopped}) & self._gone.keys()
+        said_farewell = {process_address(name) for name in stopped if name not in self._farewells}
+        self._farewells = frozenset(stopped)
+        self._silent = ((self._silent | left) - said_farewell) & self._gone.keys()
 
     @property
     def gone(self) -> str:

@@ -51,8 +51,8 @@ class Assignment:
 async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns the pollers of a pool by host and port: those that are alive, with what each cannot
-    look up, and those that said farewell in the last seconds."""
+    """Returns host and port of the living pollers of a pool, with what each cannot look up, and the
+    names of the pollers that said farewell in the last seconds."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
@@ -61,7 +61,7 @@ async def known_pollers(
     alive, stopped = dict[str, tuple[str, ...]](), set[str]()
     for name, beat in beats.items():
         if beat and beat.stopped:
-            stopped.add(process_address(name))
+            stopped.add(name)
         else:
             alive[process_address(name)] = beat.problems if beat else ()
     return alive, stopped

@@ -35,7 +35,7 @@ def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
 def test_process_that_left_without_farewell_is_lost_until_it_returns() -> None:
     routers = Presence("routers", "batch")
     routers.look({"a", "b", "c"}, 1000.0, ())
-    routers.look({"c"}, 1001.0, {"a"})
+    routers.look({"c"}, 1001.0, {"a:1"})
     assert routers.lost == [f"b (since {datetime.fromtimestamp(1001):%H:%M:%S})"]
     routers.look({"b", "c"}, 1004.0, ())
     assert routers.lost == []
@@ -43,7 +43,7 @@ def test_process_that_left_without_farewell_is_lost_until_it_returns() -> None:
 
 @pytest.mark.parametrize(
     ("lost_at", "end", "stopped"),
-    [(1003.0, 1004.0, {"a"}), (1600.0, 1601.0, set[str]())],
+    [(1003.0, 1004.0, {"a:1"}), (1600.0, 1601.0, set[str]())],
     ids=["it hung and then says farewell", "ten minutes have passed"],
 )
 def test_process_is_no_longer_lost(lost_at: float, end: float, stopped: set[str]) -> None:
@@ -53,6 +53,16 @@ def test_process_is_no_longer_lost(lost_at: float, end: float, stopped: set[str]
     assert len(routers.lost) == 1
     routers.look((), end, stopped)
     assert routers.lost == []
+
+
+def test_farewell_of_the_process_before_does_not_hide_a_loss() -> None:
+    pollers = Presence("pollers", "batch")
+    for alive, stopped in (({"a"}, ()), ({"a"}, {"a:1"}), ((), {"a:1"})):
+        pollers.look(alive, 1000.0, stopped)
+    assert len(pollers.lost) == 1
+    pollers.look({"a"}, 1001.0, {"a:1"})
+    pollers.look((), 1002.0, {"a:1", "a:2"})
+    assert pollers.lost == []
 
 
 def test_warning_is_logged_when_it_appears_and_when_it_is_over(logged: Logged) -> None:

@@ -68,8 +68,8 @@ async def test_router_that_left_is_lost_unless_it_said_farewell(says_farewell: b
 
 async def test_poller_that_left_is_lost_unless_it_said_farewell() -> None:
     services = router_of(config_of())
-    for alive in ({"a:1": (), "b:1": (), "c:1": ()}, {"c:1": ()}):
-        services.fleet.pollers, services.fleet.stopped_pollers = alive, {"a:1"}
+    for alive, stopped in (({"a:1": (), "b:1": (), "c:1": ()}, ()), ({"c:1": ()}, {"a:1:x"})):
+        services.fleet.pollers, services.fleet.stopped_pollers = alive, stopped
         await one_pass(services)
     assert [each.partition(" ")[0] for each in services.pollers.lost] == ["b:1"]
 
