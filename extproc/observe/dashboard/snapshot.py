@@ -214,7 +214,7 @@ def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
 
 
 def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
-    """Pair the predicted and actual seconds of the last requests."""
+    """Pair the predicted and actual seconds of the last requests; ``ended``: newest first."""
     pairs = ((result.actual_s, result.predicted_s) for result in ended)
     ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
     if not ratios:
@@ -230,7 +230,7 @@ def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
     points = [
         (round(result.predicted_s, 3), round(result.actual_s, 3))
         for result in ended
-        if hash(result.at) % stride == 0
+        if hash((result.at, result.actual_s)) % stride == 0  # hash(float) is not random
     ]
     return {"words": words, "quantiles": quantiles, "points": points}
 

@@ -214,7 +214,7 @@ def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -
 
 def test_predictions_are_counted_and_some_drawn(services: Services, clock: ManualClock) -> None:
     for _ in range(4000):
-        clock.advance(0.01)
+        clock.advance(0.001)
         ended(services)
     found = page(services)["accuracy"]
     assert "last 4,000 requests" in found["words"]
