@@ -65,12 +65,15 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     files = {"findings.txt": _lines(findings)}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)
+    except (RouterUnavailableError, ValueError) as error:
+        return files | {"router.txt": _lines([error])}
+    files |= zip(_PAGES, pages, strict=True)
+    try:
         async with aclosing(follow(router, config.admin)) as snapshots:
             warnings = (await anext(snapshots))["warnings"]
-    except (RouterUnavailableError, ValueError) as error:
-        return files | {"router.txt": f"{error}\n".encode()}
-    files["warnings.txt"] = _lines(warnings)
-    return files | dict(zip(_PAGES, pages, strict=True))
+    except RouterUnavailableError as error:
+        warnings = [error]
+    return files | {"warnings.txt": _lines(warnings)}
 
 
 def _versions() -> bytes:

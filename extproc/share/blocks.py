@@ -142,5 +142,5 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
             return
         for data in found:
             change = self._skips.open(key, data, BLOCKS)
-            if change and self._held.follows(replica, change.update):
+            if change and self._held.follows(change.replica, change.update):
                 yield change
