@@ -92,13 +92,12 @@ def _nothing(candidates: int) -> PrefixHits:
 
 
 class _Trust:
-    """Share of the expected hits that counts, by row: ``min(1, 5·reported / expected)``.
+    """Share of the expected hits that counts, by row: ``min(1, 5·reported / expected)``, with
+    decaying sums that start at ``_PRIOR_TOKENS``.
 
-    A replica without any hits loses the trust: its cache is off or of no use. A replica with a
-    fifth of the expected hits keeps it: its cache is too small for its conversations, and if they
-    moved, they would take the space of the conversations on other replicas. In simulation, the
-    conversations of agents end 4% sooner in the mean than with ``reported / expected``, and 10%
-    sooner where caches are short of space (``docs/results.md``).
+    A replica that reports no hits loses trust: its cache is off. A replica that reports a fifth of
+    the expected hits keeps full trust: its cache is short of space, and conversations that moved
+    elsewhere would displace others. ``docs/results.md`` compares this with ``reported / expected``.
     """
 
     def __init__(self) -> None:

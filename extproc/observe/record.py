@@ -37,8 +37,9 @@ class StartLine(_Line, frozen=True, tag="start"):
 class ReplicaLine(_Line, frozen=True, tag="replica"):
     """State of a replica from this time on.
 
-    The ``learned`` of the state has the step times that predictions used. None: the replica left
-    the pool.
+    The ``learned`` of the state has the step times that predictions used. Fields of no use to a
+    what-if have their defaults: ``output_lengths``, ``scrape_seconds``, ``life_s`` and
+    ``kv_update``. None: the replica left the pool.
     """
 
     id: str

@@ -82,7 +82,8 @@ class Corrections:
         """Returns actual ÷ predicted decode time of each row.
 
         ``others``: sum of the other routers' :meth:`sums`. With four routers, each sees a quarter
-        of the requests; without the others' sums requests would take 0.4% longer.
+        of the requests; in simulation with equal replicas, requests take 0.4% longer without the
+        others' sums.
 
         The ratio of a replica on which no request ends fades to 1: otherwise a high ratio would
         keep requests away for ever, and no request could prove the ratio wrong.

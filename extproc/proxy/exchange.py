@@ -271,7 +271,7 @@ class Exchange:
         self._observed = Observed(self.services, decision, outcome, sent_at, samples)
 
     def left_to_envoy(self, result: str = "unrouted") -> None:
-        """Leaves the choice to Envoy, by default because no replica is usable."""
+        """Counts a request whose replica Envoy chooses, by default because no replica is usable."""
         self.services.metrics.requests.add(result)
         if self._trace is not None:
             self._trace.ended(result)

@@ -144,7 +144,7 @@ def polled(prefixes: PrefixIndex, prompts: float, cached: float) -> None:
 
 
 def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> None:
-    """Thirty prompts show that a replica caches nothing."""
+    """A replica caches nothing, and later everything."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
     for number in range(1, 31):
