@@ -253,7 +253,7 @@ async def test_pollers_are_listed_by_host_and_port(
     assert await listed() == ({"host:1": (), "host:2": ()}, set())
     await a.assigner.release()
     await b.assigner.beat(b.listed, ["vllm: no name server answers"])
-    assert await listed() == ({"host:2": ("vllm: no name server answers",)}, {"host:1"})
+    assert await listed() == ({"host:2": ("vllm: no name server answers",)}, {"host:1:0a"})
     await beats(Poller(redis_client, "host:1:0d"))
     alive, _ = await listed()
     assert alive.keys() == {"host:1", "host:2"}
@@ -266,6 +266,6 @@ async def test_farewell_of_the_last_poller_is_listed_for_some_seconds(redis_clie
     last = Poller(redis_client, "host:1:0a")
     await beats(last)
     await last.assigner.release()
-    assert await known_pollers(redis_client, POOL, Skips()) == ({}, {"host:1"})
+    assert await known_pollers(redis_client, POOL, Skips()) == ({}, {"host:1:0a"})
     for key in (Keys(POOL).poller + last.name, Keys(POOL).pollers):
         assert 2_000 < await redis_client.pttl(key) <= 5_000
