@@ -77,9 +77,9 @@ async def _get(
     url: str,
     path: str,
     access: AdminSettings,
-    kind: str = "",
+    kind: str = "",  # expected content type; empty: any
     query: Mapping[str, str] = MappingProxyType({}),
-    total_s: float | None = _TIMEOUT_S,
+    total_s: float | None = _TIMEOUT_S,  # for the whole response
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     token = access.token_file and read_token(access.token_file)
     headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -128,9 +128,12 @@ class Exchange:
     def hold_body(self, message: ProcessingRequest) -> None:
         """Holds a body that comes in one message."""
         self.body.add(message.request_body.body)
-        # Envoy sets no end_of_stream on a whole body that trailers follow.
-        ended = message.request_body.end_of_stream
-        self.body.whole = ended or self.body_mode == messages.BUFFERED
+        self.body.whole = self.is_last(message.request_body)
+
+    def is_last(self, part: HttpBody) -> bool:
+        """Returns True for the part that ends the request's body. Envoy sets no end_of_stream on a
+        whole body that trailers follow."""
+        return part.end_of_stream or self.body_mode == messages.BUFFERED
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
         """Reply that changes nothing; it may ask Envoy for the body of a response."""

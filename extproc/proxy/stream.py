@@ -186,8 +186,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
                 body.whole = message.request_headers.end_of_stream
                 enough = exchange.body_mode == messages.NONE
             case "request_body":
-                body_ends = message.request_body.end_of_stream
-                body.whole = body_ends or exchange.body_mode == messages.BUFFERED
+                body.whole = exchange.is_last(message.request_body)
                 enough = exchange.body_mode == messages.BUFFERED_PARTIAL
                 body.add(message.request_body.body, more_comes=not (body.whole or enough))
                 enough |= len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
