@@ -71,7 +71,10 @@ class SceneFigures:
 
     @property
     def excused(self) -> list[SceneRequest]:
-        """Failed requests that the killed or stopped replica was answering."""
+        """Failed requests that the killed or stopped replica was answering; if no replica was left,
+        all failed requests."""
+        if self.scene.loses_requests:
+            return self.failed
         if not self.scene.loses_answers:
             return []
         return [
@@ -100,7 +103,8 @@ class SceneFigures:
     @property
     def unrouted(self) -> int:
         """Number of requests that Envoy placed without a router."""
-        return sum(not request.access.destination for request in self.requests)
+        accesses = [request.access for request in self.requests]
+        return sum(not access.destination and bool(access.upstream) for access in accesses)
 
     def problems(self) -> list[str]:
         found = []

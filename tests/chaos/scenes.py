@@ -7,9 +7,11 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from tests.chaos.replica import MetricsPage
+from tests.chaos.stack import REPLICAS
 from tests.chaos.system import FaultySystem
 
 Act = Callable[[FaultySystem], Awaitable[None]]
@@ -43,6 +45,7 @@ class Scene:
     victim: str = ""  # name of the replica that fails
     stopped: str = ""  # name of the router that is stopped, and continues with its old state
     loses_answers: bool = False  # responses in progress at the failure may be lost
+    loses_requests: bool = False  # no replica is left: any request may fail
     tidy: Act = _nothing  # after the recovery
     excluded_s: float = 4.0  # time until the failing replica must be excluded
     most_share: float = 0.02
@@ -156,9 +159,9 @@ def _cluster(bootstrap: Bootstrap, name: str) -> Bootstrap:
 def _right(_: Bootstrap) -> None: ...
 
 
-def _serves(name: str) -> Recovered:
+def _serves(*names: str) -> Recovered:
     async def recovered(system: FaultySystem, since: float) -> bool:
-        return system.served_by(name, since)
+        return all(system.served_by(name, since) for name in names)
 
     return recovered
 
@@ -213,6 +216,7 @@ _POLLER_LOST = Signs(
     "Of the pollers, .* lost: killed, hung",
     "ExtprocProcessDown",
 )
+_REPLICAS = [replica.name for replica in REPLICAS]
 _NO_STATE = Signs(
     "Stale state", "extproc_state_age_seconds > 5", "redis is lost", "ExtprocStateStale"
 )
@@ -344,6 +348,21 @@ SCENES = (
         ),
         victim="r2",
         loses_answers=True,
+    ),
+    Scene(
+        "replicas-killed",
+        _kill(*_REPLICAS),
+        10.0,
+        _start(*_REPLICAS),
+        _serves(*_REPLICAS),
+        Signs(
+            "No replica is healthy",
+            'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',
+            "requests refused: .*service_unavailable_error",
+            "ExtprocNoReplica",
+        ),
+        loses_requests=True,
+        most_age_s=inf,  # no replica is left to be scraped
     ),
     Scene(
         "replica-500",

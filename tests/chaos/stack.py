@@ -2,9 +2,8 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import yaml
@@ -26,6 +25,7 @@ NAMED, IN_SERVICE = "r3", "r4"
 """Replica that pollers find by DNS, and replica that pollers find as a pod of a Service."""
 _LIVE = "live"  # folder of the files that Envoy reads again
 _POLLER = "poller"  # user of Redis
+_EMPTY_S = 3.0  # within the duration of a scene
 _DRAIN_S = 5  # longer than any response takes
 
 
@@ -34,12 +34,11 @@ class ChaosStack(Stack):
 
     The pollers are a Redis user of their own, and find one replica by DNS and one by an API server
     of Kubernetes. Envoy reads its listener and clusters from files, so that a wrong configuration
-    reaches it without a restart.
+    reaches it without a restart. Requests that no replica can serve wait for 3 s, not for a minute.
     """
 
-    def __init__(
-        self, directory: Path, settings: Mapping[str, Mapping[str, object]] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
+        settings = {"hold": {"empty_s": _EMPTY_S}}
         super().__init__(directory, REPLICAS, settings, routers=2, pollers=2)
         self.api = ApiServer(directory)
 
