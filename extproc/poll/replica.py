@@ -46,6 +46,7 @@ STALL_S = 1.0
 less while its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
+_HANGS = "hangs: accepts connections, but answers neither /metrics nor /health"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,9 @@ class PolledReplica:
         if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
             self._publish(self.state)  # unchanged: shows routers that the poller is alive
             return
+        problem = self._problem(error)
         if self.state is None or self.healthy:
-            extra = {"replica": self.target.title, "problem": str(error)}
+            extra = {"replica": self.target.title, "problem": problem}
             log.warning(
                 "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
             )
@@ -240,7 +242,7 @@ class PolledReplica:
             self._models.restart()  # the next process may serve other models
         update = {
             "healthy": False,
-            "problem": str(error),
+            "problem": problem,
             "kv_update": None,
             "refuses": isinstance(error, RefusedError),
         }
@@ -248,6 +250,12 @@ class PolledReplica:
             self._stop_counting_silence()
             update["unanswered_s"] = 0.0
         self._publish(structs.replace(self.state or self._blank(), **update))
+
+    def _problem(self, error: ScrapeError) -> str:
+        """Returns why the replica is not healthy."""
+        unanswered = self.state is not None and self.state.unanswered_s > 0.0
+        connects = not isinstance(error, UnreachableError)
+        return _HANGS if unanswered and connects and isinstance(error, SilentError) else str(error)
 
     async def _count_silence(self, due_s: float) -> None:
         """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long it

@@ -341,7 +341,7 @@ SCENES = (
         _signal("r2", signal.SIGCONT),
         _serves("r2"),
         Signs(  # stalled at first, and unhealthy after the second scrape without an answer
-            "r2 is excluded: .*answer",
+            "r2 is excluded: hangs",
             'extproc_replica_excluded{reason=~"stalled|unhealthy"}',
             "excluded: (stalled|unhealthy)",
             "ExtprocReplicaExcluded",

@@ -235,8 +235,9 @@ async def test_seconds_without_answer_are_published_while_a_replica_hangs(
     replica.answers |= {"/metrics": hang, "/health": hang}
     state = await router.replica(replica, lambda state: state.unanswered_s > 0.2)
     assert (state.healthy, state.running) == (True, 2)  # last known figures
-    last = (await router.replica(replica, healthy=False)).unanswered_s
-    await router.replica(replica, lambda state: state.unanswered_s > last)
+    hung = await router.replica(replica, healthy=False)
+    assert hung.problem == "hangs: accepts connections, but answers neither /metrics nor /health"
+    await router.replica(replica, lambda state: state.unanswered_s > hung.unanswered_s)
     replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
     state = await router.replica(replica, running=7)
     assert (state.healthy, state.unanswered_s) == (True, 0.0)
