@@ -1,7 +1,8 @@
 """Envelopes: the form of all values in Redis, with a tag, a format version, and a body.
 
-If a field is added, raise ``VERSION``: older readers skip and count the field. If a field changes
-its meaning or is removed, use a new tag: older readers skip and count the whole envelope.
+The version of a tag is the number of fields of its body. A field may be added at the end, with a
+default: older readers skip and count the field. If a field changes its meaning or is removed, use a
+new tag: older readers skip and count the whole envelope.
 """
 
 import logging
@@ -11,8 +12,6 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
-
-VERSION = 6
 
 T = TypeVar("T", bound=Struct)
 
@@ -43,11 +42,12 @@ class EnvelopeKind(Generic[T]):
     ) -> None:
         self.tag = tag
         self.body = body
+        self.version = _number_of_fields(body)
         self._encode = msgpack.Encoder(enc_hook=pack).encode
         self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
 
     def seal(self, body: T) -> bytes:
-        return _ENCODER.encode(Envelope(self.tag, VERSION, Raw(self._encode(body))))
+        return _ENCODER.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
 
     def unseal(self, data: bytes) -> T:
         """Returns the body of an envelope of this kind and version.
@@ -79,18 +79,13 @@ class Skips:
         """
         try:
             envelope = _DECODER.decode(data)
-            if envelope.version > VERSION and not self._met_newer:
-                self._met_newer = True
-                log.info("redis has values of a newer version: this version skips their new parts")
-            for kind in kinds:
-                if kind.tag == envelope.tag:
-                    body = kind.decode(envelope.body)
-                    break
-            else:
-                self._count("unknown_tag", 1)
+            kind = next((kind for kind in kinds if kind.tag == envelope.tag), None)
+            if kind is None:
+                self._newer("unknown_tag", 1)
                 return None
-            if envelope.version > VERSION:
-                self._count("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
+            body = kind.decode(envelope.body)
+            if envelope.version > kind.version:
+                self._newer("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
         except (ValueError, TypeError, RecursionError) as error:
             self.garbage(source, error)
             return None
@@ -104,6 +99,12 @@ class Skips:
             return []
         bodies = (self.open(source, envelope, *kinds) for envelope in envelopes)
         return [body for body in bodies if body is not None]
+
+    def _newer(self, reason: str, number: int) -> None:
+        self._count(reason, number)
+        if not self._met_newer:
+            self._met_newer = True
+            log.info("redis has values of a newer version: this version skips their new parts")
 
     def garbage(self, source: str, error: Exception) -> None:
         """Counts garbage. Logs only the first of each source, because its writer usually repeats
@@ -119,6 +120,13 @@ def sealed_list(*envelopes: bytes) -> bytes:
     return b"\xdc" + len(envelopes).to_bytes(2) + b"".join(envelopes)
 
 
+def _number_of_fields(body: type) -> int:
+    """Returns the fields of a type and of the types nested in it."""
+    fields = structs.fields(body)
+    nested = (_nested(field.type) for field in fields)
+    return len(fields) + sum(_number_of_fields(type_) for type_ in nested if type_)
+
+
 def _unknown(value: Any, body: type) -> int:
     """Returns how many fields of a decoded value this version's type does not know."""
     fields = structs.fields(body)
@@ -129,12 +137,16 @@ def _unknown(value: Any, body: type) -> int:
         unknown = max(len(value) - len(fields), 0)
         known = [(part, field.type) for part, field in zip(value, fields, strict=False)]
     for part, type_ in known:
-        parts, nested = (
-            (part, get_args(type_)[0]) if get_origin(type_) is tuple else ([part], type_)
-        )
-        if isinstance(nested, type) and issubclass(nested, Struct):
+        if nested := _nested(type_):
+            parts = part if get_origin(type_) is tuple else [part]
             unknown += sum(_unknown(each, nested) for each in parts)
     return unknown
+
+
+def _nested(type_: Any) -> type | None:
+    """Returns the struct of which a field holds one or a tuple; None: the field holds none."""
+    each = get_args(type_)[0] if get_origin(type_) is tuple else type_
+    return each if isinstance(each, type) and issubclass(each, Struct) else None
 
 
 _ENCODER = msgpack.Encoder()
