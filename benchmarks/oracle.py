@@ -186,7 +186,8 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "stretch": stretch,
         "by_priority": np.zeros(len(machines)),
     }
-    candidates = Candidates(np.arange(len(machines)), names, names)
+    profiles = [machine.profile.name for machine in machines]
+    candidates = Candidates(np.arange(len(machines)), names, names, profiles)
     view = FleetView(candidates, columns.items())
     view.outside_steps = 0.0, most(of_steps("frontend")), 0.0
     return view

@@ -141,8 +141,9 @@ def _is_hung(state: ReplicaState) -> bool:
 
 def _facts(state: ReplicaState) -> tuple[object, ...]:
     """Returns the parts of a state on which the choice of candidates depends."""
-    served = state.models, state.adapters, state.listed, state.name
-    return state.healthy, state.problem, *served, state.draining, state.asleep, _is_hung(state)
+    served = state.models, state.adapters, state.listed
+    health = state.healthy, state.problem, state.draining, state.asleep, _is_hung(state)
+    return *served, *health, state.name, state.profile
 
 
 def _has_work(state: ReplicaState) -> bool:

@@ -15,6 +15,7 @@ from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, Floats
+from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _MAX_EJECTED = 0.5  # share of the members, at least one member
@@ -305,6 +306,7 @@ class Eligibility:
             np.array([self._rows[name] for name in ids], dtype=np.intp),
             ids,
             [state.name or state.id for state in usable],
+            [profile_or_default(state.profile).name for state in usable],
             [self._names.named(model, state.models) for state in usable],
             adapters if any(adapters) else (),
             tuple(Excluded(state.id, state.name or state.id, why) for state, why in found if why),

@@ -55,6 +55,7 @@ class Candidates:
     rows: Indices  # row of each replica in the fleet's table
     ids: list[str]  # ``ip:port`` of each replica
     names: list[str]  # name of each replica in the configuration
+    profiles: list[str]  # name of each replica's hardware profile
     models: Sequence[str] = ()  # name of the model on each replica
     adapters: Sequence[str] = ()
     """LoRA adapter that the request needs on each replica, "" for none; (): none on all."""

@@ -10,10 +10,11 @@ import pytest
 from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
+from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
-from extproc.route.decision import Decision
+from extproc.route.decision import Decision, Situation
 from extproc.route.policies import POLICIES
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
@@ -86,6 +87,21 @@ def test_polled_policies_use_the_figures_of_the_last_poll(policy: str) -> None:
     assert decide(fleet, policy, chat(100, 50)).replica == replica(2)
     fleet.put(state(2, A10, clock, running=2, waiting=20, kv_usage=0.5))
     assert decide(fleet, policy, chat(100, 50)).replica == replica(1)
+
+
+def test_policy_knows_the_hardware_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = {A10: 1.0, H100: 4.0}
+
+    def cheapest(situation: Situation) -> Floats:
+        return np.array([prices[profile] for profile in situation.view.candidates.profiles])
+
+    monkeypatch.setitem(POLICIES, "cheapest", cheapest)
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    assert decide(fleet, "cheapest", chat(100, 50)).replica == replica(2)
+    fleet.put(state(1, A10, clock))
+    fleet.put(state(2, H100, clock))
+    assert decide(fleet, "cheapest", chat(100, 50)).replica == replica(1)
 
 
 def test_round_robin_takes_turns() -> None:
