@@ -6,22 +6,26 @@ from inspect import isawaitable
 from typing import TypeVar
 
 PATIENCE_S = 60.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.05
 
 T = TypeVar("T")
 
 
 async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
-    """Polls a condition, awaited if necessary, until it holds.
+    """Polls a condition, awaited if necessary, until it holds: first often, then less and less,
+    as each poll of a process takes milliseconds of it.
 
     Raises:
         TimeoutError: the condition does not hold in time.
     """
+    pause_s = _SHORTEST_PAUSE_S
     async with asyncio.timeout(seconds):
         while True:
             now = holds()
             if await now if isawaitable(now) else now:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def until_read(read: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
