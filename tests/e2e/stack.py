@@ -74,8 +74,9 @@ class Stack(stack.Stack):
 
     def _service(self, name: str) -> list[str]:
         _python, _option, _module, *arguments = super()._service(name)
-        poller = name in self.pollers
-        constants = self._poller_constants() if poller else self._router_constants()
+        constants = self._router_constants() if name in self.routers else {}
+        if name in (self.pollers or self.routers):
+            constants |= self._poller_constants()
         return patched(constants, *arguments) if constants else super()._service(name)
 
     def _poller_constants(self) -> dict[str, object]:
@@ -105,6 +106,7 @@ class Behind(Stack):
         self._write_configurations()
         if self.config_file.read_text() != before:
             await self.stop("router")
+        if not self.process("router").running:
             await self.start("router")
         await self.start("envoy")
         await self.wait_routing()

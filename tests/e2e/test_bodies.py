@@ -56,7 +56,7 @@ class RewritingStack(Behind):
     """Two replicas of one model under different names: one orders by priority, one by arrival."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, here(REPLICAS), SETTINGS)
+        super().__init__(directory, here(REPLICAS), SETTINGS, pollers=0)
 
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "priority_scheduling": True}

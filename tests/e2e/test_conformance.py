@@ -76,7 +76,7 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
 
 
 def system(directory: Path) -> Stack:
-    return GatewayStack(directory, here(FLEET))
+    return GatewayStack(directory, here(FLEET), pollers=0)
 
 
 async def selected(

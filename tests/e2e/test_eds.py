@@ -13,7 +13,7 @@ import pytest_asyncio
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import IN_TURN, Client
-from tests.e2e.stack import EdsStack, Stack, replicas
+from tests.e2e.stack import EdsStack, Stack, here, replicas
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until, until_read
 
@@ -23,7 +23,7 @@ FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llam
 
 
 def system(directory: Path) -> Stack:
-    stack = EdsStack(directory, FLEET)
+    stack = EdsStack(directory, here(FLEET))
     stack.ports["new"] = free_port()
     return stack
 

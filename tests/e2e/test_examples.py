@@ -15,7 +15,7 @@ from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL
 from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack
+from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack, here
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
@@ -37,7 +37,7 @@ class Examples(EdsStack, Behind):
 
     def __init__(self, directory: Path) -> None:
         serve = {"chunks_per_s": 1e6, "drain_s": 5.0}
-        super().__init__(directory, FAST_AND_SLOW, {"serve": serve})
+        super().__init__(directory, here(FAST_AND_SLOW), {"serve": serve})
         self.name = "envoy"
 
     async def start(self, name: str) -> None:
@@ -69,6 +69,13 @@ def system(directory: Path) -> Examples:
 async def stack(request: pytest.FixtureRequest, running: Examples) -> Examples:
     await running.behind(request.param)
     return running
+
+
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def router_runs(stack: Examples) -> None:
+    if not stack.process("router").running:
+        await stack.start("router")
+        await stack.wait_routing()
 
 
 async def test_fast_replica_is_preferred_and_serves(client: Client) -> None:
@@ -181,14 +188,10 @@ async def test_forged_destination_has_no_effect_without_router(
         "x-gateway-destination-endpoint-subset": stack.address("router-admin"),
     }
     await stack.kill("router")
-    try:
-        for _ in range(4):
-            answer = await client.request("GET", "/v1/models", headers=forged)
-            if stack.name in NO_FALLBACK:
-                assert answer.status == 503
-            else:
-                assert answer.status == 200
-                assert MODEL.encode() in answer.body
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()
+    for _ in range(4):
+        answer = await client.request("GET", "/v1/models", headers=forged)
+        if stack.name in NO_FALLBACK:
+            assert answer.status == 503
+        else:
+            assert answer.status == 200
+            assert MODEL.encode() in answer.body

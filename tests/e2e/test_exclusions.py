@@ -9,7 +9,7 @@ import pytest
 
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import IN_TURN, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -26,7 +26,7 @@ BACK_S = 10.0  # seconds within which service is back
 def system(directory: Path) -> Stack:
     """An engine that refuses more than 12 requests, and an engine that queues them."""
     fleet = (SimulatedReplica("limited", H100, SMALL), SimulatedReplica("plain", H100, PLAIN))
-    return Stack(directory, fleet, {"serve": {"chunks_per_s": 1e6}})
+    return Stack(directory, here(fleet, "limited"), {"serve": {"chunks_per_s": 1e6}})
 
 
 async def excluded(client: Client, reason: str = "") -> list[str]:
@@ -55,13 +55,10 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     for name in frozen:
         await client.simulate(name, freezing_gauges=True)
     await client.slow(20.0)
-    asked: list[asyncio.Task[int]] = []
+    names = [f"{frozen} {number}" for number in range(3 * FIT)]
+    asked = [asyncio.create_task(client.uncached(name, headers=IN_TURN)) for name in names]
 
     async def full() -> bool:
-        if all(one.done() for one in asked):
-            count = len(asked)
-            names = [f"{frozen} {number}" for number in range(count, count + 3 * FIT)]
-            asked.extend(asyncio.create_task(client.uncached(name)) for name in names)
         usages = [(await client.replica(name))["kv_usage"] for name in frozen]
         return bool(min(usages) > FULL)
 

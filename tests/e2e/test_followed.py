@@ -73,7 +73,7 @@ class Disobeying(Behind):
 
 
 def system(directory: Path) -> Behind:
-    return Disobeying(directory, here(FLEET), SETTINGS)
+    return Disobeying(directory, here(FLEET), SETTINGS, pollers=0)
 
 
 async def not_followed(client: Client) -> dict[str, float]:

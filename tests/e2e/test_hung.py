@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import FAST_AND_SLOW, Stack
+from tests.e2e.stack import FAST_AND_SLOW, Stack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -24,7 +24,8 @@ class Doubting(Stack):
 
 
 def system(directory: Path) -> Stack:
-    return Doubting(directory, FAST_AND_SLOW, {"serve": {"hung_s": 2.0, "chunks_per_s": 1e6}})
+    serve = {"hung_s": 2.0, "chunks_per_s": 1e6}
+    return Doubting(directory, here(FAST_AND_SLOW, "one"), {"serve": serve})
 
 
 @asynccontextmanager

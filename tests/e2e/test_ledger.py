@@ -34,7 +34,7 @@ class BodyModeStack(Behind):
     name = "BUFFERED"
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, here(REPLICA), UNREAD)
+        super().__init__(directory, here(REPLICA), UNREAD, pollers=0)
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Client
-from tests.e2e.stack import Behind, Stack
+from tests.e2e.stack import Behind, Stack, here
 from tests.waiting import until_read
 
 pytestmark = [
@@ -24,7 +24,7 @@ REPLICAS = (
 
 
 def system(directory: Path) -> Stack:
-    return Behind(directory, REPLICAS)
+    return Behind(directory, here(REPLICAS), pollers=0)
 
 
 async def test_models_of_all_replicas_are_listed_as_vllm_lists_them(

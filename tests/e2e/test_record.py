@@ -33,7 +33,9 @@ async def test_record_is_replayed_and_holds_no_text(
 ) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
-    async with Stack(tmp_path / "stack", here(FLEET), {**SETTINGS, "record": record_to}) as stack:
+    async with Stack(
+        tmp_path / "stack", here(FLEET), {**SETTINGS, "record": record_to}, pollers=0
+    ) as stack:
         sent = islice(samples(MODEL, 12.0, Random(1)), REQUESTS)
         answers = await send_all(stack.url, sent, CANARY)
         served = {stack.address(replica.name) for replica in FLEET}

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import FAST_AND_SLOW, Stack
+from tests.e2e.stack import FAST_AND_SLOW, Stack, here
 from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -36,7 +36,7 @@ class Hedging(Stack):
 
 
 def system(directory: Path) -> Stack:
-    return Hedging(directory, FAST_AND_SLOW, {"serve": {"chunks_per_s": 1e6}})
+    return Hedging(directory, here(FAST_AND_SLOW, "one"), {"serve": {"chunks_per_s": 1e6}})
 
 
 async def finished(client: Client) -> dict[str, float]:
@@ -64,6 +64,7 @@ async def counts_once(client: Client, send: Callable[[], Awaitable[Answer]]) -> 
     request = asyncio.ensure_future(send())
     while not request.done():
         in_flight.add(await client.in_flight())
+        await asyncio.sleep(0.02)  # a second entry would stay for longer
     answer = await request
     assert answer.status == 200
     assert in_flight <= {0, 1}

@@ -14,7 +14,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind, Stack
+from tests.e2e.stack import Behind, Stack, here
 from tests.waiting import until
 
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
@@ -34,7 +34,7 @@ class TrailersStack(Behind):
     """A stack whose Envoy accepts trailers of HTTP/1.1."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
+        super().__init__(directory, here(REPLICAS), {"serve": {"chunks_per_s": 1e6}}, pollers=0)
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()

@@ -39,7 +39,7 @@ class SecuredStack(Stack):
             "tls_client_ca": str(self.files / "ca.crt"),
             "max_streams": MOST_STREAMS,
         }
-        super().__init__(directory, here(REPLICAS), settings={"serve": serve})
+        super().__init__(directory, here(REPLICAS), {"serve": serve}, pollers=0)
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()

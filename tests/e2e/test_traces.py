@@ -37,7 +37,7 @@ class TracedStack(Stack):
     """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
-        super().__init__(directory, here(REPLICAS))
+        super().__init__(directory, here(REPLICAS), pollers=0)
         self.spans = spans
         self.log = directory / "decisions.log"
         self.ports = {**self.ports, "collector": free_port(), "collector-http": free_port()}

@@ -12,7 +12,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of
+from tests.e2e.stack import Behind, Stack, ext_proc_of, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -31,7 +31,7 @@ numbers = itertools.count()
 class WaitingStack(Behind):
     def __init__(self, directory: Path) -> None:
         serve = {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True}
-        super().__init__(directory, REPLICAS, {"serve": serve})
+        super().__init__(directory, here(REPLICAS, "one"), {"serve": serve})
 
     async def behind(self, name: str) -> None:
         """Restart Envoy; ``IMPATIENT`` has a short timeout, which the test waits for."""

@@ -96,7 +96,7 @@ class Stack:
             settings: keys of the configuration file, by section.
             usual_ports: ports by name that are used if they are free.
             routers: number of routers.
-            pollers: number of pollers.
+            pollers: number of pollers; 0: a single router polls by itself, without Redis.
         """
         self.directory = directory
         self.replicas = replicas
@@ -122,7 +122,8 @@ class Stack:
     def process_names(self) -> list[str]:
         """Names of the processes that the stack starts."""
         replicas = [replica.name for replica in self.replicas if not replica.address]
-        return [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
+        shared = [*self.pollers, "redis"] if self.pollers else []
+        return [*replicas, *self.routers, *shared, "envoy"]
 
     @property
     def router_command(self) -> str:
@@ -258,11 +259,12 @@ class Stack:
 
     def _configuration(self) -> dict[str, Any]:
         sections: dict[str, dict[str, object]] = {
-            "redis": {"url": self.redis_url},
             "serve": {"listen": self.address("router"), "admin": self.address("router-admin")},
             "route": {"policy_header": POLICY_HEADER},
-            "poll": {"admin": self.address("poller-admin")},
         }
+        if self.pollers:
+            sections["redis"] = {"url": self.redis_url}
+            sections["poll"] = {"admin": self.address("poller-admin")}
         for name, keys in self._settings.items():
             sections[name] = {**sections.get(name, {}), **keys}
         events = ("kv_events_port", "kv_events_replay_port")
@@ -271,7 +273,8 @@ class Stack:
             | dict(zip(events, replica.kv_events_ports or (), strict=False))
             for replica in self.replicas
         ]
-        return {"replicas": replicas, **sections}
+        state = "redis" if self.pollers else "memory"
+        return {"replicas": replicas, "state": state, **sections}
 
     async def _routes(self) -> bool:
         return await self._routers_know_replicas() and await self._envoy_uses_routers()
@@ -292,4 +295,4 @@ class Stack:
 
 
 def _names(first: str, count: int) -> tuple[str, ...]:
-    return (first, *(f"{first}-{number}" for number in range(2, count + 1)))
+    return (first, *(f"{first}-{number}" for number in range(2, count + 1)))[:count]
