@@ -110,11 +110,11 @@ def test_drafting_replicas_are_predicted(simulate: Simulate, tmp_path: Path) -> 
 
 
 def test_completion_beats_lmetric_where_replicas_differ(simulate: Simulate) -> None:
-    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "500"]
+    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "300"]
     completion, lmetric = simulate(*arguments, "--no-oracle")
     assert completion["e2e_s"]["p99"] < 0.5 * lmetric["e2e_s"]["p99"]
     assert completion["ttft_s"]["p99"] < 0.5 * lmetric["ttft_s"]["p99"]
-    assert sum(replica["requests"] for replica in completion["per_replica"].values()) == 500
+    assert sum(replica["requests"] for replica in completion["per_replica"].values()) == 300
 
 
 @pytest.mark.timeout(300)  # long on a busy machine
@@ -182,7 +182,7 @@ def test_learning_corrects_a_wrong_profile() -> None:
 
 
 def test_digests_improve_decisions_of_several_routers() -> None:
-    requests = trace.read([CONVERSATION], speed=2, most=400)
+    requests = trace.read([CONVERSATION], speed=2, most=250)
     equal = fleet.read(HERE / "fleets" / "equal.yaml")
     total = {}
     for lag in (0.0, None):
