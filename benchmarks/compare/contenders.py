@@ -1,14 +1,19 @@
-"""Simulated replicas of a comparison, and contenders: the routers between clients and replicas."""
+"""Replicas of a comparison, and contenders: the routers between clients and replicas."""
 
+import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
+import aiohttp
+
 from benchmarks.fleet import FleetFile, ReplicaGroup
-from extproc.lab.harness.processes import Process, answers, pick_ports, together
+from extproc.lab.harness.processes import Process, ProcessError, answers, pick_ports, together
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0
@@ -18,7 +23,48 @@ Processes = Mapping[str, Process]  # by name
 Requests = Sequence[Mapping[str, Any]]  # records of the load client
 
 
-class SimulatedFleet:
+class ComparedFleet(ABC):
+    """Replicas that serve each turn of each contender."""
+
+    model: str  # served by all replicas
+    profiles: Mapping[str, str]  # names of the hardware profiles that a router is configured with
+    speeds: Mapping[str, float]  # true decode steps a second, in any unit; empty if unknown
+    load_options: Sequence[str]  # of the load client
+
+    @abstractmethod
+    def fresh(self, directory: Path) -> AbstractAsyncContextManager[tuple[Servers, Processes]]:
+        """Provides replicas without requests or cached prefixes; raises ProcessError if that
+        fails."""
+
+
+class RunningServers(ComparedFleet):
+    """vLLM servers that run already, in development mode."""
+
+    def __init__(
+        self, addresses: Sequence[str], model: str, profile: str, speeds: Sequence[float]
+    ) -> None:
+        """Raises ValueError unless there is a speed for each of the addresses, or none."""
+        self.model = model
+        self._servers = {f"vllm-{n}": address for n, address in enumerate(addresses, 1)}
+        self.profiles = dict.fromkeys(self._servers, profile)
+        self.speeds = dict(zip(self._servers, speeds, strict=True)) if speeds else {}
+        self.load_options = ("--known-lengths",)
+
+    @asynccontextmanager
+    async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
+        await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+        async with aiohttp.ClientSession() as session:
+            for address in self._servers.values():
+                async with session.post(f"http://{address}/reset_prefix_cache") as answer:
+                    if answer.status != HTTPStatus.OK:
+                        raise ProcessError(
+                            f"{address} answers {answer.status} to /reset_prefix_cache: "
+                            "start vLLM with VLLM_SERVER_DEV_MODE=1"
+                        )
+        yield self._servers, {}
+
+
+class SimulatedFleet(ComparedFleet):
     """Processes of ``extproc simulate``, as a fleet file describes them."""
 
     model = "llama-8b"
@@ -29,12 +75,11 @@ class SimulatedFleet:
             raise ValueError(
                 "remove the events of the fleet: only benchmarks.simulate plays events"
             )
-        # Names of the hardware profiles that a router is configured with.
         self.profiles = {name: profile.name for name, profile in file.believed.items()}
-        self.speeds = file.speeds  # true decode steps a second, by name
+        self.speeds = file.speeds
         # Tokens of a prompt and its answer that fit into every replica.
         kv_tokens = (profile.kv_tokens for profile in file.members.values())
-        self.context = min(*kv_tokens, DEFAULT_MODEL_LEN)
+        self.load_options = ("--context", str(min(*kv_tokens, DEFAULT_MODEL_LEN)))
         self._options = {
             name: ["--profile", profile.name, *_options(file.group(name))]
             for name, profile in file.members.items()
@@ -42,8 +87,6 @@ class SimulatedFleet:
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
-        """Starts new replicas, whose logs go to ``directory``; raises ProcessError if that
-        fails."""
         ports = pick_ports(dict.fromkeys(self._options, 0))
         servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
@@ -89,7 +132,7 @@ class Contender(Protocol):
     parts: tuple[str, ...]  # processes of its own among `picker`, `poller` and `redis`
 
     def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AbstractAsyncContextManager[Front]:
         """Starts the contender and waits until it uses every replica; its files go to
         ``directory``."""

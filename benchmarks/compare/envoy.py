@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.discrete import poll_interval
 from extproc.lab.harness.envoy_config import (
     Bootstrap,
@@ -53,7 +53,7 @@ class EnvoyContender:
 
     @asynccontextmanager
     async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports({"envoy": 0, "admin": 0})
         admin = f"http://127.0.0.1:{ports['admin']}"
@@ -72,7 +72,7 @@ class EnvoyContender:
             yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
     def _bootstrap(
-        self, ports: Mapping[str, int], fleet: SimulatedFleet, servers: Servers
+        self, ports: Mapping[str, int], fleet: ComparedFleet, servers: Servers
     ) -> Bootstrap:
         bootstrap = addressed(
             listen=f"127.0.0.1:{ports['envoy']}",
@@ -114,8 +114,10 @@ def name_replicas(bootstrap: Bootstrap) -> None:
     ]
 
 
-def weights(fleet: SimulatedFleet, servers: Servers) -> list[int]:
+def weights(fleet: ComparedFleet, servers: Servers) -> list[int]:
     """Weights of the servers, in the order of ``servers``, proportional to their speeds."""
+    if not fleet.speeds:
+        raise ValueError("weights need the speeds of the servers: give --speeds")
     fastest = max(fleet.speeds.values())
     return [max(round(_FASTEST * fleet.speeds[name] / fastest), 1) for name in servers]
 
@@ -150,7 +152,7 @@ async def envoy_stats(admin: str) -> dict[str, int]:
 
 
 class RouterContender:
-    """This router behind Envoy, configured with the profiles of ``SimulatedFleet.profiles``."""
+    """This router behind Envoy, configured with the profiles of ``ComparedFleet.profiles``."""
 
     parts = tuple(_PARTS)
 
@@ -161,7 +163,7 @@ class RouterContender:
 
     @asynccontextmanager
     async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         replicas = attached_replicas(servers, fleet.profiles)
         async with self._stack(directory, replicas, seed) as stack:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from extproc.lab.harness.pages import get_json, get_samples
 from extproc.lab.harness.processes import Process, flags, pick_ports
 
@@ -94,7 +94,7 @@ class ProxyContender:
 
     @asynccontextmanager
     async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports({"proxy": 0, "metrics": 0})
         url = f"http://127.0.0.1:{ports['proxy']}"

@@ -12,7 +12,7 @@ from typing import ClassVar
 import yaml
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Front, Requests, Servers, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.compare.envoy import envoy_stats, start_envoy
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, socket_address
 from extproc.lab.harness.pages import get_samples
@@ -87,7 +87,7 @@ class PickerContender:
 
     @asynccontextmanager
     async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
         admin, log = f"http://127.0.0.1:{ports['admin']}", directory / "picker.log"

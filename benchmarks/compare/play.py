@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Contender, Front, Servers
 from benchmarks.compare.validity import around, hits, observing, validity
 from benchmarks.fleet import imbalance
 from benchmarks.load.__main__ import SENDING
@@ -26,11 +26,8 @@ from extproc.lab.harness.processes import Process, ProcessError, flags
 TIMEOUT_S = 45.0  # of an answer, in a turn with a fault
 _SLOWER = 4.0  # factor of every step's time on a slow replica
 _SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
-FAULTS = (
-    *("picker-killed", "picker-hung"),
-    *("replica-killed", "replica-hung", "replica-slow"),
-    *("poller-killed", "redis-killed"),
-)
+REPLICA_FAULTS = "replica-killed", "replica-hung", "replica-slow"
+FAULTS = "picker-killed", "picker-hung", *REPLICA_FAULTS, "poller-killed", "redis-killed"
 
 
 class FaultInjection:
@@ -126,7 +123,7 @@ def load_arguments(args: argparse.Namespace, repeat: int) -> list[str]:
 
 async def play(
     contender: Contender,
-    fleet: SimulatedFleet,
+    fleet: ComparedFleet,
     args: argparse.Namespace,
     repeat: int,
     directory: Path,
@@ -141,7 +138,9 @@ async def play(
         contender.running(fleet, servers, directory, args.seed + repeat) as front,
     ):
         injection = FaultInjection(args.fault, front, servers, replicas) if args.fault else None
-        async with observing(injection.spared if injection else servers, wall) as observed:
+        async with observing(
+            injection.spared if injection else servers, wall, bool(replicas)
+        ) as observed:
             options = load_arguments(args, repeat)
             result = await _load(front.url, fleet, options, directory, injection)
         sent = result["requests"]
@@ -184,14 +183,14 @@ async def play(
 
 async def _load(
     url: str,
-    fleet: SimulatedFleet,
+    fleet: ComparedFleet,
     options: Sequence[str],
     directory: Path,
     injection: FaultInjection | None,
 ) -> dict[str, Any]:
     file, log = directory / "load.json", directory / "load.log"
     argv = [sys.executable, "-m", "benchmarks.load", "--url", url, "--model", fleet.model]
-    argv += ["--context", str(fleet.context), *options, "--json", str(file)]
+    argv += [*fleet.load_options, *options, "--json", str(file)]
 
     async def sending() -> bool:
         return SENDING in process.last_lines()

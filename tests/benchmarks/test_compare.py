@@ -9,11 +9,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from prometheus_client.samples import Sample
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.contenders import SimulatedFleet
+from benchmarks.compare.contenders import RunningServers, SimulatedFleet
 from benchmarks.compare.envoy import EnvoyContender, weights
 from benchmarks.compare.peers import PROXIES, ProxyContender, metric_complaints
 from benchmarks.compare.play import load_arguments, work_complaints
@@ -124,6 +126,50 @@ def test_retries_and_open_breakers_of_a_proxy_are_complained_of() -> None:
     ]
 
 
+# -- running servers ------------------------------------------------------------------------
+
+
+async def test_running_servers_lose_their_cached_prefixes_before_a_turn(tmp_path: Path) -> None:
+    reset: list[str] = []
+
+    async def forget(request: web.Request) -> web.Response:
+        reset.append(request.host)
+        return web.Response(status=200 if len(reset) < 3 else 404)
+
+    app = web.Application()
+    app.router.add_post("/reset_prefix_cache", forget)
+    async with TestServer(app) as server:
+        address = f"127.0.0.1:{server.port}"
+        servers = RunningServers([address, address], "m", "llama-8b-a10", [2.0, 1.0])
+        async with servers.fresh(tmp_path / "turn") as (names, processes):
+            assert (names, processes) == ({"vllm-1": address, "vllm-2": address}, {})
+        assert len(reset) == 2
+        assert weights(servers, names) == [100, 50]
+        with pytest.raises(ProcessError, match=r"answers 404 .*VLLM_SERVER_DEV_MODE=1"):
+            async with servers.fresh(tmp_path / "turn"):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--speeds", "1", "2"], "--speeds needs a speed for each server"),
+        (["--fault", "replica-slow"], "servers that run already cannot fail"),
+    ],
+)
+def test_option_that_running_servers_lack_is_refused(
+    more: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--servers", "127.0.0.1:8101", *more])
+    assert complaint in capsys.readouterr().err
+
+
+def test_weights_need_the_speeds_of_running_servers() -> None:
+    with pytest.raises(ValueError, match="give --speeds"):
+        weights(RunningServers(["127.0.0.1:8101"], "m", "llama-8b-a10", []), {})
+
+
 # -- the machine ----------------------------------------------------------------------------
 
 
@@ -149,6 +195,8 @@ def test_busy_machine_is_doubted() -> None:
         "c did not answer how late its steps were",
     ]
     assert validity([], 0.0)["doubts"] == []
+    # Running servers are other processes, and tell no lateness.
+    assert validity([start, Observation(1.0, (100, 80, 10))], 0.001)["doubts"] == []
 
 
 def test_machine_is_judged_while_requests_arrive() -> None:

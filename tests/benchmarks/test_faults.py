@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.contenders import Contender, Front, Servers, SimulatedFleet
+from benchmarks.compare.contenders import ComparedFleet, Contender, Front, Servers, SimulatedFleet
 from benchmarks.compare.play import play
 from benchmarks.fleet import FleetFile
 from benchmarks.report.markdown import markdown
@@ -120,7 +120,7 @@ class ObservedContender:
 
     @asynccontextmanager
     async def running(
-        self, fleet: SimulatedFleet, servers: Servers, directory: Path, seed: int
+        self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
         self.servers = servers
         async with self._contender.running(fleet, servers, directory, seed) as self.front:
