@@ -1,14 +1,6 @@
 """Compares predicted with actual times on real vLLM servers, through a real Envoy.
 
-With servers that run already:
-
     python -m benchmarks.real_vllm 127.0.0.1:8101 127.0.0.1:8102 --model NAME
-
-Or with servers that the command starts, each on a core of its own (`vllm` with its CPU backend must
-be on PATH):
-
-    python -m benchmarks.real_vllm --serve DIR,DIR --max-num-seqs 16,8 \\
-        --options '' --options '--speculative-config {"method":"ngram","num_speculative_tokens":4}'
 
 The command runs Redis, poller, router and Envoy beside the servers. The router starts from the
 hardware profile of another GPU, and learns from the /metrics of the servers.
@@ -17,7 +9,6 @@ hardware profile of another GPU, and learns from the /metrics of the servers.
 import argparse
 import asyncio
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -31,9 +22,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
-from benchmarks.vllm import MODEL, described, vllm_servers
+from benchmarks.fit.replay import described
 from extproc.cli.arguments import above_zero, probability, whole
-from extproc.ground.address import split_address
 from extproc.ground.text import Column, table
 from extproc.lab.harness.pages import decisions, get_json
 from extproc.lab.harness.processes import ProcessError
@@ -154,9 +144,7 @@ async def measure(stack: Stack, policy: str, name: str, sent: Sequence[Sample]) 
     }
 
 
-async def _compare(
-    args: argparse.Namespace, servers: Mapping[str, str], logs: Path
-) -> list[dict[str, Any]]:
+async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
     """Runs a warm-up, then the same requests under each policy."""
 
     def drawn(seed: int, count: int) -> list[Sample]:
@@ -168,22 +156,13 @@ async def _compare(
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
+    servers = {f"vllm-{number}": address for number, address in enumerate(args.servers, 1)}
     replicas = attached_replicas(servers, dict.fromkeys(servers, args.profile))
     async with Stack(logs, replicas) as stack:
         for name, policy, planned in plan:
             runs.append(await measure(stack, policy, name, planned))
             _print(name, runs[-1])
     return runs
-
-
-async def _run(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
-    if args.servers:
-        names = {f"vllm-{number}": address for number, address in enumerate(args.servers, 1)}
-        return await _compare(args, names, logs)
-    async with vllm_servers(args.serve, args.max_num_seqs, logs, args.options) as started:
-        return await _compare(
-            args, {name: server.address for name, server in started.items()}, logs
-        )
 
 
 def _print(name: str, run: Mapping[str, Any]) -> None:
@@ -209,12 +188,8 @@ def _print(name: str, run: Mapping[str, Any]) -> None:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.command("real_vllm", __doc__)
     add = parser.add_argument
-    add("servers", nargs="*", type=_address, metavar="IP:PORT")
-    add("--model", default=MODEL, help="name of the model on the servers")
-    add("--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="folders of models")
-    add("--max-num-seqs", type=arguments.counts, default=[16, 8], metavar="N,N")
-    further = "more options of `vllm serve`, once for each model"
-    add("--options", type=shlex.split, action="append", default=[], metavar="TEXT", help=further)
+    add("servers", nargs="+", type=arguments.address, metavar="IP:PORT")
+    add("--model", default=arguments.MODEL, help="name of the model on the servers")
     add("--requests", type=arguments.count, default=300, metavar="N")
     uncounted = "requests that are sent first and not counted"
     add("--warm-up", type=whole(0), default=60, metavar="N", help=uncounted)
@@ -227,25 +202,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")
     add("--seed", type=int, default=0)
     arguments.add_json(parser)
-    args = parser.parse_args(argv)
-    if bool(args.servers) == bool(args.serve):
-        parser.error("give either the addresses of servers, or --serve")
-    if args.serve and len(args.serve) != len(args.max_num_seqs):
-        parser.error("--max-num-seqs needs a number for each model of --serve")
-    if args.options and len(args.options) != len(args.serve):
-        parser.error("--options is given once for each model of --serve, or not at all")
-    if args.serve and args.model != MODEL:
-        parser.error("--model is for servers that run already")
-    return args
-
-
-def _address(text: str) -> str:
-    address = text.removeprefix("http://").rstrip("/")
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return address
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = Path(tempfile.mkdtemp(prefix="extproc-real-vllm-"))
     try:
         arguments.check_outputs(args)
-        runs = asyncio.run(_run(args, logs))
+        runs = asyncio.run(_compare(args, logs))
     except (ProcessError, OSError) as error:
         print(f"real_vllm: {error}\nlogs: {logs}", file=sys.stderr)
         return 1

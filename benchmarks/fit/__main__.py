@@ -1,12 +1,12 @@
 """Compares the simulator with a real vLLM server, request by request.
 
-With the recording in this repository, or with another one:
+With a recording of ``benchmarks/recordings``, or with another one:
 
     python -m benchmarks.fit [--recording FILE]
 
-Or with a new recording, made on two CPU cores (Linux; `vllm` with its CPU backend must be on PATH):
+Or with a new recording of a server that does nothing else:
 
-    python -m benchmarks.fit --serve MODEL_DIR --recording FILE
+    python -m benchmarks.fit --server IP:PORT --model NAME --hardware "one H100" --recording FILE
 
 The step times of the simulated server are measured on requests that are not compared, or learned
 from polled counters during a run, as a router learns them.
@@ -15,9 +15,7 @@ from polled counters during a run, as a router learns them.
 import argparse
 import asyncio
 import json
-import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,12 +32,12 @@ from benchmarks.fit.replay import (
     RecordedRun,
     Recording,
     bursts,
+    described,
     fit,
     read_recording,
     write_recording,
 )
 from benchmarks.trace import TracedRequest
-from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero
 from extproc.ground.clock import monotonic
 from extproc.ground.text import Column, table
@@ -50,9 +48,8 @@ from extproc.lab.replay.figures import FIGURES
 from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.predict.windows import EngineCounts
 
-_TOKEN_BUDGET = 2048
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context
-_SPECIAL_TOKENS = 16  # ids below are not in prompts: beginnings, ends, padding
+_TOKEN_IDS = range(16, 1000)  # in every vocabulary; beginnings, ends and padding are below
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
 _PAUSE_S = 0.2  # between two bursts, until the server is idle
@@ -90,38 +87,29 @@ class RecordingPlan:
         return TracedRequest(request.at - start, prompt, output, max_tokens=None)
 
 
-async def record(model: Path, max_num_seqs: int, plan: RecordingPlan, logs: Path) -> Recording:
-    """Runs vLLM with the model in a folder, and records its answers to the requests.
-
-    The model has one core to itself, which takes the place of a GPU; all other processes share the
-    other cores.
-    """
+async def record(args: argparse.Namespace) -> Recording:
+    """Records the answers of ``args.server``, and its counters meanwhile."""
+    server, plan = args.server, RecordingPlan(args.trace, args.requests, args.speed, *args.shrink)
     planned, here = plan.runs(), about("benchmarks.fit", [])
-    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    options = [["--max-num-batched-tokens", str(_TOKEN_BUDGET)]]
-    async with vllm_servers([model], [max_num_seqs], logs, options) as servers:
-        (server,) = servers.values()
-        _leave_core(server.pid)
-        version = (await get_json(f"http://{server.address}/version"))["version"]
-        async with open_session(_GIVE_UP_S) as session:
-            page = await scrape(session, server.address, health=False)
-        recorder = RecordingClient(server.address, vocabulary, Random(0))
-        print("recording requests for the calibration", flush=True)
-        calibration = await recorder.play("calibration", bursts())
-        runs = []
-        for requests in planned:
-            seconds = requests[-1].at
-            name = f"{len(requests) / seconds:.2f} requests/s"
-            print(f"recording {len(requests)} requests, {name}, {seconds:.0f} s", flush=True)
-            runs.append(await recorder.play(name, [requests]))
+    version = (await get_json(f"http://{server}/version"))["version"]
+    async with open_session(_GIVE_UP_S) as session:
+        page = await scrape(session, server, health=False)
+    recorder = RecordingClient(server, args.model, Random(0))
+    print("recording requests for the calibration", flush=True)
+    calibration = await recorder.play("calibration", bursts())
+    runs = []
+    for requests in planned:
+        seconds = requests[-1].at
+        name = f"{len(requests) / seconds:.2f} requests/s"
+        print(f"recording {len(requests)} requests, {name}, {seconds:.0f} s", flush=True)
+        runs.append(await recorder.play(name, [requests]))
     origin = {
-        "server": f"vLLM {version}, CPU backend, one core",
-        "model": model.name,
+        "server": f"vLLM {version}, {args.hardware}",
         "machine": here["machine"],
         "date": here["date"],
         "requests": str(plan),
     }
-    limits = EngineLimits(max_num_seqs, _TOKEN_BUDGET, page.block_size, page.kv_tokens)
+    limits = EngineLimits(args.max_num_seqs, args.token_budget, page.block_size, page.kv_tokens)
     return Recording(origin, limits, calibration, runs)
 
 
@@ -133,7 +121,7 @@ class RecordingClient:
     """
 
     server: str  # `ip:port`
-    vocabulary: int  # number of token ids
+    model: str
     random: Random  # draws the prompts
 
     async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> RecordedRun:
@@ -154,10 +142,9 @@ class RecordingClient:
         return RecordedRun(name, served, [replace(poll, at=poll.at - started) for poll in polls])
 
     def _request(self, number: int, traced: TracedRequest) -> traffic.TimedRequest:
-        ids = range(_SPECIAL_TOKENS, self.vocabulary)
         body = {
-            "model": MODEL,
-            "prompt": self.random.choices(ids, k=traced.prompt_tokens),
+            "model": self.model,
+            "prompt": self.random.choices(_TOKEN_IDS, k=traced.prompt_tokens),
             "max_tokens": traced.output_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -203,23 +190,6 @@ async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
             await polling
 
 
-def _leave_core(server: int) -> None:
-    """Moves all processes but the worker that runs the model to the other cores."""
-    others = os.sched_getaffinity(0) - {_CORE}
-    os.sched_setaffinity(0, others)
-    for pid in _family(server):
-        if not Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Worker"):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setaffinity(int(thread), others)
-
-
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from _family(int(child))
-
-
 _HERE = Path(__file__).parents[1]
 RECORDED = _HERE / "recordings" / "vllm-cpu-29m.json.gz"
 _TRACE = _HERE / "traces" / "azure-2023-conv.jsonl.gz"
@@ -253,8 +223,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recording", type=Path, default=RECORDED, metavar="FILE")
     arguments.add_json(parser)
     add = parser.add_argument_group("making a recording").add_argument
-    add("--serve", type=Path, metavar="MODEL_DIR", help="folder of the model for vLLM")
-    add("--max-num-seqs", type=arguments.count, default=16, metavar="N")
+    add("--server", type=arguments.address, metavar="IP:PORT")
+    add("--model", default=arguments.MODEL, help="name of the model on that server")
+    hardware = "what the server runs on, in words"
+    add("--hardware", default="unknown hardware", metavar="TEXT", help=hardware)
+    add("--max-num-seqs", type=arguments.count, default=256, metavar="N")
+    budget = "max_num_batched_tokens of the server [8192, vLLM's default on an H100]"
+    add("--token-budget", type=arguments.count, default=8192, metavar="N", help=budget)
     add("--trace", type=Path, default=_TRACE, metavar="FILE")
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
     speeds, runs = [0.325, 0.4, 0.526], "speeds of the trace, each a run [0.325 0.4 0.526]"
@@ -262,8 +237,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     by, names = "divisors of the trace's prompts and answers [6 3]", ("P", "A")
     add("--shrink", type=arguments.count, nargs=2, default=[6, 3], metavar=names, help=by)
     args = parser.parse_args(argv)
-    if args.serve and args.recording == RECORDED:
-        parser.error("--serve needs --recording: the file of the new recording")
+    if args.server and args.recording == RECORDED:
+        parser.error("a new recording needs its file: --recording")
     return args
 
 
@@ -271,12 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         arguments.check_outputs(args)
-        if args.serve:
+        if args.server:
             args.recording.open("a").close()
-            plan = RecordingPlan(args.trace, args.requests, args.speed, *args.shrink)
-            with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
-                made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
-            write_recording(made, args.recording)
+            write_recording(asyncio.run(record(args)), args.recording)
         recorded = read_recording(args.recording)
     except (ProcessError, ScrapeError, RuntimeError, OSError, ValueError) as error:
         print(f"fit: {error}", file=sys.stderr)

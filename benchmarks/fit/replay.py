@@ -211,3 +211,12 @@ def _non_negative(terms: Floats, wanted: Floats) -> Floats:
             solution[used] = found
             return solution
         used = used[found >= 0.0]
+
+
+def described(step: StepModel) -> str:
+    """Step times in words, with units."""
+    return (
+        f"{step.c0 * 1e3:.1f} ms a step, {step.c_prefill * 1e6:.0f} µs a prompt token, "
+        f"{step.c_att * 1e6:.2f} µs for each before it, {step.c_batch * 1e6:.0f} µs a sequence, "
+        f"{step.c_kv * 1e6:.2f} µs a KV token; {step.frontend * 1e3:.1f} ms before the engine"
+    )

@@ -33,7 +33,6 @@ VALUES = {
     "fit --speed": ("0", "nan"),
     "fit --max-num-seqs": COUNT,
     "real_vllm --warm-up": ("-1", "many"),
-    "real_vllm --max-num-seqs": COUNT,
 }
 NAMES = {
     "simulate --policy": "completion, ",

@@ -57,6 +57,14 @@ def test_simulator_is_within_15_percent(fitted: list[Fitted], origin: str, kind:
         assert abs(errors["p95"]) <= 0.15
 
 
+def test_learned_step_times_of_an_h100_predict_its_completions() -> None:
+    recording = read_recording(RECORDED.with_name("vllm-h100-8b.json.gz"))
+    for run in fit(recording):
+        compared = run.simulated[LEARNED].comparisons["completion"]
+        assert compared["request_error"] <= 0.05
+        assert all(abs(compared["errors"][name]) <= 0.06 for name in ("p50", "p95", "p99"))
+
+
 def test_calibration_measures_true_step_times() -> None:
     served_bursts = [request for burst in bursts() for request in served(burst)]
     *step, frontend = astuple(measured(served_bursts))
@@ -92,7 +100,7 @@ def test_trace_without_enough_requests_is_refused() -> None:
 async def replica() -> AsyncIterator[tuple[Replica, RecordingClient]]:
     replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
     serving = await start(replica, "127.0.0.1", 0)
-    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", 4096, Random(0))
+    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", "model", Random(0))
     await serving.runner.cleanup()
 
 
