@@ -68,6 +68,11 @@ _MIXED, _EQUAL, _A10 = (
     f"--fleet benchmarks/fleets/live-{name}.yaml" for name in ("mixed", "equal", "a10")
 )
 _AGENTS = "--trace benchmarks/traces/agents.jsonl.gz --speed 1.2 --from 150 --duration 60"
+# Measured once, on a machine with a GPU: :func:`measure` leaves them as they are.
+ON_GPU = (
+    Measurement("h100-conversations", heading="Conversations, real vLLM on an H100"),
+    Measurement("h100-agents", heading="Agents, real vLLM on an H100"),
+)
 _MIDWAY = "--speed 3.5 --duration 10 --at 4 --repeats 1"
 OUTCOME = (
     Measurement(
@@ -210,7 +215,7 @@ def picture() -> bytes:
 
 
 def _outcome() -> Iterator[str]:
-    for measurement in OUTCOME:
+    for measurement in (*ON_GPU, *OUTCOME):
         measured = measurement.figures()
         figures = measured["figures"]["contenders"]
         rows = [
