@@ -102,7 +102,12 @@ COST = Measurement(
 MEASUREMENTS = (*OUTCOME, *HARM, COST)
 _ELSEWHERE = Measurement("elsewhere")  # measured once, by hand: the file says where and how
 _METRIC = "completion, p99"
-_PANELS = {"Unequal GPUs": "cold-mixed", "Equal GPUs": "cold-equal", "Overload": "overload"}
+_PANELS = {
+    "Real vLLM": "h100-conversations",
+    "Unequal GPUs": "cold-mixed",
+    "Equal GPUs": "cold-equal",
+    "Overload": "overload",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
