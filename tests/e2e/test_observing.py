@@ -60,7 +60,7 @@ class Observed(Behind):
 
 
 def system(directory: Path) -> Stack:
-    observed = Observed(directory, REPLICAS, OBSERVE)
+    observed = Observed(directory, REPLICAS, OBSERVE, pollers=0)
     observed.name = "observe"
     return observed
 
@@ -217,7 +217,7 @@ class Shared(Behind):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Shared(tmp_path_factory.mktemp("share"), REPLICAS, SHARE) as stack:
+    async with Shared(tmp_path_factory.mktemp("share"), REPLICAS, SHARE, pollers=0) as stack:
         yield stack
 
 
