@@ -16,7 +16,7 @@ class Condition:
     """Health of a replica as a router knows it; times are in seconds on the fleet's clock."""
 
     state: ReplicaState  # last polled
-    polled_at: float
+    scraped_at: float  # last scrape that succeeded
     moved_at: float  # when a figure of its engine last changed
     models: frozenset[str] = field(init=False)  # of the state, as the next
     adapters: frozenset[str] = field(init=False)
@@ -52,11 +52,13 @@ class Condition:
         all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until
         the next step (vllm#22545), and only the ledger shows that no request is there.
         """
-        before, self.state, self.polled_at = self.state, state, polled_at
+        before, self.state = self.state, state
+        if is_scraped := state.scraped_at != before.scraped_at:
+            self.scraped_at = polled_at
         if _figures(state) != _figures(before):
             self.moved_at, self.unmoved_s = now, 0.0
             self.refuted_at, self.frozen = inf, False
-        elif state.scraped_at != before.scraped_at:
+        elif is_scraped:
             # A page without counters would not count the prompt, either.
             if prefilled_sent_at - self.moved_at >= _FROZEN_S and state.prompt_tokens:
                 self.refuted_at = min(self.refuted_at, now)

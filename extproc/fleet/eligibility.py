@@ -214,9 +214,9 @@ class Eligibility:
                 silent.add(name)
         return silent if others else set()
 
-    def heard_at(self, replica: str) -> float:
-        """Returns when a member was polled last, in seconds on the clock."""
-        return self._members[replica].polled_at
+    def scraped_at(self, replica: str) -> float:
+        """Returns when a member last answered a scrape, in seconds on the clock."""
+        return self._members[replica].scraped_at
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
         """Returns True if a candidate for the model lists it.

@@ -136,7 +136,7 @@ def _replicas(
     problems = [*map(partial(_problem, pool), ids, reasons)]
     by_profile = [not state.measured for state in states]
     estimated = [fleet.blocks.count(replica) is None for replica in ids]
-    ages = [round(now - fleet.eligibility.heard_at(replica), 1) for replica in ids]
+    ages = [round(now - fleet.eligibility.scraped_at(replica), 1) for replica in ids]
     total = max(dispatched.total(), 1)
     shares = [round(dispatched[name, replica] / total, 3) for replica in ids]
     warm = [round(fleet.warm_tokens(replica)) for replica in ids]

@@ -92,6 +92,20 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     assert cells(services, 1, "Age") == [9.0]
 
 
+@pytest.mark.parametrize(
+    "failure", [{"unanswered_s": 3.0}, {"healthy": False, "problem": "cannot connect"}]
+)
+def test_age_grows_while_a_replica_answers_no_poll(
+    services: Services, clock: ManualClock, failure: dict[str, Any]
+) -> None:
+    poll(services, 2, scraped_at=5.0)
+    clock.advance(3.0)
+    poll(services, 2, scraped_at=5.0, **failure)
+    assert cells(services, 2, "Age") == [3.0]
+    poll(services, 2, scraped_at=8.0)
+    assert cells(services, 2, "Age") == [0.0]
+
+
 def test_replicas_are_sorted_by_number(services: Services) -> None:
     for number, name in enumerate(("r10", "r9", "R1", "a"), start=1):
         poll(services, number, name=name)
