@@ -114,6 +114,8 @@ def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
     yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
     for warning in dict.fromkeys(snapshot["warnings"]):
         yield from paragraph(warning, 2, "!", width)
+    if not snapshot["warnings"]:
+        yield "No warnings."
     for pool in snapshot["pools"]:
         if len(snapshot["pools"]) > 1:
             yield from ("", f"pool {pool['name']}")

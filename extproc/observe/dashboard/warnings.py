@@ -151,7 +151,8 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         if state is None or not state.draining:
             since = pool.exclusions.since(replica.id)
             why = f"{replica.why} (since {since})" if since else replica.why
-            reasons[why].append(replica.name)
+            dead = state is not None and not state.healthy and (state.refuses or state.unanswered_s)
+            reasons[f"{why}. Remedy: restart." if dead else f"{why}."].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
@@ -161,7 +162,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
-        yield f"{_listed(names)} excluded: {why}."
+        yield f"{_listed(names)} excluded: {why}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
 
@@ -179,8 +180,9 @@ def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     ids = zip(view.names, view.ids, strict=True)
     if names := [name for name, replica in ids if pool.fleet.eligibility.frozen(replica)]:
         yield (
-            f"{_listed(names)} showing gauges that do not move: they are ignored. Restart it if "
-            "they do not move again."
+            f"{_listed(names)} showing gauges that do not move: the router ignores them and goes "
+            "by its own count, so requests do not suffer. Restart a replica whose gauges still do "
+            "not move after its next requests."
         )
 
 

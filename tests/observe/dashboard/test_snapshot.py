@@ -276,6 +276,21 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("figures", "warning"),
+    [
+        ({"problem": "refused", "refuses": True}, "refused. Remedy: restart."),
+        ({"problem": "hangs", "unanswered_s": 4.0}, "hangs. Remedy: restart."),
+        ({"problem": "/health answered 503"}, "/health answered 503."),
+    ],
+)
+def test_warning_of_a_killed_or_hung_replica_names_the_remedy(
+    services: Services, figures: dict[str, Any], warning: str
+) -> None:
+    poll(services, 2, healthy=False, **figures)
+    assert warnings(services) == [f"r2 is excluded: {warning}"]
+
+
 def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services) -> None:
     for number in (1, 2, 3, 4) * 3:
         services.fleet.eligibility.failed(replica(number))
@@ -453,7 +468,8 @@ def test_gauges_that_do_not_move_are_warned_of_until_they_move(
         clock.advance(1.0)
         poll(services, 4, running=3, steps=5.0)
     (warning,) = warnings(services)
-    assert warning.startswith("r4 is showing gauges that do not move")
+    assert warning.startswith("r4 is showing gauges that do not move: the router ignores them")
+    assert warning.endswith("whose gauges still do not move after its next requests.")
     assert cells(services, 4, "Health notes") == ["its gauges do not move: ignored"]
     poll(services, 4, running=3, steps=6.0)
     assert warnings(services) == []

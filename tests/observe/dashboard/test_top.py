@@ -67,6 +67,12 @@ async def test_each_health_has_a_rank_in_the_terminal_and_a_mark_on_the_page(
         assert f".health.{value} > span::before" in STYLE
 
 
+async def test_top_says_that_there_is_no_warning(services: Services) -> None:
+    assert "No warnings." in screen(decode(encode(await snapshot([services]))), 120)
+    poll(services, 4, healthy=False, problem="/health answered 503")
+    assert "No warnings." not in screen(decode(encode(await snapshot([services]))), 120)
+
+
 async def test_decisions_are_listed(services: Services, router: str, top: Run) -> None:
     decide(services, chat(1234, 50), "request-7")
     lines = await top("--once", "--router", router)
