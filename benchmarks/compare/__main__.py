@@ -210,7 +210,7 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.command("compare", __doc__)
     add = parser.add_argument
-    add("--fleet", type=Path, default=_HERE / "fleets" / "live-mixed.yaml", metavar="FLEET.yaml")
+    add("--fleet", type=Path, metavar="FLEET.yaml", help="simulated replicas [live-mixed.yaml]")
     servers = "running vLLM servers instead of a fleet, in development mode"
     add("--servers", type=arguments.address, nargs="+", default=[], metavar="IP:PORT", help=servers)
     add("--model", default=arguments.MODEL, help="name of the model on the servers")
@@ -239,10 +239,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
+    if args.servers and args.fleet:
+        parser.error("give either --servers or --fleet")
     if args.speeds and len(args.speeds) != len(args.servers):
         parser.error("--speeds needs a speed for each server of --servers")
     if args.servers and args.fault in REPLICA_FAULTS:
         parser.error("--fault: servers that run already cannot fail")
+    args.fleet = args.fleet or _HERE / "fleets" / "live-mixed.yaml"
     if args.at is not None and not (args.fault and args.at < args.duration):
         parser.error("--at needs --fault, and must be less than --duration")
     try:
@@ -250,6 +253,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--contenders: {error}")
     args.contenders = list(dict.fromkeys(named))
+    if args.servers and not args.speeds and "envoy:least_request_weighted" in args.contenders:
+        parser.error("envoy:least_request_weighted needs the speeds of the servers: --speeds")
     at_s = args.duration / 2 if args.at is None else args.at
     args.fault = Fault(name=args.fault, at_s=at_s) if args.fault else None
     return args

@@ -33,8 +33,7 @@ class ComparedFleet(ABC):
 
     @abstractmethod
     def fresh(self, directory: Path) -> AbstractAsyncContextManager[tuple[Servers, Processes]]:
-        """Provides replicas without requests or cached prefixes; raises ProcessError if that
-        fails."""
+        """Provides replicas without cached prefixes; raises ProcessError if that fails."""
 
 
 class RunningServers(ComparedFleet):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare.page
 
-``--measure DIR`` measures everything first, with the contenders that are installed: some 50 minutes
-on two idle cores. After an interruption, the same command continues where it stopped: files in DIR
-are reused.
+``--measure DIR`` first measures all but the tables made by hand or on a GPU, with the contenders
+that are installed: some 50 minutes on two idle cores. After an interruption, the same command
+continues where it stopped: files in DIR are reused.
 """
 
 import json
@@ -103,7 +103,7 @@ MEASUREMENTS = (*OUTCOME, *HARM, COST)
 _ELSEWHERE = Measurement("elsewhere")  # measured once, by hand: the file says where and how
 _METRIC = "completion, p99"
 _PANELS = {
-    "Real vLLM": "h100-conversations",
+    "Unequal, real vLLM": "h100-conversations",
     "Unequal GPUs": "cold-mixed",
     "Equal GPUs": "cold-equal",
     "Overload": "overload",

@@ -60,7 +60,6 @@ class LlmD(PickerProduct):
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
     ) -> PickerAccount:
-        addresses = {address.rpartition(":")[2]: address for address in servers.values()}
         used: set[str] = set()
         decided: Counter[str] = Counter()
         ready, failed = 0, 0
@@ -70,8 +69,8 @@ class LlmD(PickerProduct):
                     if sample.labels["extension_point"] in ("Filter", "Scorer") and sample.value:
                         used.add(sample.labels["plugin_type"])
                 case "scheduler_attempts_total" if sample.labels["status"] == "success":
-                    port = sample.labels["port"]
-                    decided[addresses.get(port, port)] += int(sample.value)
+                    name = sample.labels["endpoint_name"]
+                    decided[servers.get(name, name)] += int(sample.value)
                 case "scheduler_attempts_total":
                     failed += int(sample.value)
                 case "ready_endpoints":

@@ -43,7 +43,6 @@ from extproc.ground.clock import monotonic
 from extproc.ground.text import Column, table
 from extproc.lab.harness import traffic
 from extproc.lab.harness.pages import get_json
-from extproc.lab.harness.processes import ProcessError
 from extproc.lab.replay.figures import FIGURES
 from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.predict.windows import EngineCounts
@@ -53,7 +52,6 @@ _TOKEN_IDS = range(16, 1000)  # in every vocabulary; beginnings, ends and paddin
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
 _PAUSE_S = 0.2  # between two bursts, until the server is idle
-_CORE = 0  # of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,11 @@ async def record(args: argparse.Namespace) -> Recording:
     """Records the answers of ``args.server``, and its counters meanwhile."""
     server, plan = args.server, RecordingPlan(args.trace, args.requests, args.speed, *args.shrink)
     planned, here = plan.runs(), about("benchmarks.fit", [])
-    version = (await get_json(f"http://{server}/version"))["version"]
     async with open_session(_GIVE_UP_S) as session:
         page = await scrape(session, server, health=False)
+    version = (await get_json(f"http://{server}/version") or {}).get(
+        "version", "of unknown version"
+    )
     recorder = RecordingClient(server, args.model, Random(0))
     print("recording requests for the calibration", flush=True)
     calibration = await recorder.play("calibration", bursts())
@@ -226,19 +226,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--server", type=arguments.address, metavar="IP:PORT")
     add("--model", default=arguments.MODEL, help="name of the model on that server")
     hardware = "what the server runs on, in words"
-    add("--hardware", default="unknown hardware", metavar="TEXT", help=hardware)
+    add("--hardware", metavar="TEXT", help=hardware)
     add("--max-num-seqs", type=arguments.count, default=256, metavar="N")
     budget = "max_num_batched_tokens of the server [8192, vLLM's default on an H100]"
     add("--token-budget", type=arguments.count, default=8192, metavar="N", help=budget)
     add("--trace", type=Path, default=_TRACE, metavar="FILE")
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
-    speeds, runs = [0.325, 0.4, 0.526], "speeds of the trace, each a run [0.325 0.4 0.526]"
+    speeds, runs = [1.0, 1.6], "speeds of the trace, each a run [1 1.6]"
     add("--speed", type=above_zero, nargs="+", default=speeds, metavar="X", help=runs)
-    by, names = "divisors of the trace's prompts and answers [6 3]", ("P", "A")
-    add("--shrink", type=arguments.count, nargs=2, default=[6, 3], metavar=names, help=by)
+    by, names = "divisors of the trace's prompts and answers [1 1]", ("P", "A")
+    add("--shrink", type=arguments.count, nargs=2, default=[1, 1], metavar=names, help=by)
     args = parser.parse_args(argv)
-    if args.server and args.recording == RECORDED:
-        parser.error("a new recording needs its file: --recording")
+    if args.server and (args.recording == RECORDED or not args.hardware):
+        parser.error("a new recording needs its file and its hardware: --recording, --hardware")
     return args
 
 
@@ -247,10 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.check_outputs(args)
         if args.server:
-            args.recording.open("a").close()
             write_recording(asyncio.run(record(args)), args.recording)
         recorded = read_recording(args.recording)
-    except (ProcessError, ScrapeError, RuntimeError, OSError, ValueError) as error:
+    except (ScrapeError, RuntimeError, OSError, ValueError) as error:
         print(f"fit: {error}", file=sys.stderr)
         return 1
     fitted = fit(recorded)

@@ -104,7 +104,9 @@ class Skips:
         self._count(reason, number)
         if not self._met_newer:
             self._met_newer = True
-            log.info("redis has values of a newer version: this version skips their new parts")
+            log.info(
+                "redis has values of another version: this version skips what it does not know"
+            )
 
     def garbage(self, source: str, error: Exception) -> None:
         """Counts garbage. Logs only the first of each source, because its writer usually repeats

@@ -1,10 +1,13 @@
 """``benchmarks.compare``: its arguments, its judgement of turns and machine, and a whole run."""
 
+import asyncio
 import json
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -21,6 +24,8 @@ from benchmarks.compare.peers import PROXIES, ProxyContender, metric_complaints
 from benchmarks.compare.play import load_arguments, work_complaints
 from benchmarks.compare.validity import Observation, around, hits, ticks, validity
 from extproc.lab.harness.processes import ProcessError, free_port
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import ReplicaServer
 
 FLEETS = Path("benchmarks/fleets")
 
@@ -143,6 +148,7 @@ async def test_running_servers_lose_their_cached_prefixes_before_a_turn(tmp_path
         servers = RunningServers([address, address], "m", "llama-8b-a10", [2.0, 1.0])
         async with servers.fresh(tmp_path / "turn") as (names, processes):
             assert (names, processes) == ({"vllm-1": address, "vllm-2": address}, {})
+            assert servers.profiles == dict.fromkeys(names, "llama-8b-a10")
         assert len(reset) == 2
         assert weights(servers, names) == [100, 50]
         with pytest.raises(ProcessError, match=r"answers 404 .*VLLM_SERVER_DEV_MODE=1"):
@@ -153,7 +159,9 @@ async def test_running_servers_lose_their_cached_prefixes_before_a_turn(tmp_path
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
+        (["--fleet", "a.yaml"], "either --servers or --fleet"),
         (["--speeds", "1", "2"], "--speeds needs a speed for each server"),
+        (["--contenders", "envoy:least_request_weighted"], "needs the speeds of the servers"),
         (["--fault", "replica-slow"], "servers that run already cannot fail"),
     ],
 )
@@ -163,11 +171,6 @@ def test_option_that_running_servers_lack_is_refused(
     with pytest.raises(SystemExit):
         compare.main(["--servers", "127.0.0.1:8101", *more])
     assert complaint in capsys.readouterr().err
-
-
-def test_weights_need_the_speeds_of_running_servers() -> None:
-    with pytest.raises(ValueError, match="give --speeds"):
-        weights(RunningServers(["127.0.0.1:8101"], "m", "llama-8b-a10", []), {})
 
 
 # -- the machine ----------------------------------------------------------------------------
@@ -394,6 +397,40 @@ def test_quick_comparison_on_a_mixed_fleet(
     ]
     assert predicted == [True, True, False]
     assert "router:completion" in output.out
+
+
+async def forget(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+async def test_quick_comparison_on_running_servers(tmp_path: Path) -> None:
+    file, trace = tmp_path / "running.json", tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, SHORT)))
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for _ in range(2):
+            server = ReplicaServer(Replica(ReplicaSettings(model="m")), Random(0))
+            app = server.app()
+            app.router.add_post("/reset_prefix_cache", forget)
+            running = await stack.enter_async_context(TestServer(app))
+            addresses.append(f"127.0.0.1:{running.port}")
+        argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1"]
+        argv += ["--servers", *addresses, "--model", "m", "--json", str(file)]
+        argv += ["--contenders", "router,envoy:least_request"]
+        assert await asyncio.to_thread(compare.main, argv) in (0, 1)
+    result = json.loads(file.read_text())
+    assert result["not_run"] == []
+    for turn in result["runs"]:
+        assert turn["run"]["known_lengths"]
+        assert turn["summary"]["answered"] == turn["summary"]["requests"] == len(SHORT) - 10
+        assert all(
+            request["max_tokens"] == request["output_tokens"] for request in turn["requests"]
+        )
+        assert {request["replica"] for request in turn["requests"]} <= {"vllm-1", "vllm-2"}
+        assert (turn["late"], turn["summary"]["imbalance"]) == ({}, None)
+        assert not [doubt for doubt in turn["validity"]["doubts"] if "other processes" in doubt]
 
 
 PEERS = [(name, policy) for name, proxy in PROXIES.items() for policy in proxy.policies]

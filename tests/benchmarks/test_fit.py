@@ -25,6 +25,7 @@ from benchmarks.fit.replay import (
     write_recording,
 )
 from benchmarks.trace import TracedRequest
+from extproc.lab.harness.processes import free_port
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
 from extproc.predict.step import StepModel
@@ -128,6 +129,19 @@ def test_recording_is_read_as_written_and_other_files_are_refused(
     (tmp_path / "a.json").write_text("{}")
     assert main(["--recording", str(tmp_path / "a.json")]) == 1
     assert f"{tmp_path / 'a.json'} is no recording" in capsys.readouterr().err
+
+
+def test_server_that_does_not_answer_leaves_no_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new.json"
+    server = ["--server", f"127.0.0.1:{free_port()}", "--hardware", "none"]
+    assert main([*server, "--recording", str(file)]) == 1
+    assert capsys.readouterr().err.startswith("fit: ")
+    assert not file.exists()
+    with pytest.raises(SystemExit):
+        main(server)
+    assert "a new recording needs its file" in capsys.readouterr().err
 
 
 def test_command_prints_and_stores_the_fit(

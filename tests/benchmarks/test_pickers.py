@@ -69,9 +69,9 @@ LLM_D_METRICS = """
 # TYPE llm_d_epp_ready_endpoints gauge
 llm_d_epp_ready_endpoints{name="compare"} 2
 # TYPE llm_d_epp_scheduler_attempts_total counter
-llm_d_epp_scheduler_attempts_total{status="failure",port=""} 4
-llm_d_epp_scheduler_attempts_total{status="success",port="1"} 3
-llm_d_epp_scheduler_attempts_total{status="success",port="2"} 5
+llm_d_epp_scheduler_attempts_total{status="failure",endpoint_name="",port=""} 4
+llm_d_epp_scheduler_attempts_total{status="success",endpoint_name="a-0",port="1"} 3
+llm_d_epp_scheduler_attempts_total{status="success",endpoint_name="a-1",port="1"} 5
 # TYPE llm_d_epp_plugin_duration_seconds histogram
 llm_d_epp_plugin_duration_seconds_count{extension_point="Picker",plugin_type="max-score-picker"} 8
 llm_d_epp_plugin_duration_seconds_count{extension_point="Scorer",plugin_type="random-scorer"} 8

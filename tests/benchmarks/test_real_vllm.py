@@ -67,7 +67,8 @@ def test_requests_are_mixed_and_bound_if_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"), [([], "required"), (["127.0.0.1"], "host:port")]
+    ("arguments", "complaint"),
+    [([], "required"), (["127.0.0.1"], "host:port"), (["localhost:8000"], "not an IP")],
 )
 def test_wrong_argument_is_refused(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]

@@ -71,10 +71,15 @@ class SceneFigures:
 
     @property
     def excused(self) -> list[SceneRequest]:
-        """Failed requests that the killed or stopped replica was answering; if no replica was left,
-        all failed requests."""
+        """Failed requests that the killed or stopped replica was answering. If no replica was left:
+        begun answers, and requests with 503 until the recovery."""
         if self.scene.loses_requests:
-            return self.failed
+            end = self.times.recovered or self.times.ended
+            return [
+                request
+                for request in self.failed
+                if request.answer.sent_at < end and (request.begun or request.access.status == 503)
+            ]
         if not self.scene.loses_answers:
             return []
         return [

@@ -96,7 +96,7 @@ class Stack:
             settings: keys of the configuration file, by section.
             usual_ports: ports by name that are used if they are free.
             routers: number of routers.
-            pollers: number of pollers; 0: a single router polls by itself, without Redis.
+            pollers: number of pollers; 0: no Redis; the router polls by itself.
         """
         self.directory = directory
         self.replicas = replicas
