@@ -39,13 +39,20 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     if policy != "completion":
         return lowest(scores, situation.random), scores
     equal = soonest(situation, as_good(situation.prediction, scores))
-    equal = equal[near_lowest(situation.view.requests[equal])]
+    requests = situation.view.requests[equal]
+    equal = equal[requests == least(requests)]
     return equal.item(lowest(-situation.prediction.cached[equal], situation.random)), scores
 
 
 def as_good(prediction: Prediction, scores: Floats) -> Indices:
-    """Return the candidates whose scores ``completion`` treats as equal to the lowest."""
-    return near_lowest(scores, _NEAR_TIE * (1.0 - prediction.first_token_share))
+    """Return the candidates whose scores ``completion`` treats as equal to the lowest.
+
+    The band is narrower if the first token takes most of the completion, and on a replica whose KV
+    cache fills: where requests queue, a longer completion makes all of them wait.
+    """
+    room = 1.0 - prediction.kv_pressure**2
+    band = _NEAR_TIE * (1.0 - prediction.first_token_share) * room
+    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
 
 
 def soonest(situation: Situation, equal: Indices) -> Indices:
@@ -63,13 +70,8 @@ def lowest(scores: Floats, random: Random) -> int:
 
     The first of equal replicas would otherwise receive every request until the next poll.
     """
-    equal = near_lowest(scores)
+    equal = (scores == least(scores)).nonzero()[0]
     return int(equal[0] if len(equal) == 1 else equal[random.randrange(len(equal))])
-
-
-def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
-    """Return the indices of the scores within a fraction ``band`` of the lowest."""
-    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
 
 
 def completion(situation: Situation) -> Floats:
@@ -79,8 +81,7 @@ def completion(situation: Situation) -> Floats:
     completion decides, and on a full replica, where all requests wait, the time that others lose
     counts as well. A weight below 1 keeps long prompts from queueing behind each other in order to
     spare replicas that decode. If the first token takes most of the completion, as in short answers
-    to long prompts, w is at least time to first token ÷ decode time, up to 1, and the error band is
-    narrower.
+    to long prompts, w is at least time to first token ÷ decode time, up to 1.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others

@@ -419,6 +419,22 @@ def test_empty_replica_is_preferred_for_equal_completions() -> None:
     assert decide(fleet, "completion", chat(100, 10)).replica == replica(2)
 
 
+@pytest.mark.parametrize("held", [0, 35_000])
+def test_sooner_first_token_may_delay_a_completion_unless_kv_caches_fill(held: int) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for number in (1, 2) if held else ():
+        fleet.first_token(fleet.dispatch(replica(number), chat(held, 4000)))
+    fleet.dispatch(replica(1), chat(3000, 10))
+    for _ in range(50):
+        fleet.decoded(replica(2), 2.0, 2.38)
+    decision = decide(fleet, "completion", chat(100, 2000))
+    ttft, scores = decision.prediction.ttft, decision.choice.scores
+    assert ttft[1] < ttft[0] - 0.5
+    assert scores[0] < scores[1] < 1.1 * scores[0]
+    assert decision.replica == replica(1 if held else 2)
+
+
 def test_later_completion_wins_if_others_lose_less() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
