@@ -69,7 +69,7 @@ class Skips:
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
         self._count = count
         self._warned: set[str] = set()
-        self._met_newer = False
+        self._warned_of_version = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
         """Returns the body of an envelope; None: the envelope is not of one of the ``kinds``, or
@@ -81,11 +81,11 @@ class Skips:
             envelope = _DECODER.decode(data)
             kind = next((kind for kind in kinds if kind.tag == envelope.tag), None)
             if kind is None:
-                self._newer("unknown_tag", 1)
+                self._skip("unknown_tag", 1)
                 return None
             body = kind.decode(envelope.body)
             if envelope.version > kind.version:
-                self._newer("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
+                self._skip("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
         except (ValueError, TypeError, RecursionError) as error:
             self.garbage(source, error)
             return None
@@ -100,10 +100,10 @@ class Skips:
         bodies = (self.open(source, envelope, *kinds) for envelope in envelopes)
         return [body for body in bodies if body is not None]
 
-    def _newer(self, reason: str, number: int) -> None:
+    def _skip(self, reason: str, number: int) -> None:
         self._count(reason, number)
-        if not self._met_newer:
-            self._met_newer = True
+        if not self._warned_of_version:
+            self._warned_of_version = True
             log.info(
                 "redis has values of another version: this version skips what it does not know"
             )
