@@ -71,7 +71,7 @@ def scene() -> list[trace.TracedRequest]:
 
 
 def decisions(requests: list[trace.TracedRequest], variant: str) -> Iterator[tuple[int, str]]:
-    options: dict[str, Any] = {"seed": 3, "routers": 2, "hold": True, **VARIANTS[variant]}
+    options: dict[str, Any] = {"seed": 6, "routers": 2, "hold": True, **VARIANTS[variant]}
     simulation = FleetSimulation(FLEET, "completion", **options)
     for machine in simulation.machines.values():
         machine.runs_at(replace(machine.profile.step, frontend=0.05))
