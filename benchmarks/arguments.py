@@ -137,6 +137,11 @@ def address(text: str) -> str:
     return found
 
 
+def servers_by_name(addresses: Iterable[str]) -> dict[str, str]:
+    """Addresses of vLLM servers by the names that reports give them."""
+    return {f"vllm-{number}": each for number, each in enumerate(addresses, 1)}
+
+
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Type of an argument that lists known names, separated by commas."""
     names = list(known)

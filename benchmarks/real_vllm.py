@@ -156,7 +156,7 @@ async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
-    servers = {f"vllm-{number}": address for number, address in enumerate(args.servers, 1)}
+    servers = arguments.servers_by_name(args.servers)
     replicas = attached_replicas(servers, dict.fromkeys(servers, args.profile))
     async with Stack(logs, replicas) as stack:
         for name, policy, planned in plan:

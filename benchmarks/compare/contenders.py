@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from benchmarks.arguments import servers_by_name
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from extproc.lab.harness.processes import Process, ProcessError, answers, pick_ports, together
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
@@ -44,7 +45,7 @@ class RunningServers(ComparedFleet):
     ) -> None:
         """Raises ValueError unless there is a speed for each of the addresses, or none."""
         self.model = model
-        self._servers = {f"vllm-{n}": address for n, address in enumerate(addresses, 1)}
+        self._servers = servers_by_name(addresses)
         self.profiles = dict.fromkeys(self._servers, profile)
         self.speeds = dict(zip(self._servers, speeds, strict=True)) if speeds else {}
         self.load_options = ("--known-lengths",)

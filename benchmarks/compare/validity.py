@@ -87,7 +87,7 @@ def hits(observed: Observations) -> float:
 
 @asynccontextmanager
 async def observing(
-    servers: Servers, clock: Clock, simulated: bool = True
+    servers: Servers, clock: Clock, simulated: bool
 ) -> AsyncIterator[list[Observation]]:
     """Observes CPU and replicas every second inside the block, and once at its end."""
     observed: list[Observation] = []

@@ -151,7 +151,7 @@ class Process:
 
 @asynccontextmanager
 async def together(
-    starting: Mapping[str, Awaitable[Process]], stop_s: float = 5.0
+    starting: Mapping[str, Awaitable[Process]],
 ) -> AsyncIterator[dict[str, Process]]:
     """Start processes and return them by name once all are ready. Stop all if one of them
     fails."""
@@ -159,7 +159,7 @@ async def together(
 
         async def start(process: Awaitable[Process]) -> Process:
             started = await process
-            running.push_async_callback(started.stop, stop_s)
+            running.push_async_callback(started.stop)
             return started
 
         try:
