@@ -103,7 +103,7 @@ MEASUREMENTS = (*OUTCOME, *HARM, COST)
 _ELSEWHERE = Measurement("elsewhere")  # measured once, by hand: the file says where and how
 _METRIC = "completion, p99"
 _PANELS = {
-    "Unequal, real vLLM": "h100-conversations",
+    "Unequal vLLM": "h100-conversations",
     "Unequal GPUs": "cold-mixed",
     "Equal GPUs": "cold-equal",
     "Overload": "overload",
