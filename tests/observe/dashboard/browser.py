@@ -77,7 +77,8 @@ class BrowserPage:
 
 
 @asynccontextmanager
-async def chromium(directory: Path) -> AsyncIterator[BrowserPage]:
+async def chromium(directory: Path) -> AsyncIterator[str]:
+    """A browser with an empty profile; yields the URL of its DevTools."""
     assert BINARY is not None
     ports = directory / "profile" / "DevToolsActivePort"
 
@@ -86,11 +87,17 @@ async def chromium(directory: Path) -> AsyncIterator[BrowserPage]:
 
     argv = [BINARY, *_FLAGS.split(), f"--user-data-dir={ports.parent}", "about:blank"]
     log = directory / "chromium.log"
-    process = await Process.start("chromium", argv, log=log, ready=ready, ready_s=PATIENCE_S)
-    async with process, aiohttp.ClientSession() as session:
-        port = ports.read_text().splitlines()[0]
-        async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-            tab = next(target for target in await response.json() if target["type"] == "page")
-        async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+    async with await Process.start("chromium", argv, log=log, ready=ready, ready_s=PATIENCE_S):
+        yield f"http://127.0.0.1:{ports.read_text().splitlines()[0]}/json"
+
+
+@asynccontextmanager
+async def tab(browser: str) -> AsyncIterator[BrowserPage]:
+    """A new tab, closed at the end."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{browser}/new?about:blank") as response:
+            target = await response.json()
+        async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             yield BrowserPage(socket)
-            await socket.send_json({"id": 0, "method": "Browser.close"})
+        async with session.get(f"{browser}/close/{target['id']}") as response:
+            assert response.status == 200

@@ -14,7 +14,7 @@ from random import Random
 from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica, Stack
 from extproc.lab.harness.traffic import send_all
-from tests.observe.dashboard.browser import chromium
+from tests.observe.dashboard.browser import chromium, tab
 
 PICTURE = Path(__file__).parents[3] / "docs" / "dashboard.png"
 REPLICAS = [
@@ -28,7 +28,11 @@ WIDTH, HEIGHT = 1120, 1136
 
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with Stack(Path(folder), REPLICAS) as stack, chromium(Path(folder)) as page:
+        async with (
+            Stack(Path(folder), REPLICAS) as stack,
+            chromium(Path(folder)) as browser,
+            tab(browser) as page,
+        ):
             await stack.wait_routing()
             await stack.kill("a10-3")
             drawn = samples(MODEL, RATE, Random(1))

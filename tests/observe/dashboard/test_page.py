@@ -6,13 +6,14 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from extproc.config import AdminSettings
 from extproc.lab.harness.processes import free_port
 from extproc.proxy.services import Services
 from tests.fakes import chat, replica
 from tests.observe.conftest import decide, serving
-from tests.observe.dashboard.browser import BINARY, BrowserPage, chromium
+from tests.observe.dashboard.browser import BINARY, BrowserPage, chromium, tab
 from tests.observe.dashboard.conftest import ended, poll, wait
 from tests.observe.dashboard.test_http import FILES
 from tests.waiting import until
@@ -27,11 +28,17 @@ STATE, PAUSE = "$('#state').textContent", "$('#pause').click()"
 REQUEST, COMPARISON = "$('#decisions button')", "$('#comparison')"
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    async with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
 @pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[BrowserPage]:
-    async with chromium(tmp_path) as tab:
-        yield tab
-        assert tab.problems == []
+async def page(browser: str) -> AsyncIterator[BrowserPage]:
+    async with tab(browser) as page:
+        yield page
+        assert page.problems == []
 
 
 @pytest.fixture
