@@ -147,12 +147,12 @@ async def play(scene: Scene, system: FaultySystem, session: aiohttp.ClientSessio
     try:
         await asyncio.sleep(_SCRAPES_S)
         watch = Watch(scene, system, prometheus)
-        await scene.fail(system)
+        await scene.fault.fail(system)
         await watch.follow()
     finally:
         await prometheus.stop()
     mended = time.monotonic()
-    await scene.mend(system)
+    await scene.fault.mend(system)
     with suppress(TimeoutError):  # make chaos judges the recovery
         await until(lambda: scene.recovered(system, mended), _RECOVERY_S)
     await scene.tidy(system)

@@ -13,6 +13,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from tests.chaos.replica import MetricsPage
 from tests.chaos.stack import REPLICAS
 from tests.chaos.system import FaultySystem
+from tests.e2e.stack import cluster_of
 
 Act = Callable[[FaultySystem], Awaitable[None]]
 Recovered = Callable[[FaultySystem, float], Awaitable[bool]]
@@ -20,6 +21,14 @@ Recovered = Callable[[FaultySystem, float], Awaitable[bool]]
 
 
 async def _nothing(system: FaultySystem) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Failure of a part, and its repair."""
+
+    fail: Act
+    mend: Act = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +43,11 @@ class Signs:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Failure of a part, and its repair ``hold_s`` seconds later."""
+    """A fault, repaired ``hold_s`` seconds later."""
 
     name: str
-    fail: Act
+    fault: Fault
     hold_s: float
-    mend: Act
     recovered: Recovered
     signs: Signs
     victim: str = ""  # name of the replica that fails
@@ -55,58 +63,58 @@ class Scene:
     within this time."""
 
 
-def _kill(*names: str) -> Act:
-    async def act(system: FaultySystem) -> None:
+def _killed(*names: str) -> Fault:
+    async def kill(system: FaultySystem) -> None:
         for name in names:
             await system.stack.kill(name)
 
-    return act
-
-
-def _start(*names: str) -> Act:
-    async def act(system: FaultySystem) -> None:
+    async def start(system: FaultySystem) -> None:
         for name in names:
             await system.stack.start(name)
 
-    return act
+    return Fault(kill, start)
 
 
-def _signal(name: str, number: signal.Signals) -> Act:
-    async def act(system: FaultySystem) -> None:
-        system.stack.process(name).signal(number)
+def _stopped(name: str) -> Fault:
+    def send(number: signal.Signals) -> Act:
+        async def act(system: FaultySystem) -> None:
+            system.stack.process(name).signal(number)
 
-    return act
+        return act
+
+    return Fault(send(signal.SIGSTOP), send(signal.SIGCONT))
 
 
-def _slow_down(name: str, run_s: float, stop_s: float) -> Act:
-    async def act(system: FaultySystem) -> None:
+def _slowed(name: str, run_s: float, stop_s: float) -> Fault:
+    async def slow_down(system: FaultySystem) -> None:
         system.slow_down(name, run_s, stop_s)
 
-    return act
+    return Fault(slow_down, lambda system: system.speed_up(name))
 
 
-def _speed_up(name: str) -> Act:
-    return lambda system: system.speed_up(name)
-
-
-def _redis(*words: object) -> Act:
-    return lambda system: system.stack.redis_command(*words)
+def _redis_memory(most: int) -> Act:
+    """Limit the memory of Redis, in bytes; 0: no limit."""
+    return lambda system: system.stack.redis_command("CONFIG", "SET", "maxmemory", most)
 
 
 def _admit_pollers(admitted: bool) -> Act:
     return lambda system: system.stack.admit_pollers(admitted)
 
 
-def _simulate(name: str, **faults: float) -> Act:
-    return lambda system: system.post(name, "/simulate", json=faults)
+def _simulated(name: str, **faults: float) -> Fault:
+    def simulate(faults: dict[str, float]) -> Act:
+        return lambda system: system.post(name, "/simulate", json=faults)
+
+    healthy = {"fail": 0, "slow": 1.0}
+    return Fault(simulate(faults), simulate({fault: healthy[fault] for fault in faults}))
 
 
 def _post(name: str, path: str) -> Act:
     return lambda system: system.post(name, path)
 
 
-def _metrics(name: str, page: MetricsPage) -> Act:
-    return lambda system: system.post(name, "/misbehave", params={"metrics": page})
+def _metrics(page: MetricsPage) -> Act:
+    return lambda system: system.post("r4", "/misbehave", params={"metrics": page})
 
 
 def _names(resolve: bool) -> Act:
@@ -116,25 +124,20 @@ def _names(resolve: bool) -> Act:
     return act
 
 
-async def _stop_api(system: FaultySystem) -> None:
-    await system.stack.api.stop()
+def _misconfigured(change: Callable[[Bootstrap], None]) -> Fault:
+    def configure(change: Callable[[Bootstrap], None]) -> Act:
+        async def act(system: FaultySystem) -> None:
+            bootstrap = system.stack.right_envoy()
+            change(bootstrap)
+            await asyncio.to_thread(system.stack.configure_envoy, bootstrap)
 
+        return act
 
-async def _start_api(system: FaultySystem) -> None:
-    await system.stack.api.start()
-
-
-def _envoy(change: Callable[[Bootstrap], None]) -> Act:
-    async def act(system: FaultySystem) -> None:
-        bootstrap = system.stack.right_envoy()
-        change(bootstrap)
-        await asyncio.to_thread(system.stack.configure_envoy, bootstrap)
-
-    return act
+    return Fault(configure(change), configure(lambda _: None))
 
 
 def _wrong_port(bootstrap: Bootstrap) -> None:
-    _cluster(bootstrap, "router")["load_assignment"]["endpoints"] = endpoints(["127.0.0.1:1"])
+    cluster_of(bootstrap, "router")["load_assignment"]["endpoints"] = endpoints(["127.0.0.1:1"])
 
 
 def _without_filter(bootstrap: Bootstrap) -> None:
@@ -146,17 +149,9 @@ def _without_filter(bootstrap: Bootstrap) -> None:
 
 
 def _without_override(bootstrap: Bootstrap) -> None:
-    cluster = _cluster(bootstrap, "replicas")
+    cluster = cluster_of(bootstrap, "replicas")
     policy = cluster["load_balancing_policy"]["policies"][0]["typed_extension_config"]
     cluster["load_balancing_policy"] = policy["typed_config"]["fallback_policy"]
-
-
-def _cluster(bootstrap: Bootstrap, name: str) -> Bootstrap:
-    clusters: list[Bootstrap] = bootstrap["static_resources"]["clusters"]
-    return next(cluster for cluster in clusters if cluster["name"] == name)
-
-
-def _right(_: Bootstrap) -> None: ...
 
 
 def _serves(*names: str) -> Recovered:
@@ -191,16 +186,10 @@ def _excluded(name: str, reason: str, text: str) -> Signs:
 
 
 def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0) -> Scene:
-    bad, good = _metrics("r4", page), _metrics("r4", MetricsPage.GOOD)
+    fault = Fault(_metrics(page), _metrics(MetricsPage.GOOD))
+    signs = _excluded("r4", "unhealthy", "(metrics|answer)")
     return Scene(
-        f"metrics-{page}",
-        bad,
-        hold_s,
-        good,
-        _serves("r4"),
-        _excluded("r4", "unhealthy", "(metrics|answer)"),
-        victim="r4",
-        excluded_s=excluded_s,
+        f"metrics-{page}", fault, hold_s, _serves("r4"), signs, victim="r4", excluded_s=excluded_s
     )
 
 
@@ -222,280 +211,80 @@ _NO_STATE = Signs(
 )
 
 SCENES = (
-    Scene(
-        "router-killed",
-        _kill("router-2"),
-        5.0,
-        _start("router-2"),
-        _routes("router-2"),
-        _ROUTER_LOST,
-    ),
-    Scene(
-        "routers-killed",
-        _kill("router", "router-2"),
-        5.0,
-        _start("router", "router-2"),
-        _routes("router", "router-2"),
-        Signs("no router answers", "absent(extproc_open_streams)", "", "ExtprocNoRouter"),
-    ),
-    Scene(
-        "router-stopped",
-        _signal("router", signal.SIGSTOP),
-        5.0,
-        _signal("router", signal.SIGCONT),
-        _routes("router"),
-        _ROUTER_LOST,
-        stopped="router",
-    ),
-    Scene(
-        "router-slow",
-        _slow_down("router", 0.02, 0.18),
-        10.0,
-        _speed_up("router"),
-        _routes("router"),
-        Signs(
-            "This router is slow",
-            "extproc_loop_delay_seconds > 0.02",
-            "This router is slow",
-            "ExtprocRouterSlow",
-        ),
-        stopped="router",
-    ),
-    Scene(
-        "redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh, _NO_STATE, most_age_s=12.0
-    ),
-    Scene(
-        "redis-slow",
-        _slow_down("redis", 0.005, 0.095),
-        10.0,
-        _speed_up("redis"),
-        _fresh,
-        Signs(
-            "Redis is slow",
-            "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
-            "Redis is slow",
-            "ExtprocRedisSlow",
-        ),
-    ),
-    Scene(
-        "redis-full",
-        _redis("CONFIG", "SET", "maxmemory", "1"),
-        10.0,
-        _redis("CONFIG", "SET", "maxmemory", "0"),
-        _fresh,
-        Signs(
-            "Redis stores nothing",
-            "extproc_poll_redis_lost > 0",
-            "redis is lost",
-            "ExtprocPollerWithoutRedis",
-        ),
-    ),
-    Scene(
-        "redis-emptied",
-        _redis("FLUSHALL"),
-        5.0,
-        _nothing,
-        _fresh,
-        Signs("", "", "redis was emptied"),
-    ),
-    Scene(
-        "poller-killed",
-        _kill("poller"),
-        0.0,
-        _nothing,
-        _fresh,
-        _POLLER_LOST,
-        tidy=_start("poller"),
-    ),
-    Scene(
-        "poller-stopped",
-        _signal("poller", signal.SIGSTOP),
-        5.0,
-        _signal("poller", signal.SIGCONT),
-        _fresh,
-        _POLLER_LOST,
-    ),
-    Scene(
-        "pollers-cut-off",
-        _admit_pollers(False),
-        10.0,
-        _admit_pollers(True),
-        _fresh,
-        _NO_STATE,
-        most_age_s=12.0,
-    ),
-    Scene(
-        "replica-killed",
-        _kill("r1"),
-        6.0,
-        _start("r1"),
-        _serves("r1"),
-        _excluded("r1", "unhealthy", ""),
-        victim="r1",
-        loses_answers=True,
-    ),
-    Scene(
-        "replica-stopped",
-        _signal("r2", signal.SIGSTOP),
-        10.0,
-        _signal("r2", signal.SIGCONT),
-        _serves("r2"),
-        Signs(  # stalled at first, and unhealthy after the second scrape without an answer
-            "r2 is excluded: hangs",
-            'extproc_replica_excluded{reason=~"stalled|unhealthy"}',
-            "excluded: (stalled|unhealthy)",
-            "ExtprocReplicaExcluded",
-        ),
-        victim="r2",
-        loses_answers=True,
-    ),
-    Scene(
-        "replicas-killed",
-        _kill(*_REPLICAS),
-        10.0,
-        _start(*_REPLICAS),
-        _serves(*_REPLICAS),
-        Signs(
-            "No replica is healthy",
-            'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',
-            "requests refused: .*service_unavailable_error",
-            "ExtprocNoReplica",
-        ),
-        loses_requests=True,
-        most_age_s=inf,  # no replica is left to be scraped
-    ),
-    Scene(
-        "replica-500",
-        _simulate("r3", fail=500),
-        10.0,
-        _simulate("r3", fail=0),
-        _serves("r3"),
-        Signs(
-            "r3 is excluded: ejected",
-            'extproc_replica_excluded{reason="failing"}',
-            "ejected for",
-            "ExtprocReplicaFails",
-        ),
-        victim="r3",
-    ),
-    Scene(
-        "replica-full",
-        _simulate("r3", fail=503),
-        10.0,
-        _simulate("r3", fail=0),
-        _serves("r3"),
-        Signs(
-            "full|ejected",
-            "rate(extproc_failures_total[1m]) > 0",
-            "requests failed on replicas",
-            "ExtprocReplicaFails",
-        ),
-        victim="r3",
-        most_share=0.2,
-    ),
-    Scene(
-        "replica-slow",
-        _simulate("r3", slow=4.0),
-        10.0,
-        _simulate("r3", slow=1.0),
-        _serves("r3"),
-        Signs(
-            "r3 is much slower",
-            "extproc_replica_speed_ratio < 0.67",
-            "much slower",
-            "ExtprocReplicaSlow",
-        ),
-        victim="r3",
-        most_share=0.2,
-    ),
-    Scene(
-        "replica-asleep",
-        _post("r3", "/sleep"),
-        6.0,
-        _post("r3", "/wake_up"),
-        _serves("r3"),
-        _excluded("r3", "asleep", "sleep"),
-        victim="r3",
-        loses_answers=True,
-    ),
+    Scene("router-killed", _killed("router-2"), 5.0, _routes("router-2"), _ROUTER_LOST),
+    Scene("routers-killed", _killed("router", "router-2"), 5.0, _routes("router", "router-2"),
+          Signs("no router answers", "absent(extproc_open_streams)", "", "ExtprocNoRouter")),
+    Scene("router-stopped", _stopped("router"), 5.0, _routes("router"), _ROUTER_LOST,
+          stopped="router"),
+    Scene("router-slow", _slowed("router", run_s=0.02, stop_s=0.18), 10.0, _routes("router"),
+          Signs("This router is slow", "extproc_loop_delay_seconds > 0.02",
+                "This router is slow", "ExtprocRouterSlow"),
+          stopped="router"),
+    Scene("redis-killed", _killed("redis"), 10.0, _fresh, _NO_STATE, most_age_s=12.0),
+    Scene("redis-slow", _slowed("redis", run_s=0.005, stop_s=0.095), 10.0, _fresh,
+          Signs("Redis is slow",
+                "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
+                "Redis is slow", "ExtprocRedisSlow")),
+    Scene("redis-full", Fault(_redis_memory(1), _redis_memory(0)), 10.0, _fresh,
+          Signs("Redis stores nothing", "extproc_poll_redis_lost > 0",
+                "redis is lost", "ExtprocPollerWithoutRedis")),
+    Scene("redis-emptied", Fault(lambda system: system.stack.redis_command("FLUSHALL")), 5.0,
+          _fresh, Signs("", "", "redis was emptied")),
+    Scene("poller-killed", Fault(_killed("poller").fail), 0.0, _fresh, _POLLER_LOST,
+          tidy=_killed("poller").mend),
+    Scene("poller-stopped", _stopped("poller"), 5.0, _fresh, _POLLER_LOST),
+    Scene("pollers-cut-off", Fault(_admit_pollers(False), _admit_pollers(True)), 10.0, _fresh,
+          _NO_STATE, most_age_s=12.0),
+    Scene("replica-killed", _killed("r1"), 6.0, _serves("r1"), _excluded("r1", "unhealthy", ""),
+          victim="r1", loses_answers=True),
+    Scene("replica-stopped", _stopped("r2"), 10.0, _serves("r2"),
+          # Stalled at first, and unhealthy after the second scrape without an answer.
+          Signs("r2 is excluded: hangs", 'extproc_replica_excluded{reason=~"stalled|unhealthy"}',
+                "excluded: (stalled|unhealthy)", "ExtprocReplicaExcluded"),
+          victim="r2", loses_answers=True),
+    Scene("replicas-killed", _killed(*_REPLICAS), 10.0, _serves(*_REPLICAS),
+          Signs("No replica is healthy",
+                'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',
+                "requests refused: .*service_unavailable_error", "ExtprocNoReplica"),
+          loses_requests=True, most_age_s=inf),  # no replica is left to be scraped
+    Scene("replica-500", _simulated("r3", fail=500), 10.0, _serves("r3"),
+          Signs("r3 is excluded: ejected", 'extproc_replica_excluded{reason="failing"}',
+                "ejected for", "ExtprocReplicaFails"),
+          victim="r3"),
+    Scene("replica-full", _simulated("r3", fail=503), 10.0, _serves("r3"),
+          Signs("full|ejected", "rate(extproc_failures_total[1m]) > 0",
+                "requests failed on replicas", "ExtprocReplicaFails"),
+          victim="r3", most_share=0.2),
+    Scene("replica-slow", _simulated("r3", slow=4.0), 10.0, _serves("r3"),
+          Signs("r3 is much slower", "extproc_replica_speed_ratio < 0.67",
+                "much slower", "ExtprocReplicaSlow"),
+          victim="r3", most_share=0.2),
+    Scene("replica-asleep", Fault(_post("r3", "/sleep"), _post("r3", "/wake_up")), 6.0,
+          _serves("r3"), _excluded("r3", "asleep", "sleep"), victim="r3", loses_answers=True),
     _bad_metrics(MetricsPage.GARBAGE),
     _bad_metrics(MetricsPage.HUGE),
     # Two scrapes of three timeouts each pass until the exclusion.
     _bad_metrics(MetricsPage.ENDLESS, hold_s=12.0, excluded_s=8.0),
-    Scene(
-        "metrics-frozen",
-        _metrics("r4", MetricsPage.FROZEN),
-        20.0,
-        _metrics("r4", MetricsPage.GOOD),
-        _serves("r4"),
-        Signs(
-            "r4 is showing gauges that do not move",
-            "extproc_replica_gauges_ignored == 1",
-            "r4 is showing gauges",
-        ),
-        victim="r4",
-        most_share=1.0,
-    ),
-    Scene(
-        "envoy-wrong-port",
-        _envoy(_wrong_port),
-        10.0,
-        _envoy(_right),
-        _routes("router", "router-2"),
-        Signs(
-            "no router sent",
-            "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",
-            "no router sent",
-            "ExtprocFailOpen",
-        ),
-    ),
-    Scene(
-        "envoy-bypassing",
-        _envoy(_without_filter),
-        10.0,
-        _envoy(_right),
-        _routes("router", "router-2"),
-        Signs(
-            "no router sent",
-            "extproc_external_requests > 1",
-            "no router sent",
-            "ExtprocExternalLoad",
-        ),
-    ),
-    Scene(
-        "envoy-not-following",
-        _envoy(_without_override),
-        10.0,
-        _envoy(_right),
-        _followed,
-        Signs(
-            "Envoy did not follow decisions",
-            "rate(extproc_not_followed_total[1m]) > 0",
-            "Envoy did not follow decisions",
-            "ExtprocNotFollowed",
-        ),
-    ),
-    Scene(
-        "dns-down",
-        _names(False),
-        10.0,
-        _names(True),
-        _fresh,
-        Signs(
-            "r3.test", "extproc_poll_lookups_failing > 0", "does not resolve", "ExtprocLookupFails"
-        ),
-    ),
-    Scene(
-        "api-server-down",
-        _stop_api,
-        10.0,
-        _start_api,
-        _fresh,
-        Signs(
-            "API server",
-            "extproc_poll_lookups_failing > 0",
-            "Kubernetes source cannot be watched",
-            "ExtprocLookupFails",
-        ),
-    ),
-)
+    Scene("metrics-frozen", Fault(_metrics(MetricsPage.FROZEN), _metrics(MetricsPage.GOOD)), 20.0,
+          _serves("r4"),
+          Signs("r4 is showing gauges that do not move", "extproc_replica_gauges_ignored == 1",
+                "r4 is showing gauges"),
+          victim="r4", most_share=1.0),
+    Scene("envoy-wrong-port", _misconfigured(_wrong_port), 10.0, _routes("router", "router-2"),
+          Signs("no router sent", "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",
+                "no router sent", "ExtprocFailOpen")),
+    Scene("envoy-bypassing", _misconfigured(_without_filter), 10.0, _routes("router", "router-2"),
+          Signs("no router sent", "extproc_external_requests > 1",
+                "no router sent", "ExtprocExternalLoad")),
+    Scene("envoy-not-following", _misconfigured(_without_override), 10.0, _followed,
+          Signs("Envoy did not follow decisions", "rate(extproc_not_followed_total[1m]) > 0",
+                "Envoy did not follow decisions", "ExtprocNotFollowed")),
+    Scene("dns-down", Fault(_names(False), _names(True)), 10.0, _fresh,
+          Signs("r3.test", "extproc_poll_lookups_failing > 0",
+                "does not resolve", "ExtprocLookupFails")),
+    Scene("api-server-down",
+          Fault(lambda system: system.stack.api.stop(), lambda system: system.stack.api.start()),
+          10.0, _fresh,
+          Signs("API server", "extproc_poll_lookups_failing > 0",
+                "Kubernetes source cannot be watched", "ExtprocLookupFails")),
+)  # fmt: skip

@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import aiohttp
 
@@ -21,6 +20,7 @@ from extproc.lab.harness.stack import SimulatedReplica, Stack
 from extproc.lab.harness.usage import memory_kb
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
+from tests.chaos.system import LoadedSystem
 
 METRICS_SECONDS = (0.2, 2.0)
 MOST_GROWTH_MIB = 16.0
@@ -38,26 +38,22 @@ _CHECK_EVERY_S = 0.5
 _PRINT_EVERY_S = 300.0
 
 
-class Soak:
+class Soak(LoadedSystem):
     """Checks router and poller repeatedly, and records problems."""
 
-    def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
+    def __init__(self, stack: Stack, load: SteadyLoad, session: aiohttp.ClientSession) -> None:
+        super().__init__(stack, load, session)
         self.problems: Counter[str] = Counter()  # with the number of checks that found each
         self.decisions = 0  # number of the last one checked
-        self._stack = stack
-        self._session = session
 
     async def slow_metrics(self) -> None:
         """Slow down the metrics page of every replica."""
         for replica in _REPLICAS:
-            url = f"http://{self._stack.address(replica.name)}/simulate"
-            faults = {"metrics_seconds": METRICS_SECONDS}
-            async with self._session.post(url, json=faults) as response:
-                response.raise_for_status()
+            await self.post(replica.name, "/simulate", json={"metrics_seconds": METRICS_SECONDS})
 
     async def watch(self) -> None:
         while True:
-            for process in self._stack.ended():
+            for process in self.stack.ended():
                 self._note(f"{process.name} ended with status {process.returncode}")
             with suppress(TimeoutError):  # the machine is busy: the next check will do
                 await self._check_fleet()
@@ -71,7 +67,7 @@ class Soak:
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of each process (Linux)."""
-        return {name: memory_kb(self._stack.process(name).pid) / 1024 for name in _PROCESSES}
+        return {name: memory_kb(self.stack.process(name).pid) / 1024 for name in _PROCESSES}
 
     async def _check_fleet(self) -> None:
         fleet = (await self._get("router", "/fleet"))["replicas"]
@@ -94,13 +90,9 @@ class Soak:
             self._note(f"poller: {healthy:.0f} of {len(_REPLICAS)} replicas are healthy")
 
     async def _counts(self, metric: str, label: str) -> dict[str, float]:
-        async with self._session.get(f"{self._stack.admin('poller')}/metrics") as response:
+        async with self._session.get(f"{self.stack.admin('poller')}/metrics") as response:
             samples = samples_of(await response.text())
         return {sample.labels[label]: sample.value for sample in samples if sample.name == metric}
-
-    async def _get(self, name: str, path: str) -> Any:
-        async with self._session.get(self._stack.admin(name) + path) as response:
-            return await response.json()
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
@@ -117,18 +109,18 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
         Stack(directory, _REPLICAS, _SETTINGS) as stack,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
-        soak = Soak(stack, session)
+        load = SteadyLoad(stack.url, rate, Random(1))
+        soak = Soak(stack, load, session)
         await soak.slow_metrics()
         watching = asyncio.create_task(soak.watch())
-        load = SteadyLoad(stack.url, rate, Random(1))
         async with load:
             ends = time.monotonic() + seconds
             await asyncio.sleep(warm_up)
             first = soak.memory_mib()
-            await _print(soak, load)
+            await _print(soak)
             while (left := ends - time.monotonic()) > 0:
                 await asyncio.sleep(min(_PRINT_EVERY_S, left))
-                await _print(soak, load)
+                await _print(soak)
         watching.cancel()
         last, scrapes = soak.memory_mib(), await soak.scrapes()
     if watching.done() and not watching.cancelled():
@@ -148,12 +140,12 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
     return found
 
 
-async def _print(soak: Soak, load: SteadyLoad) -> None:
+async def _print(soak: Soak) -> None:
     scrapes = ", ".join(f"{count:.0f} {result}" for result, count in (await soak.scrapes()).items())
     memory = ", ".join(f"{name} {mib:.1f} MiB" for name, mib in soak.memory_mib().items())
-    failed = sum(not answer.ok for answer in load.answers.values())
+    failed = sum(not answer.ok for answer in soak.load.answers.values())
     print(
-        f"{time.strftime('%H:%M:%S')} {len(load.answers)} requests, {failed} failed; "
+        f"{time.strftime('%H:%M:%S')} {len(soak.load.answers)} requests, {failed} failed; "
         f"{soak.decisions} decisions; scrapes {scrapes}; {memory}",
         flush=True,
     )
