@@ -15,6 +15,7 @@ from extproc import __version__
 from extproc.cli import main
 from extproc.config import REMOVED
 from extproc.ground.version import commit
+from extproc.lab.harness.processes import flags
 from tests.waiting import PATIENCE_S
 
 
@@ -129,6 +130,7 @@ def test_each_configuration_error_is_one_line(
         ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
          "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/"),
         ("eds --state memory", "state is 'memory'"),
+        ("poll --state memory --replicas [a:1]", "the router polls its replicas itself"),
         ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),
         ("simulate --max-num-seqs 100000", "token budget"),
     ],
@@ -237,60 +239,51 @@ def test_check_logs_nothing_beside_its_findings() -> None:
     assert ended(*argv) == (1, [])
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("setting", ["serve.listen", "serve.admin", "poll.admin"])
-def test_address_in_use_exits_with_one_line(setting: str) -> None:
+ADDRESSES = ("serve.listen", "serve.admin", "poll.admin", "eds.listen")
+
+
+def elsewhere(**addresses: str) -> list[str]:
+    """Returns flags of a service without Redis: these addresses, and free ports for the others."""
+    free = dict.fromkeys(ADDRESSES, "127.0.0.1:0")
+    return flags({"redis.url": "redis://127.0.0.1:1", **free, **addresses})
+
+
+@pytest.mark.parametrize("setting", ADDRESSES)
+def test_address_in_use_exits_with_one_line(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = setting.partition(".")[0]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        free = dict.fromkeys(("serve.listen", "serve.admin", "poll.admin"), "127.0.0.1:0")
-        flags = {"redis.url": "redis://127.0.0.1:1", "log.level": "error"} | free
-        flags[setting] = address
-        command = setting.partition(".")[0]
-        status, [line] = ended(command, *(f"--{key}={value}" for key, value in flags.items()))
-    assert status == 1
+        assert main([command, "--log.level=error", *elsewhere(**{setting: address})]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"extproc {command}: cannot listen ")
     assert f"on {address} ({setting}): " in line
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("command", "ports"),
-    [
-        ("serve", ("serve.listen", "serve.admin")),
-        ("poll", ("poll.admin",)),
-        ("eds", ("eds.listen",)),
-    ],
+    ("command", "number"),
+    [("serve", signal.SIGINT), ("poll", signal.SIGTERM), ("eds", signal.SIGTERM)],
 )
-def test_service_may_open_as_many_files_as_the_system_allows(
-    command: str, ports: tuple[str, ...]
+def test_service_may_open_many_files_and_stops_at_a_signal_without_traceback(
+    command: str, number: signal.Signals
 ) -> None:
-    """Else a poller of a thousand replicas, with two connections each, would find them dead."""
+    """With few files, a poller of a thousand replicas, with two connections each, would find them
+    dead."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    argv = [word for port in ports for word in (f"--{port}", "127.0.0.1:0")]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     try:
-        process = start(command, *argv, "--redis.url", "redis://127.0.0.1:1")
+        process = start(command, *elsewhere())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
-        assert any("started" in line or "eds ready" in line for line in lines)
+        assert any("redis is lost" in line for line in lines)  # now the signal is awaited
         limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        process.terminate()
-        process.stderr.read()
-    assert limits == (hard, hard)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_router_without_traceback(number: signal.Signals) -> None:
-    argv = ["--serve.listen", "127.0.0.1:0", "--serve.admin", "127.0.0.1:0"]
-    with start("serve", *argv, "--redis.url", "redis://127.0.0.1:1") as process:
-        assert process.stderr is not None
-        lines = iter(process.stderr.readline, "")
-        assert any("router started" in line for line in lines)
         process.send_signal(number)
         rest = process.stderr.read()
+    assert limits == (hard, hard)
     assert process.returncode == 0
     assert "Traceback" not in rest

@@ -196,21 +196,8 @@ async def test_closed_streams_may_be_opened_again(eds: RunningEds) -> None:
         assert await call.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_error_names_address_in_use() -> None:
-    first = EdsServer(Catalog({}), MutualTlsSettings())
-    port = await first.start("127.0.0.1:0")
-    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
-        await EdsServer(Catalog({}), MutualTlsSettings()).start(f"127.0.0.1:{port}")
-    await first.stop()
-
-
 A, B = ReplicaState(id="10.0.0.1:8000"), ReplicaState(id="[::1]:8000")
 TTL_S = 10.0
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
