@@ -19,6 +19,7 @@ from tests.certificates import Authority
 from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, manifests, pod, title
 from tests.envoy.test_envoy import around_the_fragment, running, validate
+from tests.poll.replica import serving
 
 SETUPS = {file.stem: file for file in sorted(Path(__file__).with_name("values").glob("*.yaml"))}
 
@@ -310,34 +311,31 @@ def test_service_monitor_finds_routers_pollers_and_envoys() -> None:
     assert found == {"extproc-router", "extproc-poller", "extproc-envoy-metrics"}
 
 
-async def _answer_when(released: asyncio.Event) -> web.AppRunner:
-    async def handler(_: web.Request) -> web.Response:
-        await released.wait()
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", handler)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    return runner
-
-
 @pytest.mark.process
 async def test_terminating_envoy_ends_when_no_request_is_active(tmp_path: Path) -> None:
     envoy = container(by_title(manifests())["Deployment-extproc-envoy"])
     *command, script = envoy["lifecycle"]["preStop"]["exec"]["command"]
     assert "\nsleep 10\n" in script
-    port, admin, replica = free_port(), free_port(), free_port()
+    port, admin = free_port(), free_port()
     script = script.replace("9901", str(admin)).replace("sleep 10", "sleep 0.2")
     script = script.replace("http.openai.", "http.mine.")
     released = asyncio.Event()
-    runner = await _answer_when(released)
-    await web.TCPSite(runner, "127.0.0.1", replica).start()
-    bootstrap = around_the_fragment(port, admin, "127.0.0.1:1", [f"127.0.0.1:{replica}"])
+
+    async def answer(_: web.Request) -> web.Response:
+        await released.wait()
+        return web.Response()
+
     async with (
-        running(tmp_path, bootstrap, admin, envoy["args"][2:]),
+        serving() as replica,
+        running(
+            tmp_path,
+            around_the_fragment(port, admin, "127.0.0.1:1", [replica.id]),
+            admin,
+            envoy["args"][2:],
+        ),
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
     ):
+        replica.answers["/"] = answer
         active = asyncio.create_task(client.get("/"))
         hook = await asyncio.create_subprocess_exec(
             *command, script, stdout=asyncio.subprocess.DEVNULL
@@ -349,4 +347,3 @@ async def test_terminating_envoy_ends_when_no_request_is_active(tmp_path: Path) 
             assert response.headers["connection"] == "close"
         async with asyncio.timeout(10):
             assert await hook.wait() == 0
-    await runner.cleanup()

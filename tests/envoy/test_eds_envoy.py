@@ -5,9 +5,8 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import aiohttp
 import grpc
 import pytest
 import yaml
@@ -27,6 +26,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.e2e.test_security import documented
 from tests.envoy import test_envoy
+from tests.envoy.members import Members
 from tests.envoy.test_eds import request, response
 from tests.envoy.test_envoy import post, replica
 from tests.envoy.watched_files import bootstrap, split
@@ -42,43 +42,18 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PLAIN = MutualTlsSettings()
 
 
-class RunningEnvoy:
-    """A running Envoy, and the members of its clusters."""
-
-    def __init__(self, port: int, admin: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._admin = f"http://127.0.0.1:{admin}"
-
-    async def clusters(self) -> dict[str, Any]:
-        """Return the states of members, by cluster."""
-        url = f"{self._admin}/clusters?format=json"
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            found = (await response.json(content_type=None))["cluster_statuses"]
-        return {one["name"]: one.get("host_statuses", []) for one in found}
-
-    async def has(self, members: Mapping[str, str]) -> None:
-        """Wait until the cluster of replicas has these members, with this health."""
-
-        async def matches() -> bool:
-            hosts = (await self.clusters())["replicas"]
-            found = {_address(host): host["health_status"]["eds_health_status"] for host in hosts}
-            return found == members
-
-        await until(matches)
-
-
-def _address(host: Mapping[str, Any]) -> str:
-    where = host["address"]["socket_address"]
-    return f"{where['address']}:{where['port_value']}"
+class RunningEnvoy(NamedTuple):
+    url: str
+    members: Members
 
 
 @asynccontextmanager
 async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIterator[RunningEnvoy]:
     """Run Envoy with a bootstrap whose listener has this port."""
-    envoy = RunningEnvoy(port, admin := free_port())
+    admin = free_port()
     where = {"address": socket_address(f"127.0.0.1:{admin}")}
     async with test_envoy.running(directory, tree | {"admin": where}, admin):
-        yield envoy
+        yield RunningEnvoy(f"http://127.0.0.1:{port}", Members(f"http://127.0.0.1:{admin}"))
 
 
 def asking(port: int, *servers: int) -> dict[str, Any]:
@@ -124,7 +99,7 @@ async def test_envoy_gets_replicas_over_mutual_tls(tmp_path: Path) -> None:
         cluster |= documented(tmp_path)
         async with running(tmp_path, tree, port) as envoy:
             assert (await post(envoy.url))["name"] == "a"
-            (plane,) = (await envoy.clusters())["eds"]
+            (plane,) = (await envoy.members.clusters())["eds"]
             assert "failed_active_health_check" not in plane["health_status"]
 
 
@@ -136,7 +111,7 @@ async def test_refused_update_is_logged_and_old_members_stay(
         serving(healthy(a)) as (catalog, tree, port),
         running(tmp_path, tree, port) as envoy,
     ):
-        await envoy.has({a: "HEALTHY"})
+        await envoy.members.have(**{a: "HEALTHY"})
         catalog.put(POOL, load_assignment(POOL, healthy("no-address:80")))
         line = await logged.line("envoy refused the replicas and keeps its old ones")
         assert line["node"] == "envoy"
@@ -159,16 +134,17 @@ async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_p
 
             async def has_both() -> bool:
                 assert (await post(envoy.url))["name"] == "a"
-                return {"replicas", "renamed"} <= (await envoy.clusters()).keys()
+                return {"replicas", "renamed"} <= (await envoy.members.clusters()).keys()
 
             async def routes_to_renamed() -> bool:
                 assert (await post(envoy.url))["name"] == "a"
-                (host,) = (await envoy.clusters())["renamed"]
+                (host,) = (await envoy.members.clusters())["renamed"]
                 return any(one["name"] == "rq_total" and "value" in one for one in host["stats"])
 
             async def has_renamed_alone() -> bool:
                 assert (await post(envoy.url))["name"] == "a"
-                return (await envoy.clusters()).keys() == {"router", "eds", "renamed"}
+                names = (await envoy.members.clusters()).keys()
+                return names == {"router", "eds", "renamed"}
 
             for listeners, clusters, done in (
                 (before["listeners"], both, has_both),
@@ -266,16 +242,16 @@ async def test_envoy_leaves_eds_server_that_lost_redis(
         tree = asking(free_port(), *(port for _, port in servers))
         await add()
         async with running(tmp_path, tree, 0) as envoy:
-            await envoy.has(known)
+            await envoy.members.have(**known)
             for proxy, port in servers:  # Envoy asks one of the two
                 cut_off(proxy)
                 await reports(port, NOT_SERVING)
                 await add()
-                await envoy.has(known)
+                await envoy.members.have(**known)
                 proxy.closed = False
                 await reports(port, SERVING)
         for proxy, port in servers:
             cut_off(proxy)
             await reports(port, NOT_SERVING)
         async with running(tmp_path, tree, 0) as envoy:
-            await envoy.has(known)  # the last list of the servers
+            await envoy.members.have(**known)  # the last list of the servers

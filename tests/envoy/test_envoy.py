@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import grpc
 import pytest
+import pytest_asyncio
 import yaml
 from aiohttp import web
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
@@ -37,7 +38,7 @@ from tests.waiting import until
 
 SKIPPED = "x-extproc-response-skipped"
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -274,10 +275,20 @@ async def system(
         yield RoutedPair(router, url, a, b)
 
 
-@pytest.fixture
-async def whole_file(tmp_path: Path) -> AsyncIterator[RoutedPair]:
-    async with system(tmp_path) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RoutedPair]:
+    async with system(tmp_path_factory.mktemp("envoy")) as running:
         yield running
+
+
+@pytest.fixture
+def whole_file(shared: RoutedPair) -> RoutedPair:
+    """The shared system, whose router chooses replica a and has seen no request."""
+    router = shared.router
+    router.destination, router.served_by = shared.a, ""
+    router.messages.clear()
+    router.attributes.clear()
+    return shared
 
 
 @pytest.fixture
@@ -447,7 +458,6 @@ async def test_client_cannot_choose_when_router_does_not(
     assert {answer["header"] for answer in forged} == {None}
 
 
-async def test_request_id_of_client_is_kept(tmp_path: Path, refusing: int) -> None:
-    async with replica("a") as a, envoy(tmp_path, refusing, [a]) as url:
-        assert (await post(url, {"x-request-id": "mine"}))["request_id"] == "mine"
-        assert (await post(url))["request_id"]
+async def test_request_id_of_client_is_kept(whole_file: RoutedPair) -> None:
+    assert (await post(whole_file.url, {"x-request-id": "mine"}))["request_id"] == "mine"
+    assert (await post(whole_file.url))["request_id"]
