@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from extproc.lab.harness.processes import Process, free_port, start_redis
 from extproc.share import connection, reader
 from extproc.share.connection import connect
+from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
@@ -99,6 +101,16 @@ def too_many_open_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
 
 
 @pytest.fixture

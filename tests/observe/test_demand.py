@@ -19,11 +19,6 @@ A10 = "llama-8b-a10"
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def decision(clock: ManualClock) -> Decision:
     profile = replace(chat(500, 200), least_output=200)
     found = Router(fleet_of(clock, A10), "completion", Random(0)).decide(profile)

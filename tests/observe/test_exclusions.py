@@ -12,11 +12,6 @@ from tests.fakes import ManualClock, fleet_of, replica, state
 A10 = "llama-8b-a10"
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
-
-
 @pytest.mark.parametrize(
     ("figures", "reason"),
     [

@@ -11,11 +11,6 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.observe.tally import Counts, Spread
 
 
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
 def page(registry: CollectorRegistry) -> list[str]:
     lines = generate_latest(registry).decode().splitlines()
     return [line for line in lines if "_created" not in line]

@@ -32,26 +32,20 @@ def test_process_that_returns_is_no_longer_gone(logged: Logged) -> None:
     assert [(line["joined"], line["left"]) for line in logged.lines()] == [("", "a"), ("a", "")]
 
 
-def test_process_that_left_without_farewell_is_lost_until_it_returns() -> None:
-    routers = Presence("routers", "batch")
-    routers.look({"a", "b", "c"}, 1000.0, ())
-    routers.look({"c"}, 1001.0, {"a:1"})
-    assert routers.lost == [f"b (since {datetime.fromtimestamp(1001):%H:%M:%S})"]
-    routers.look({"b", "c"}, 1004.0, ())
-    assert routers.lost == []
-
-
 @pytest.mark.parametrize(
-    ("lost_at", "end", "stopped"),
-    [(1003.0, 1004.0, {"a:1"}), (1600.0, 1601.0, set[str]())],
-    ids=["it hung and then says farewell", "ten minutes have passed"],
-)
-def test_process_is_no_longer_lost(lost_at: float, end: float, stopped: set[str]) -> None:
+    ("lost_at", "end", "alive", "stopped"),
+    [(1003.0, 1004.0, {"a"}, set[str]()), (1003.0, 1004.0, set[str](), {"a:1"}),
+     (1600.0, 1601.0, set[str](), set[str]())],
+    ids=["it returns", "it hung and then says farewell", "ten minutes have passed"],
+)  # fmt: skip
+def test_lost_process_is_named_until(
+    lost_at: float, end: float, alive: set[str], stopped: set[str]
+) -> None:
     routers = Presence("routers", "batch")
-    for alive, now in (({"a"}, 1000.0), (set[str](), 1001.0), (set[str](), lost_at)):
-        routers.look(alive, now, ())
-    assert len(routers.lost) == 1
-    routers.look((), end, stopped)
+    for now, seen in ((1000.0, {"a"}), (1001.0, set[str]()), (lost_at, set[str]())):
+        routers.look(seen, now, ())
+    assert routers.lost == [f"a (since {datetime.fromtimestamp(1001):%H:%M:%S})"]
+    routers.look(alive, end, stopped)
     assert routers.lost == []
 
 

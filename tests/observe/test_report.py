@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.lab.harness.processes import free_port
-from extproc.proxy.app import build
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, state
 from tests.observe.conftest import Run, decide
+from tests.proxy.conftest import router_of
 
 SECRETS = "hunter2", "swordfish"
 REDIS = f"redis://router:{SECRETS[0]}@127.0.0.1:1/0"
@@ -21,10 +19,7 @@ REDIS = f"redis://router:{SECRETS[0]}@127.0.0.1:1/0"
 
 @pytest.fixture
 def services() -> Services:
-    made = build(Config(), CollectorRegistry())
-    for number in (1, 2):
-        made.fleet.put(state(number, "llama-8b-a10", ManualClock()))
-    return made
+    return router_of(Config())
 
 
 @pytest.fixture

@@ -84,8 +84,3 @@ async def over_grpc(services: Services) -> AsyncIterator[EnvoySide]:
 async def stream(envoy: EnvoySide) -> AsyncIterator[Stream]:
     async with envoy.stream() as stream:
         yield stream
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)

@@ -1,9 +1,6 @@
 """Slow, silent and vanished peers hold a bounded part of the router."""
 
-import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +19,7 @@ from tests.fakes import chat, replica
 from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, chunk_of, destination, error_of
+from tests.share.servers import proxied
 from tests.waiting import until
 
 ROOM = 10_000
@@ -160,42 +158,12 @@ async def test_logged_decision_keeps_no_arrays_of_requests_in_flight(
     assert held < records * in_flight * 8
 
 
-@asynccontextmanager
-async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """A TCP proxy to the port, which stops to forward when the event is set."""
-    stalled = asyncio.Event()
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(OSError):
-                while data := await reader.read(65_536):
-                    if not stalled.is_set():
-                        writer.write(data)
-        finally:
-            writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
-        for copying in (forward(reader, back_writer), forward(back_reader, writer)):
-            tasks.add(asyncio.create_task(copying))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1], stalled
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> None:
     server = GrpcServer(services, keepalive_s=2.0)
     port = await server.start("127.0.0.1:0")
     async with (
-        stalling(port) as (proxy, stalled),
-        grpc.aio.insecure_channel(f"127.0.0.1:{proxy}") as vanishing,
+        proxied(port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as vanishing,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as staying,
         EnvoySide(vanishing).stream() as lost,
         EnvoySide(staying).stream() as other,
@@ -203,7 +171,7 @@ async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> 
         for stream in (lost, other):
             await stream.ask()
         assert services.fleet.in_flight == 2
-        stalled.set()
+        proxy.vanished = True
         await until(lambda: services.fleet.in_flight == 1)
         await other.response_headers()  # silent for as long, and still there
         await other.end()

@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
 from extproc.config import Config
 from extproc.proxy import messages
 from extproc.proxy.headers import is_steered
-from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.fakes import MODEL, ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
@@ -231,14 +230,12 @@ async def test_response_of_another_than_the_choice_is_counted_as_such(
 
 
 async def test_request_on_hung_replica_goes_on(services: Services) -> None:
-    server = GrpcServer(services)
     local = Local(services)
-    local.server = server
     async with EnvoySide(local).stream() as stream:
         watched = Watched(stream)
         _, on = await until_answered(watched, services, agrees=True)
         put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=100.0)
-        await server.end_hung()
+        await local.server.end_hung()
         assert services.fleet.in_flight_on(on) == 1
         await watched.end()
 

@@ -47,11 +47,6 @@ def config() -> Config:
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
 def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
     return with_fleet(replace(services, metrics=RouterMetrics(registry)), clock)
 
@@ -185,15 +180,6 @@ async def test_ejection_names_the_last_failure(
             chosen, *_ = destination(await stream.ask())
             await stream.answer(status=status, upstream=served_by or chosen, flags=flags)
     assert {line["last"] for line in logged.lines() if "ejected" in str(line["msg"])} == {last}
-
-
-def test_replica_excluded_metric_follows_exclusions(registry: CollectorRegistry) -> None:
-    metrics = RouterMetrics(registry)
-    metrics.set_excluded([("a", "failing"), ("b", "draining")])
-    assert value(registry, "replica_excluded", {"replica": "a", "reason": "failing"}) == 1
-    metrics.set_excluded([("b", "draining")])
-    assert value(registry, "replica_excluded", {"replica": "a", "reason": "failing"}) is None
-    assert value(registry, "replica_excluded", {"replica": "b", "reason": "draining"}) == 1
 
 
 async def test_response_from_a_tunnel_counts_for_the_chosen_replica(

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from aiohttp import web
 
-from extproc.cli import main
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
@@ -118,11 +117,6 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path) -> None:
             assert await result_of("large") == [second.id, second.id]
 
 
-def test_memory_state_refuses_separate_poller(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["poll", "--replicas", "127.0.0.1:1", "--state", "memory"]) == 2
-    assert "the router polls its replicas itself" in capsys.readouterr().err
-
-
 async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_path: Path) -> None:
     argv = sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url
     async with router(argv, tmp_path) as started:
@@ -149,3 +143,4 @@ async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_p
             assert await started.page("/livez") == (200, "ok\n")
             await stream.answer()
         assert await started.process.wait() == 0
+        assert "Traceback" not in started.log.read_text()

@@ -1,20 +1,17 @@
 """Spans of requests, and the collector that receives them."""
 
 import asyncio
-import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from prometheus_client import CollectorRegistry
 
 from extproc.observe.traces import Traces
-from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.conftest import config_of, put_replicas
+from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import chosen
 from tests.spans import Spans, attributes
@@ -144,10 +141,3 @@ async def test_failing_collector_is_logged_once_a_minute(
             await asyncio.to_thread(traces.close)
             assert len(caplog.records) == lines
     assert all("401" in record.getMessage() for record in caplog.records)
-
-
-def test_traces_without_extra_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    config = config_of(traces={"endpoint": "http://127.0.0.1:4318"})
-    with pytest.raises(ValueError, match=r"pip install 'extproc\[traces\]'"):
-        build(config, CollectorRegistry())

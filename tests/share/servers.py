@@ -192,6 +192,7 @@ class Proxy:
         self.port = 0
         self.closed = False  # True: new connections are closed
         self.mute = False  # True: new connections are accepted and get no answer
+        self.vanished = False  # True: connections stay open, and nothing is forwarded
         self.unanswered = asyncio.Event()  # set by the first connection without an answer
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -207,7 +208,7 @@ class Proxy:
             return
         back_reader, back_writer = await asyncio.open_connection(HOST, self._behind)
         self._writers.append(back_writer)
-        await asyncio.gather(_forward(reader, back_writer), _forward(back_reader, writer))
+        await asyncio.gather(self._forward(reader, back_writer), self._forward(back_reader, writer))
 
     def cut(self) -> None:
         """End all connections."""
@@ -215,13 +216,13 @@ class Proxy:
             with suppress(AttributeError):  # Python 3.11.2: it is closed already
                 writer.transport.abort()
 
-
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65_536):
+                if not self.vanished:
+                    writer.write(data)
+                    await writer.drain()
+        writer.close()
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A router with four measured replicas, and shortcuts for its pollers and clients."""
 
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from extproc.predict.lengths import OutputLengths
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.request.objective import Objective
-from extproc.route.queue import Queue
-from extproc.route.router import Router
 from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.conftest import on_fleet
 
 H100 = "llama-8b-h100"
 
@@ -33,14 +31,7 @@ def services(clock: Clock) -> Services:
     config = Config.model_validate({"route": {"seed": 1}, "hold": {"most": 10}})
     fleet = Fleet(OutputLengths(), clock)
     fleet.pollers = {"here:1": ()}
-    queue = Queue(fleet, config.hold, clock)
-    made = replace(
-        build(config, CollectorRegistry()),
-        router=Router(fleet, "completion", Random(1), backlog=queue.backlog),
-        queue=queue,
-        clock=clock,
-        wall=clock,
-    )
+    made = on_fleet(build(config, CollectorRegistry()), fleet, clock=clock, wall=clock)
     poll(made)
     return made
 

@@ -53,6 +53,11 @@ def warnings(services: Services) -> list[str]:
     return list(page(services)["warnings"])
 
 
+def only_warning(services: Services) -> str:
+    (warning,) = warnings(services)
+    return warning
+
+
 def dispatch(services: Services, request_id: str = "one") -> LoggedDecision:
     record = decide(services, request_id=request_id)
     services.fleet.dispatch(record.decision.replica, record.decision.profile)
@@ -319,12 +324,12 @@ def test_slow_replica_and_wrong_profile_are_warned_of(services: Services) -> Non
     poll(services, learned=step)
     assert warnings(services) == []
     poll(services, 2, learned=step.slowed(1.8))
-    (warning,) = warnings(services)
-    assert warning.startswith(f"r2 is much slower than other replicas of profile {H100}")
+    slower = f"r2 is much slower than other replicas of profile {H100}"
+    assert only_warning(services).startswith(slower)
     for number in (1, 3, 4):
         poll(services, number, learned=step.slowed(2.5))
-    (warning,) = warnings(services)
-    assert warning.startswith(f"Replicas of profile {H100} are more than 2 times slower than it")
+    all_slower = f"Replicas of profile {H100} are more than 2 times slower than it"
+    assert only_warning(services).startswith(all_slower)
 
 
 def test_draining_replica_is_not_warned_of(services: Services) -> None:
@@ -335,8 +340,9 @@ def test_draining_replica_is_not_warned_of(services: Services) -> None:
 
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
-    (warning,) = warnings(services)
-    assert warning.startswith("Stale state: no replica was updated for more than 5 s")
+    assert only_warning(services).startswith(
+        "Stale state: no replica was updated for more than 5 s"
+    )
     poll(services)
     assert warnings(services) == []
 
@@ -345,13 +351,11 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     services.fleet.pollers = {}
     assert warnings(services) == ["No poller is alive: start extproc poll."]
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
-    (warning,) = warnings(services)
-    assert warning.endswith("knows no replica: MISCONF cannot save. See its log.")
+    assert only_warning(services).endswith("knows no replica: MISCONF cannot save. See its log.")
     assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
     services.delays.redis_refusal = ""
     services.fleet.pollers = None
-    (warning,) = warnings(services)
-    assert warning.startswith("Redis does not answer")
+    assert only_warning(services).startswith("Redis does not answer")
     assert warnings(replace(services, config=ALONE)) == []
 
 
@@ -386,9 +390,8 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     if drifting is None:
         assert warnings(services) == []
         return
-    (warning,) = warnings(services)
     begin = "is drifting from the prediction: decoding takes much longer than the measured speed"
-    assert warning.startswith(f"r{drifting} {begin}")
+    assert only_warning(services).startswith(f"r{drifting} {begin}")
     assert cells(services, drifting, "×")[0] > 2
     clock.advance(300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
@@ -397,8 +400,9 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
 
 def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
     dispatch(services).outcome.overloaded = True
-    (warning,) = warnings(services)
-    assert warning.startswith("A circuit breaker of Envoy was full in the last minute")
+    assert only_warning(services).startswith(
+        "A circuit breaker of Envoy was full in the last minute"
+    )
     clock.advance(61.0)
     poll(services)
     assert warnings(services) == []
@@ -410,8 +414,7 @@ def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
         ended(services, on=2, expected=1000.0, cached=900)
         ended(services, on=3, expected=1000.0)
         ended(services, on=4, expected=10.0, cached=0)
-    (warning,) = warnings(services)
-    assert warning.startswith("r1 is finding less than half of the expected tokens")
+    assert only_warning(services).startswith("r1 is finding less than half of the expected tokens")
 
 
 def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> None:
@@ -421,8 +424,8 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     full = "The queue is nearly full: beyond 10 requests (hold.most) others get 429."
     assert warnings(services) == [full]
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
-    (warning,) = warnings(replace(services, config=few))
-    assert warning.startswith("This router is nearly full: at 14 requests in flight")
+    full = "This router is nearly full: at 14 requests in flight"
+    assert only_warning(replace(services, config=few)).startswith(full)
     clock.advance(151.0)
     poll(services, running=1, kv_usage=0.95)
     assert any("add replicas" in warning for warning in warnings(services))

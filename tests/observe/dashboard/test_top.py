@@ -98,7 +98,7 @@ async def test_a_thousand_replicas_are_shown(services: Services, router: str, to
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", ["top", "explain", "explain --json", "completion bash"])
+@pytest.mark.parametrize("command", ["explain", "completion bash"])
 async def test_reader_that_leaves_ends_a_command_without_an_error(
     command: str, services: Services, router: str
 ) -> None:
