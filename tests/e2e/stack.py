@@ -35,7 +35,7 @@ _HERE: tuple[str, ...] = ()
 
 def here(replicas: Iterable[SimulatedReplica], *apart: str) -> tuple[SimulatedReplica, ...]:
     """Let replicas run in the test's process, where they start faster; ``apart``: names of those
-    that tests stop, which stay processes."""
+    that hang or die with requests in flight, which stay processes."""
     return tuple(
         replica if replica.name in apart else replace(replica, program=_HERE)
         for replica in replicas
@@ -50,18 +50,28 @@ class Stack(stack.Stack):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._here: list[server.Serving] = []
+        self._here: dict[str, server.Serving] = {}
 
     async def start(self, name: str) -> None:
         for replica in self.replicas:
             if replica.name == name and replica.program == _HERE:
-                self._here.append(await _serve(replica, self.ports[name]))
+                self._here[name] = await _serve(replica, self.ports[name])
                 return
         await super().start(name)
 
+    async def kill(self, name: str) -> None:
+        await (self._end_here(name) if name in self._here else super().kill(name))
+
+    async def stop(self, name: str) -> None:
+        await (self._end_here(name) if name in self._here else super().stop(name))
+
+    async def _end_here(self, name: str) -> None:
+        """End a replica in the test's process; requests in flight get half a second."""
+        await self._here.pop(name).runner.cleanup()
+
     async def _stop_all(self) -> None:
         await super()._stop_all()
-        await asyncio.gather(*(serving.runner.cleanup() for serving in self._here))
+        await asyncio.gather(*map(self._end_here, [*self._here]))
 
     @contextmanager
     def paused(self, name: str) -> Iterator[None]:
@@ -140,6 +150,8 @@ async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
     words = ["--model", stack.MODEL, "--profile", replica.profile, *replica.arguments]
+    if replica.kv_events_ports:
+        words += ["--kv-events-ports", *map(str, replica.kv_events_ports)]
     given = parser.parse_args(words)
     settings = {field.name: getattr(given, field.name) for field in fields(ReplicaSettings)}
     return await server.start(Replica(ReplicaSettings(**settings)), "127.0.0.1", port)

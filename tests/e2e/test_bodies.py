@@ -20,10 +20,13 @@ from tests.e2e.stack import Behind, Stack, ext_proc_of, here
 from tests.waiting import until, until_read
 
 OBJECTIVE = "x-gateway-inference-objective"
+SHORT, ADAPTER = ("--max-model-len", "4096"), ("--lora-modules", "law")
 ONE_BY_ONE = ("--max-num-seqs", "1", "--scheduling-policy")
 REPLICAS = (
     SimulatedReplica("one", "llama-8b-h100", ("--model", "llama-a", *ONE_BY_ONE, "priority")),
-    SimulatedReplica("two", "llama-8b-h100", ("--model", "llama-b", *ONE_BY_ONE, "fcfs")),
+    SimulatedReplica(
+        "two", "llama-8b-h100", ("--model", "llama-b", *ONE_BY_ONE, "fcfs", *SHORT, *ADAPTER)
+    ),
 )
 SETTINGS: dict[str, dict[str, object]] = {
     "route": {
@@ -95,13 +98,20 @@ async def test_body_names_model_as_replica_serves_it(
         assert record["outcome"]["served_by"] == record["replica"]
 
 
-async def test_models_endpoint_lists_every_name(stack: Stack) -> None:
+async def test_every_name_is_listed_as_vllm_lists_its_models(client: Client, stack: Stack) -> None:
+    own: dict[str, dict[str, Any]] = {}
+    for replica in REPLICAS:
+        async with client.session.get(f"http://{stack.address(replica.name)}/v1/models") as models:
+            own |= {model["id"]: model for model in (await models.json())["data"]}
+        await until_read(partial(client.replica, replica.name), lambda now: now["models"])
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
-        models = [model async for model in sdk.models.list()]
-    assert [model.id for model in models] == [
-        "canary", "chat/latest", "llama", "llama-a", "llama-b",
-    ]  # fmt: skip
-    assert {model.to_dict()["max_model_len"] for model in models} == {32_768}
+        found = {model.id: model.to_dict() async for model in sdk.models.list()}
+    assert [*found] == ["canary", "chat/latest", "llama", "law", "llama-a", "llama-b"]
+    for name, model in found.items():
+        # The smallest context length; an adapter, for which vLLM gives none, has its model's.
+        context = {"max_model_len": 32_768 if name == "llama-a" else 4096}
+        listed = own.get(name, own["llama-b"] | {"id": name})
+        assert model == listed | {"root": None, "created": model["created"]} | context
 
 
 async def test_request_that_only_names_a_model_reaches_a_replica_that_serves_it(

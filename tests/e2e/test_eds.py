@@ -5,7 +5,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,6 +14,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import IN_TURN, Client
 from tests.e2e.stack import EdsStack, Stack, here, replicas
 from tests.e2e.test_failures import more, traffic
+from tests.envoy.members import Members
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -28,43 +28,10 @@ def system(directory: Path) -> Stack:
     return stack
 
 
-class Members:
-    """The members of Envoy's cluster of replicas."""
-
-    def __init__(self, client: Client) -> None:
-        self._stack = client.stack
-        self._session = client.session
-
-    async def have(self, **health: str) -> None:
-        """Wait until these are the members, with this health."""
-        await until_read(self.health, lambda now: now == health)
-
-    async def health(self) -> dict[str, str]:
-        hosts = await self._hosts()
-        return {name: host["health_status"]["eds_health_status"] for name, host in hosts.items()}
-
-    async def requests(self, name: str) -> int:
-        stats = (await self._hosts())[name]["stats"]
-        return sum(int(stat.get("value", 0)) for stat in stats if stat["name"] == "rq_total")
-
-    async def connected(self, state: int) -> bool:
-        """Return true if Envoy's connection to the control plane is in this state: 0 or 1."""
-        url = f"{self._stack.envoy_admin}/stats?filter=replicas.*connected_state"
-        async with self._session.get(url) as response:
-            return (await response.text()).strip().endswith(f": {state}")
-
-    async def _hosts(self) -> dict[str, dict[str, Any]]:
-        url = f"{self._stack.envoy_admin}/clusters?format=json"
-        async with self._session.get(url) as response:
-            clusters = (await response.json(content_type=None))["cluster_statuses"]
-        (hosts,) = (one.get("host_statuses", []) for one in clusters if one["name"] == "replicas")
-        names = {port: name for name, port in self._stack.ports.items()}
-        return {names[host["address"]["socket_address"]["port_value"]]: host for host in hosts}
-
-
 @pytest_asyncio.fixture(loop_scope="session")
-async def members(client: Client) -> Members:
-    members = Members(client)
+async def members(stack: EdsStack) -> Members:
+    names = {stack.address(name): name for name in stack.ports}
+    members = Members(stack.envoy_admin, names)
     await members.have(one="HEALTHY", two="HEALTHY")
     return members
 
@@ -133,15 +100,21 @@ async def test_hung_replica_gets_nothing_while_router_is_down(
     await stack.wait_routing()
 
 
+async def connected(client: Client, state: int) -> None:
+    """Wait until Envoy's connection to the control plane is in this state: 0 or 1."""
+    counter = "replicas.*connected_state"
+    await until_read(lambda: client.envoy_counts(counter), lambda now: now == state)
+
+
 async def test_control_plane_without_replicas_removes_no_member(
     client: Client, stack: EdsStack, members: Members
 ) -> None:
     async with traffic(client, per_second=5) as sent:
         await stack.kill("redis")
         await stack.kill("eds")
-        await until(lambda: members.connected(0))
+        await connected(client, 0)
         await stack.start("eds")
-        await until(lambda: members.connected(1))
+        await connected(client, 1)
         await more(sent, 5)
         assert await members.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await stack.start("redis")

@@ -25,7 +25,7 @@ AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets f
 
 
 def system(directory: Path) -> Stack:
-    return Stack(directory, here(FLEET, "fast-1"), SETTINGS)
+    return Stack(directory, here(FLEET), SETTINGS)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.simulator import tokens
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -31,7 +31,7 @@ def publishing(name: str) -> SimulatedReplica:
 def system(directory: Path) -> Stack:
     replicas = [publishing("one"), publishing("two")]
     settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
-    return Stack(directory, replicas=replicas, settings=settings)
+    return Stack(directory, here(replicas), settings)
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)

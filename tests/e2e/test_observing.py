@@ -7,30 +7,27 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Self
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
+from extproc.lab.simulator import server
 from extproc.proxy.headers import is_steered
 from extproc.proxy.messages import DESTINATION
 from extproc.settings import load
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of
+from tests.e2e.stack import FAST_AND_SLOW, Behind, Stack, ext_proc_of, here
 from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-PROGRAM = "tests.e2e.recording", "simulate"
-REPLICAS = (
-    SimulatedReplica("one", "llama-8b-h100", program=PROGRAM),
-    SimulatedReplica("two", "llama-8b-a10", program=PROGRAM),
-)
-"""The first is faster: a router that routes sends every request there."""
 SESSION = "x-session-id"
 OWN = {"x-vllm-priority": "7", "x-data-parallel-rank": "0", "x-own": "kept"}
 TWENTY_MB = 20_000_000
@@ -47,7 +44,41 @@ SHARE: dict[str, Any] = {
 }
 
 
-class Observed(Behind):
+class ReceivedRequest(NamedTuple):
+    """A request as its replica got it."""
+
+    replica: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class RecordingServer(server.ReplicaServer):
+    """A simulated replica that records the requests of the module's tests."""
+
+    requests: ClassVar[dict[str, tuple[dict[str, str], bytes]]] = {}
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.middlewares.insert(0, self._record)
+        return app
+
+    @web.middleware
+    async def _record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.requests[headers.get("x-request-id", "")] = headers, await request.read()
+        return await handler(request)
+
+
+class Recording(Behind):
+    """A stack whose replicas record requests."""
+
+    async def __aenter__(self) -> Self:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "ReplicaServer", RecordingServer)
+            return await super().__aenter__()
+
+
+class Observed(Recording):
     """An Envoy that takes turns between the replicas, and sends the router every response."""
 
     def _bootstrap(self) -> Bootstrap:
@@ -60,7 +91,7 @@ class Observed(Behind):
 
 
 def system(directory: Path) -> Stack:
-    observed = Observed(directory, REPLICAS, OBSERVE, pollers=0)
+    observed = Observed(directory, here(FAST_AND_SLOW), OBSERVE, pollers=0)
     observed.name = "observe"
     return observed
 
@@ -85,29 +116,23 @@ async def send(client: Client, body: bytes, **headers: str) -> Answer:
     return await client.send("POST", CHAT, io.BytesIO(body), values | OWN | headers)
 
 
-async def recorded(client: Client, answer: Answer) -> dict[str, Any]:
-    """The request as its replica got it."""
-    id_ = answer.headers["x-request-id"]
-    for one in REPLICAS:
-        url = f"http://{client.stack.address(one.name)}/recorded"
-        async with client.session.get(url) as response:
-            if found := (await response.json()).get(id_):
-                return dict(found, replica=one.name)
-    raise AssertionError(f"no replica got {id_}")
+def recorded(client: Client, answer: Answer) -> ReceivedRequest:
+    replica = client.stack.name_of(answer.headers[server.SERVED_BY_HEADER])
+    return ReceivedRequest(replica, *RecordingServer.requests[answer.headers["x-request-id"]])
 
 
-async def in_turn(client: Client, requests: int = 8) -> list[dict[str, Any]]:
+async def in_turn(client: Client, requests: int = 8) -> list[ReceivedRequest]:
     """Send requests; assert that Envoy's own policy chose and that nothing else was changed."""
     body, found = odd_body(), []
     for _ in range(requests):
         answer = await send(client, body)
         assert answer.status == 200
-        found.append(await recorded(client, answer))
-    assert Counter(one["replica"] for one in found) == {"one": requests / 2, "two": requests / 2}
-    assert {one["body"].encode("latin-1") for one in found} == {body}
+        found.append(recorded(client, answer))
+    assert Counter(one.replica for one in found) == {"one": requests / 2, "two": requests / 2}
+    assert {one.body for one in found} == {body}
     for one in found:
-        assert DESTINATION not in one["headers"]
-        assert OWN.items() <= one["headers"].items()
+        assert DESTINATION not in one.headers
+        assert OWN.items() <= one.headers.items()
     return found
 
 
@@ -120,8 +145,8 @@ async def compared(client: Client, answer: Answer) -> dict[str, Any]:
     return found[0]
 
 
-def names(found: list[dict[str, Any]]) -> set[frozenset[str]]:
-    return {frozenset(one["headers"]) for one in found}
+def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
+    return {frozenset(one.headers) for one in found}
 
 
 async def test_envoy_alone_decides_and_no_byte_changes(client: Client) -> None:
@@ -206,7 +231,7 @@ async def test_killed_router_ends_no_request(client: Client, stack: Stack) -> No
         await stack.wait_routing()
 
 
-class Shared(Behind):
+class Shared(Recording):
     """A stack whose Envoy sends the session's header to the router."""
 
     def _bootstrap(self) -> Bootstrap:
@@ -217,7 +242,8 @@ class Shared(Behind):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Shared(tmp_path_factory.mktemp("share"), REPLICAS, SHARE, pollers=0) as stack:
+    directory = tmp_path_factory.mktemp("share")
+    async with Shared(directory, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
         yield stack
 
 
@@ -231,9 +257,9 @@ async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
         sides.add(steered)
         for _ in range(2):
             body = odd_body()
-            found = await recorded(client, await send(client, body, **{SESSION: session}))
-            assert (DESTINATION in found["headers"]) is steered
-            assert found["body"].encode("latin-1") == body
+            found = recorded(client, await send(client, body, **{SESSION: session}))
+            assert (DESTINATION in found.headers) is steered
+            assert found.body == body
     assert sides == {True, False}
 
 

@@ -78,7 +78,7 @@ class PoolsStack(Stack):
     """
 
     def __init__(self, directory: Path) -> None:
-        fleet = here(chain.from_iterable(POOLS.values()), "llama", "alone")
+        fleet = here(chain.from_iterable(POOLS.values()))
         super().__init__(directory, fleet, SETTINGS)
 
     def _configuration(self) -> dict[str, Any]:
