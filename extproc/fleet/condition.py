@@ -104,7 +104,7 @@ class Condition:
 
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """``trials``: a stalled replica whose next trial is due does not count as stalled."""
-        if _is_hung(self.state):
+        if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
         return "" if trials and now >= self.trial_at else self.stalled
 
@@ -137,14 +137,15 @@ class Condition:
         return self.ejection.until, self.full_until, self.trial_at, answered
 
 
-def _is_hung(state: ReplicaState) -> bool:
+def is_hung(state: ReplicaState) -> bool:
+    """Returns True if the replica has answered no scrape for ``HUNG_S``."""
     return state.unanswered_s >= HUNG_S
 
 
 def _facts(state: ReplicaState) -> tuple[object, ...]:
     """Returns the parts of a state on which the choice of candidates depends."""
     served = state.models, state.adapters, state.listed
-    health = state.healthy, state.problem, state.draining, state.asleep, _is_hung(state)
+    health = state.healthy, state.problem, state.draining, state.asleep, is_hung(state)
     return *served, *health, state.name, state.profile
 
 

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from extproc.fleet import exclusion_reasons as reasons
-from extproc.fleet.condition import Condition
+from extproc.fleet.condition import Condition, is_hung
 from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
@@ -193,12 +193,15 @@ class Eligibility:
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
         """Returns members to which a reason applies for every model: the name of the first reason,
-        and its text for people."""
+        and its text for people. An unhealthy member that hangs is named stalled, not like one that
+        is down."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
-            texts = ((reason.name, rule(member)) for reason, rule in rules)
+            texts = ((reason, rule(member)) for reason, rule in rules)
             if first := next((pair for pair in texts if pair[1]), None):
-                found[name] = first
+                reason, text = first
+                hangs = reason is reasons.UNHEALTHY and is_hung(member.state)
+                found[name] = (reasons.STALLED if hangs else reason).name, text
         return found
 
     def hung(self, after: float) -> set[str]:

@@ -97,8 +97,8 @@ class RouterMetrics:
         )
         self.excluded = gauge(
             "extproc_replica_excluded",
-            "1 for each replica that gets no requests of any model, by the first reason: "
-            "unhealthy, stalled (or silent), failing, draining.",
+            "1 for each replica that gets no requests of any model, by the first reason: asleep, "
+            "unhealthy, stalled, failing, full or draining.",
             ["replica", "reason"],
         )
         self.frozen = gauge(

@@ -238,10 +238,7 @@ SCENES = (
     Scene("replica-killed", _killed("r1"), 6.0, _serves("r1"), _excluded("r1", "unhealthy", ""),
           victim="r1", loses_answers=True),
     Scene("replica-stopped", _stopped("r2"), 10.0, _serves("r2"),
-          # Stalled at first, and unhealthy after the second scrape without an answer.
-          Signs("r2 is excluded: hangs", 'extproc_replica_excluded{reason=~"stalled|unhealthy"}',
-                "excluded: (stalled|unhealthy)", "ExtprocReplicaExcluded"),
-          victim="r2", loses_answers=True),
+          _excluded("r2", "stalled", "hangs"), victim="r2", loses_answers=True),
     Scene("replicas-killed", _killed(*_REPLICAS), 10.0, _serves(*_REPLICAS),
           Signs("No replica is healthy",
                 'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',

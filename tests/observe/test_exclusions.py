@@ -17,6 +17,7 @@ A10 = "llama-8b-a10"
     [
         ({"healthy": False, "problem": "cannot connect"}, "unhealthy"),
         ({"unanswered_s": 2.0}, "stalled"),
+        ({"unanswered_s": 9.0, "healthy": False, "problem": "hangs"}, "stalled"),
         ({"asleep": True}, "asleep"),
     ],
 )
