@@ -209,7 +209,7 @@ def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
 
 
 def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
-    counts = Counter(names.get(request.replica, request.replica) for request in group)
+    counts = Counter(names.get(request.replica, request.replica) or "any" for request in group)
     return ", ".join(f"{name} ({number})" for name, number in counts.items())
 
 

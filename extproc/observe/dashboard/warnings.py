@@ -107,9 +107,12 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 def _stale(pool: ObservedPool) -> Iterator[str]:
     fleet, shares = pool.fleet, pool.config.state == "redis"
     if shares and fleet.pollers is None:
-        yield "Redis does not answer: this router uses its last state and its own ledger."
+        yield (
+            "Redis does not answer: this router uses its last state and its own ledger. Restart "
+            "Redis, or check the way to it."
+        )
     elif shares and not fleet.pollers and not pool.delays.redis_refusal:
-        yield "No poller is alive: start extproc poll."
+        yield "No poller reaches Redis: start extproc poll, or read the log of those that run."
     if not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
     elif pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S:
@@ -162,7 +165,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for why, names in by_size[:_MOST_REASONS]:
-        yield f"{_listed(names)} excluded: {why}"
+        yield f"{_listed(sorted(names))} excluded: {why}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
 

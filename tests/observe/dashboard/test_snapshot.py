@@ -18,11 +18,13 @@ from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
+from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, replica, state
 from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
 
 ALONE = Config.model_validate({"state": "memory"})
+NO_POLLER = "No poller reaches Redis: start extproc poll, or read the log of those that run."
 
 
 def page(services: Services) -> dict[str, Any]:
@@ -197,6 +199,14 @@ def test_queue_is_grouped_by_priority_and_tenant(services: Services, clock: Manu
     assert (found["figures"]["waiting at this router"], found["waiting"]["note"]) == ("3", "")
 
 
+def test_request_that_no_replica_may_serve_waits_for_any(services: Services) -> None:
+    poll(services, healthy=False)
+    queued = Waiting(chat(10, 10), None, services.clock(), lambda _: None, lambda _: None)
+    services.queue.enter(queued)
+    (row,) = rows(page(services)["waiting"]).values()
+    assert row["For replica"] == "any (1)"
+
+
 def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClock) -> None:
     roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
     fill(roomy, clock)
@@ -281,6 +291,11 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
     ]
 
 
+def test_warning_names_replicas_in_order(services: Services) -> None:
+    poll(services, 7, 5, 6, healthy=False, problem="cannot connect")
+    assert warnings(services) == ["r5, r6 and r7 are excluded: cannot connect."]
+
+
 @pytest.mark.parametrize(
     ("figures", "warning"),
     [
@@ -349,7 +364,7 @@ def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> No
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = {}
-    assert warnings(services) == ["No poller is alive: start extproc poll."]
+    assert warnings(services) == [NO_POLLER]
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
     assert only_warning(services).endswith("knows no replica: MISCONF cannot save. See its log.")
     assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
@@ -366,7 +381,7 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
     assert warning.startswith("Of the pollers, a:1 (since ")
     assert "The other pollers scrape its replicas." in warning
     services.fleet.pollers = {}
-    assert warnings(services) == ["No poller is alive: start extproc poll."]
+    assert warnings(services) == [NO_POLLER]
 
 
 @pytest.mark.parametrize(

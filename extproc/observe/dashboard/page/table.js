@@ -38,7 +38,7 @@ const UNITS = {
   mark: { className: "left mark" },
   figure: {},
   count: { format: whole },
-  load: { format: whole, bar: (value, column) => value / largest(column) },
+  load: { format: whole, bar: (value, column) => Math.round(value) / largest(column) },
   share: { format: (value) => `${Math.round(value * 100)}%`, bar: (value) => value },
   tokens: { format: short },
   seconds: { format: (value) => `${value >= 100 ? whole(value) : value.toFixed(value >= 10 ? 1 : 2)} s` },
