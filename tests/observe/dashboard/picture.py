@@ -23,7 +23,8 @@ REPLICAS = [
     for number in (1, 2, 3)
 ]
 LOAD_S, SHOWN_AFTER_S, RATE = 45.0, 30.0, 15.0
-WIDTH, HEIGHT = 1120, 1136
+WIDTH, HEIGHT = 1120, 1800  # of the window: higher than what is shown
+SHOWN = "$('.side-by-side').getBoundingClientRect().bottom + 16"  # all but the last decisions
 
 
 async def main() -> None:
@@ -42,7 +43,9 @@ async def main() -> None:
             await page.open(stack.router_admin)
             await page.until("$$('#replicas tbody tr').length == 6")
             await asyncio.sleep(SHOWN_AFTER_S)
-            shot = await page.command("Page.captureScreenshot", format="png")
+            height = await page.evaluate(SHOWN)
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}
+            shot = await page.command("Page.captureScreenshot", format="png", clip=clip)
             PICTURE.write_bytes(b64decode(shot["data"]))
             sending.cancel()
             with suppress(asyncio.CancelledError):
