@@ -1,4 +1,4 @@
-"""A clock that a test moves, and builders of fleets, states and requests."""
+"""A clock that a test moves, builders of fleets, states and requests, and decisions."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -11,8 +11,12 @@ from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
+from extproc.route.decision import Decision
+from extproc.route.router import Router
+from extproc.route.waiting import Place
 
 MODEL = "llama"
+A10, A100, H100 = "llama-8b-a10", "llama-3-8b-a100", "llama-8b-h100"
 _POLLS = count()
 
 
@@ -73,3 +77,10 @@ def chat(prompt: int, bound: int | None = None, sequences: int = 1) -> RequestPr
 
 def embedding(prompt: int) -> RequestProfile:
     return RequestProfile(Endpoint.EMBEDDINGS, MODEL, prompt, prompt * 4, 0, 0)
+
+
+def decided(router: Router, profile: RequestProfile, place: Place | None = None) -> Decision:
+    """Returns the router's decision; fails if no replica is a candidate."""
+    decision = router.decide(profile, place=place)
+    assert decision is not None
+    return decision

@@ -3,9 +3,7 @@
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from tests.fakes import ManualClock, fleet_of
-
-A10 = "llama-8b-a10"
+from tests.fakes import A10, ManualClock, fleet_of
 
 
 @pytest.fixture

@@ -44,13 +44,6 @@ async def test_recorded_owners_are_announced_once() -> None:
     later.cancel()
 
 
-def test_prompt_log_announces_a_restart_as_a_prompt_without_tokens() -> None:
-    log = PromptLog()
-    log.restarted("10.0.0.1:8000")
-    [sent] = log.take()
-    assert (sent.replica, sent.tokens, len(sent.keys)) == ("10.0.0.1:8000", 0, 0)
-
-
 def test_prompt_log_is_taken_in_batches() -> None:
     log = PromptLog()
     for _ in range(250):

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.predict.lengths import OutputLengths
 from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
-from tests.fakes import MODEL, ManualClock, replica, state
+from tests.fakes import H100, MODEL, ManualClock, fleet_of, replica, state
 
 TOKENS = 10_000
 CACHED = 9_000.0
@@ -16,10 +15,7 @@ CACHED = 9_000.0
 
 @pytest.fixture
 def fleet(clock: ManualClock) -> Fleet:
-    fleet = Fleet(OutputLengths(), clock, clock)
-    for number in (1, 2):
-        fleet.put(state(number, "llama-8b-h100", clock))
-    return fleet
+    return fleet_of(clock, H100, H100)
 
 
 def request(prefix: Prefix = NO_PREFIX, tokens: int = TOKENS) -> RequestProfile:
@@ -39,7 +35,7 @@ def test_poll_leaves_known_kv_tokens_unchanged(
     before = fleet.view(MODEL).kv_used[0]
     clock.advance(0.2)
     usage = 25 * TOKENS / 400_000
-    fleet.put(state(1, "llama-8b-h100", clock, running=25, kv_usage=usage, steps=1))
+    fleet.put(state(1, H100, clock, running=25, kv_usage=usage, steps=1))
     assert fleet.view(MODEL).kv_used[0] == pytest.approx(before, rel=0.02)
 
 
@@ -48,7 +44,7 @@ def test_end_of_a_request_frees_no_shared_blocks(fleet: Fleet, clock: ManualCloc
     fleet.first_token(tickets[-1])
     clock.advance(0.2)
     used = CACHED + 10 * (TOKENS - CACHED)
-    fleet.put(state(1, "llama-8b-h100", clock, running=10, kv_usage=used / 400_000, steps=1))
+    fleet.put(state(1, H100, clock, running=10, kv_usage=used / 400_000, steps=1))
     for ticket in tickets[:2]:
         fleet.release(ticket)
     assert used * 0.7 < fleet.view(MODEL).kv_used[0] < used
@@ -59,7 +55,7 @@ def test_long_prompt_reaches_the_engine_after_it_is_tokenized(
 ) -> None:
     fleet.dispatch(replica(1), request(tokens=150_000), 90_000.0)
     clock.advance(1.2)
-    fleet.put(state(1, "llama-8b-h100", clock))
+    fleet.put(state(1, H100, clock))
     assert fleet.view(MODEL).backlog[0] > 20_000
 
 
@@ -74,9 +70,7 @@ def test_retried_prompt_is_prefilled_on_the_new_replica(fleet: Fleet) -> None:
 
 
 def test_peers_learn_the_replica_of_a_retried_prompt(fleet: Fleet, clock: ManualClock) -> None:
-    other = Fleet(OutputLengths(), clock, clock)
-    for number in (1, 2):
-        other.put(state(number, "llama-8b-h100", clock))
+    other = fleet_of(clock, H100, H100)
     prefix = prompt("a")
     fleet.move(fleet.dispatch(replica(1), request(prefix)), replica(2), prefix)
     other.receive_prompts(fleet.router, fleet.prompt_log.take())
@@ -87,14 +81,14 @@ def test_prompts_before_a_restart_are_empty_for_a_new_router(
     fleet: Fleet, clock: ManualClock
 ) -> None:
     prefix = prompt("a")
-    fleet.put(state(1, "llama-8b-h100", clock, steps=100))
+    fleet.put(state(1, H100, clock, steps=100))
     fleet.dispatch(replica(1), request(prefix))
     batches = [fleet.prompt_log.take()]
     clock.advance(1)
-    fleet.put(state(1, "llama-8b-h100", clock, steps=1))
+    fleet.put(state(1, H100, clock, steps=1))
     batches.append(fleet.prompt_log.take())
-    other = Fleet(OutputLengths(), clock, clock)
-    other.put(state(1, "llama-8b-h100", clock, steps=1))
+    other = fleet_of(clock)
+    other.put(state(1, H100, clock, steps=1))
     for batch in batches:
         other.receive_prompts(fleet.router, batch)
     assert not other.prefix_hits(prefix, other.view(MODEL)).expected.any()
@@ -108,7 +102,7 @@ def test_older_state_of_the_same_process_keeps_the_index(
     prefix = prompt("a")
     for steps in (100, 200, 199, 201):
         clock.advance(1)
-        fleet.put(state(1, "llama-8b-h100", clock, steps=steps, started_at=started_at))
+        fleet.put(state(1, H100, clock, steps=steps, started_at=started_at))
         if steps == 100:
             fleet.dispatch(replica(1), request(prefix))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known
@@ -118,5 +112,5 @@ def test_external_prompts_are_cached_as_much_as_all(fleet: Fleet, clock: ManualC
     figures = {"waiting": 5, "prompt_tokens": 1e6, "cached_tokens": 9e5, "first_tokens": 100}
     for _ in range(2):
         clock.advance(0.2)
-        fleet.put(state(1, "llama-8b-h100", clock, steps=100, **figures))
+        fleet.put(state(1, H100, clock, steps=100, **figures))
     assert fleet.view(MODEL).backlog[0] == 5 * 1000

@@ -5,19 +5,12 @@ from msgspec.structs import replace
 
 from extproc.fleet.digest import EVERY_S, NOTHING, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
-from extproc.predict.lengths import OutputLengths
 from extproc.share.digests import DIGEST
-from tests.fakes import MODEL, ManualClock, chat, embedding, replica, state
-
-A10 = "llama-8b-a10"
+from tests.fakes import A10, MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 
 def routers(clock: ManualClock, count: int, replicas: int = 2) -> list[Fleet]:
-    fleets = [Fleet(OutputLengths(), clock, clock) for _ in range(count)]
-    for fleet in fleets:
-        for number in range(1, replicas + 1):
-            fleet.put(state(number, A10, clock))
-    return fleets
+    return [fleet_of(clock, *[A10] * replicas) for _ in range(count)]
 
 
 def deliver(sender: Fleet, *receivers: Fleet, clock: ManualClock) -> Digest | None:
@@ -216,16 +209,6 @@ def _polled(clock: ManualClock, *fleets: Fleet) -> None:
         clock.advance(EVERY_S)
         for fleet in fleets:
             fleet.put(state(1, A10, clock, running=6, kv_usage=30_000 / 42_000, first_tokens=6))
-
-
-def test_first_digest_of_a_peer_takes_its_load_out_of_the_polled_load(clock: ManualClock) -> None:
-    first, second = routers(clock, 2, replicas=1)
-    for _ in range(4):
-        first.first_token(first.dispatch(replica(1), chat(5000, 2000)))
-    _polled(clock, first, second)
-    assert seen(second, "requests") == [[6]]
-    deliver(first, second, clock=clock)
-    assert seen(second, "requests", "batch") == [[6], [6]]
 
 
 def test_stale_digest_turns_a_peers_load_into_external_load(clock: ManualClock) -> None:

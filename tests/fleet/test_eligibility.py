@@ -8,16 +8,15 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import STALE_AFTER_S
-from tests.fakes import MODEL, ManualClock, chat, excluded, fleet_of, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, excluded, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 BOTH = [replica(1), replica(2)]
 Put = Callable[..., None]
 
 
 @pytest.fixture
-def fleet(clock: ManualClock) -> Fleet:
-    return fleet_of(clock, A10, A10)
+def fleet(pair: Fleet) -> Fleet:
+    return pair
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.config import HoldSettings
@@ -14,9 +14,9 @@ from extproc.route.decision import Decision
 from extproc.route.queue import Queue
 from extproc.route.router import Router
 from extproc.route.waiting import Place, Waiting
-from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+from tests.examples import examples
+from tests.fakes import A10, MODEL, ManualClock, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 REPLICAS = (1, 2, 3, 4)
 MOST_S = 10.0  # seconds within which a request is dispatched
 STEP_S = 0.5
@@ -119,6 +119,7 @@ class RouterUnderEvents:
         )
 
 
+@settings(max_examples=examples(60))
 @given(EVENTS)
 def test_some_request_is_dispatched_in_any_10_s_without_progress(
     events: "list[tuple[tuple[int, ...], str | dict[str, float], float]]",

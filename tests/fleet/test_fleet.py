@@ -13,9 +13,7 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
-from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
-
-A10 = "llama-8b-a10"
+from tests.fakes import A10, MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 
 def context(fleet: Fleet) -> float:

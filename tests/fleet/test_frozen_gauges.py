@@ -8,9 +8,8 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from tests.fakes import MODEL, ManualClock, chat, excluded, fleet_of, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, excluded, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 TICK_S, POLL_S = 0.05, 0.25
 NAMED_S = 10.0  # time within which gauges that do not move are ignored
 PROMPT, OUTPUT = 100, 10

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of, token_keys
 from extproc.request.profile import RequestProfile
-from tests.fakes import MODEL, ManualClock, replica, state
+from tests.fakes import A10, MODEL, ManualClock, replica, state
 
 IDS = np.arange(1000, 1321, dtype=np.uint32)
 PREFIX = Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS)  # twenty blocks and a token
@@ -41,7 +40,7 @@ class ReportingFleet:
     def poll(self, reporting: Collection[int] = (1, 2)) -> None:
         for number in (1, 2, 3):
             last = {"kv_update": self.numbers[number]} if number in reporting else {}
-            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **last))
+            self.fleet.put(state(number, A10, self.clock, kv_tokens=100_000, **last))
 
     def report(
         self,
@@ -50,19 +49,17 @@ class ReportingFleet:
         removed: Sequence[int] = (),
         whole: bool = False,
         lost: bool = False,
-    ) -> bool:
+    ) -> None:
         previous = 0 if whole else self.numbers[number]
         self.numbers[number] += 1
         arrays = (np.array(some, np.uint64) for some in (stored, removed))
         update = BlockUpdate(self.numbers[number], previous, 16, *arrays)
-        follows = not lost and self.fleet.blocks.follows(replica(number), update)
-        if follows:
+        if not lost and self.fleet.blocks.follows(replica(number), update):
             deque(self.fleet.blocks.apply(replica(number), update))
-        return follows
 
     def join(self, number: int) -> None:
         update = self.numbers[number]
-        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_update=update))
+        self.fleet.put(state(number, A10, self.clock, kv_update=update))
 
     def hits(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
@@ -98,7 +95,7 @@ def test_blocks_of_an_adapter_are_no_hits_for_the_model(pool: ReportingFleet) ->
     pool.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
     adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
     for number, update in pool.numbers.items():
-        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_update=update)
+        polled = state(number, A10, pool.clock, kv_tokens=100_000, kv_update=update)
         pool.fleet.put(structs.replace(polled, **adapters))
     view = pool.fleet.view("sql")
     assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
@@ -112,7 +109,7 @@ def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
         pool.report(number, keys(20))
         own = token_keys(IDS, 16, seed_of(name, ""))[:number]
         pool.report(number, [int(key) for key in own])
-        polled = state(number, "llama-8b-a10", pool.clock, kv_tokens=100_000, kv_update=update + 2)
+        polled = state(number, A10, pool.clock, kv_tokens=100_000, kv_update=update + 2)
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
         pool.fleet.put(structs.replace(polled, **adapters))
     view = pool.fleet.view("sql")
@@ -195,15 +192,6 @@ def test_blocks_of_no_member_are_dropped_once_members_are_known(pool: ReportingF
     assert pool.fleet.blocks.count(replica(6)) is None
 
 
-def test_update_follows_only_its_predecessor(pool: ReportingFleet) -> None:
-    pool.numbers[5] = 20 * NUMBERS
-    assert not pool.report(5, keys(3))
-    assert pool.report(5, keys(3), whole=True)
-    assert pool.report(5, keys(4))
-    pool.report(5, keys(5), lost=True)
-    assert not pool.report(5, keys(6))
-
-
 def test_removed_block_ends_the_hits_of_a_sent_prompt(pool: ReportingFleet) -> None:
     pool.report(1, keys(10))
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
@@ -215,15 +203,6 @@ def test_removed_block_ends_the_hits_of_a_sent_prompt(pool: ReportingFleet) -> N
 
 def whole(number: int, stored: range) -> BlockUpdate:
     return BlockUpdate(number, 0, 16, np.array(stored, np.uint64), np.zeros(0, np.uint64))
-
-
-def test_whole_update_is_applied_in_small_steps(pool: ReportingFleet) -> None:
-    blocks, held = pool.fleet.blocks, [0]
-    for number, stored in ((1, range(65_536)), (2, range(30_000, 90_000))):
-        for _ in blocks.apply(replica(1), whole(number, stored)):
-            held.append(blocks.count(replica(1)) or 0)
-        assert held[-1] == len(stored)
-    assert max(abs(after - before) for before, after in pairwise(held)) == 2048
 
 
 def test_replica_forgotten_within_an_update_leaves_no_blocks(pool: ReportingFleet) -> None:

@@ -17,9 +17,8 @@ from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.share.digests import DIGEST
 from tests.examples import examples
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import A10, ManualClock, chat, replica, state
 
-A10 = "llama-8b-a10"
 ROUTERS, REPLICAS = 3, 2
 ROUTER, REPLICA = st.integers(0, ROUTERS - 1), st.integers(0, REPLICAS - 1)
 WHOLE_S = 0.6  # seconds after which a router's next digest is a whole sent

@@ -13,9 +13,18 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.step import hardware_profile
 from extproc.replica_state import ReplicaState
-from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
-
-A10, A100, H100 = "llama-8b-a10", "llama-3-8b-a100", "llama-8b-h100"
+from tests.fakes import (
+    A10,
+    A100,
+    H100,
+    MODEL,
+    ManualClock,
+    chat,
+    embedding,
+    fleet_of,
+    replica,
+    state,
+)
 
 
 def backlog(fleet: Fleet) -> float:

@@ -13,9 +13,8 @@ from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision
 from extproc.route.router import Router
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, decided, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 CAPACITY = 40_000
 
 
@@ -33,10 +32,7 @@ def batch_of(prompt: int, bound: int) -> RequestProfile:
 
 def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decision:
     profile = replace(chat(prompt, bound), objective=Objective(priority=priority))
-    router = Router(fleet, "completion", Random(1), backlog=Backlog(0.0))
-    decision = router.decide(profile)
-    assert decision is not None
-    return decision
+    return decided(Router(fleet, "completion", Random(1), backlog=Backlog(0.0)), profile)
 
 
 def test_request_overtakes_queued_prompts_of_lower_priority(clock: ManualClock) -> None:

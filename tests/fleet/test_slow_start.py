@@ -7,22 +7,18 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.inputs import usual_step
-from extproc.predict.lengths import OutputLengths
 from extproc.predict.step import profile_or_default
 from extproc.proxy.app import apply
 from extproc.share.replicas import Snapshot
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import A10, H100, MODEL, ManualClock, chat, fleet_of, replica, state
 
-A10, H100 = "llama-8b-a10", "llama-8b-h100"
 NEW = replica(3)
 FAST = asdict(profile_or_default(A10).step.slowed(0.3))
 
 
 def joined(clock: ManualClock, profile: str) -> Fleet:
     """Fleet of two measured replicas and a third that has just joined."""
-    fleet = Fleet(OutputLengths(), clock)
-    for number in (1, 2):
-        fleet.put(state(number, A10, clock, measured=True))
+    fleet = fleet_of(clock, A10, A10)
     fleet.put(state(3, profile, clock, measured=False))
     return fleet
 
@@ -100,7 +96,7 @@ def test_first_replicas_of_a_pool_have_no_limit(clock: ManualClock) -> None:
 
 
 async def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
-    fleet = Fleet(OutputLengths(), clock)
+    fleet = fleet_of(clock)
     await apply(
         Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock, measured=False))), fleet
     )
@@ -118,7 +114,7 @@ def test_limit_is_ignored_if_all_replicas_are_new() -> None:
 
 
 def test_slow_start_begins_when_a_replica_is_healthy(clock: ManualClock) -> None:
-    fleet = Fleet(OutputLengths(), clock)
+    fleet = fleet_of(clock)
     fleet.put(state(3, H100, clock, healthy=False, measured=False))
     fleet.put(state(1, A10, clock, measured=True))
     fleet.put(state(3, H100, clock, measured=False))
@@ -130,7 +126,7 @@ def test_idle_new_replica_is_predicted_as_fast_as_fastest_replica(
     in_flight: int, clock: ManualClock
 ) -> None:
     """All three have the same profile, which is right for none of them."""
-    fleet = Fleet(OutputLengths(), clock)
+    fleet = fleet_of(clock)
     for number in (1, 2):
         fleet.put(state(number, A10, clock, learned=FAST, measured=True))
     fleet.put(state(3, A10, clock, measured=False))
@@ -151,7 +147,7 @@ def prefill_times(fleet: Fleet) -> list[float]:
 @pytest.fixture
 def fresh() -> Fleet:
     clock = ManualClock()
-    fleet = Fleet(OutputLengths(), clock)
+    fleet = fleet_of(clock)
     for number in (1, 2, 3):
         fleet.put(state(number, A10, clock, measured=False))
         fleet.dispatch(replica(number), chat(10, 10))

@@ -19,9 +19,8 @@ from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.router import Router
-from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, decided, replica, state
 
-A10 = "llama-8b-a10"
 ADAPTERS = ("a", "b", "c")
 SHORT = 5  # tokens of an answer so short that a load exceeds the band of equal scores
 
@@ -55,9 +54,7 @@ class AdapterFleet:
         )
 
     def decide(self, model: str, tokens: int = 50) -> Decision:
-        decision = self.router.decide(request(model, tokens))
-        assert decision is not None
-        return decision
+        return decided(self.router, request(model, tokens))
 
     def send(self, model: str, number: int, tokens: int = 50) -> Ticket:
         return self.fleet.dispatch(replica(number), request(model, tokens))
@@ -107,9 +104,7 @@ def test_adapter_is_loaded_under_the_name_of_each_replica() -> None:
     router = Router(fleet, "completion", random.Random(1))
 
     def loads(model: str) -> list[float]:
-        decision = router.decide(request(model))
-        assert decision is not None
-        return list(map(float, decision.prediction.adapter))
+        return list(map(float, decided(router, request(model)).prediction.adapter))
 
     assert loads("sql") == [LOAD_S, LOAD_S]
     fleet.release(fleet.dispatch(replica(2), request("sql")))
@@ -157,6 +152,15 @@ def test_adapter_waits_until_the_first_adapter_leaves_a_full_batch() -> None:
     wait = system.extra("c") - LOAD_S
     left = 300 - 2.0 / step
     assert wait == pytest.approx(left * step, rel=0.15)
+
+
+def test_poll_of_a_slow_replica_extends_the_wait_for_an_adapter_slot() -> None:
+    system = AdapterFleet(1, max_loras=1)
+    system.fleet.first_token(system.send("a", 1, 1000))
+    system.clock.advance(10.0)
+    system.poll(1, "a", running=1, steps=100.0)
+    step = system.decide(MODEL).situation.view.decode_step.item(0)
+    assert system.extra("b") - LOAD_S == pytest.approx(900 * step, rel=0.02)
 
 
 def test_adapters_that_wait_already_precede_a_new_adapter() -> None:

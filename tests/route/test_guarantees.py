@@ -31,9 +31,8 @@ from extproc.route.queue import Queue
 from extproc.route.router import Router
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
 from extproc.share.digests import DIGEST
-from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+from tests.fakes import A10, MODEL, ManualClock, decided, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 KV_TOKENS = 42_000
 STEP_S = 0.05  # of the virtual clock: the period of the sweeps
 POLL_S = 0.2
@@ -230,9 +229,7 @@ class SharedReplicas:
     ) -> DecidedRequest:
         queued = [(entry, entry.row) for entry in node.queue if entry.profile is not profile]
         room = node.room.decide(profile) if place is None else None
-        decision = node.router.decide(profile, place=place)
-        assert decision is not None
-        return DecidedRequest(request, since, decision, queued, room)
+        return DecidedRequest(request, since, decided(node.router, profile, place), queued, room)
 
     def send(self, node: RouterWithQueue, seen: DecidedRequest) -> None:
         decision = seen.decision

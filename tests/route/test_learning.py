@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from extproc.fleet.fleet import Fleet
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Router
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, decided, fleet_of, replica, state
 
-A10 = "llama-8b-a10"
 TICK_S = 0.2
 STEPS = 4.0  # a tick, of a replica that is slower than its profile says
 
@@ -27,8 +26,7 @@ class CountingRouter:
 
     def serve(self, profile: RequestProfile, ticks: int, ttft: float | None = None) -> None:
         """Send a request whose stream is closed after ``ticks`` polls; ``ttft``: predicted."""
-        decision = self.router.decide(profile)
-        assert decision is not None
+        decision = decided(self.router, profile)
         ticket = self.fleet.dispatch(decision.replica, profile)
         for _ in range(ticks):
             self.clock.advance(TICK_S)

@@ -10,7 +10,7 @@ from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.route.decision import Decision
 from extproc.route.router import Router
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import A10, H100, ManualClock, chat, decided, replica, state
 
 NAMES = ModelNames(
     {"llama": ("a", "b"), "split": {"llama": 3.0, "q": 1.0, "none": 9.0, "off": 0.0}}
@@ -22,15 +22,12 @@ def router(**models: tuple[str, ...]) -> Router:
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock, names=NAMES)
     for number, served in enumerate(models.values(), start=1):
-        profile = "llama-8b-h100" if number == 1 else "llama-8b-a10"
-        fleet.put(state(number, profile, clock, models=served))
+        fleet.put(state(number, H100 if number == 1 else A10, clock, models=served))
     return Router(fleet, "completion", random.Random(1))
 
 
 def decide(router: Router, model: str) -> Decision:
-    decision = router.decide(replace(chat(1_000), model=model))
-    assert decision is not None
-    return decision
+    return decided(router, replace(chat(1_000), model=model))
 
 
 def test_alias_is_served_by_all_replicas_with_any_of_its_models() -> None:

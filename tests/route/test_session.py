@@ -10,16 +10,13 @@ from extproc.fleet.members import ModelNames
 from extproc.request.objective import session_key, session_of
 from extproc.route.decision import Decision
 from extproc.route.router import Router
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.fakes import A10, H100, ManualClock, chat, decided, fleet_of, replica, state
 
-A10, H100 = "llama-8b-a10", "llama-8b-h100"
 PROFILE = replace(chat(1_000, 50), session="s")
 
 
 def decide(fleet: Fleet, cost_s: float = 1.0, policy: str = "completion") -> Decision:
-    decision = Router(fleet, policy, random.Random(1), cost_s).decide(PROFILE)
-    assert decision is not None
-    return decision
+    return decided(Router(fleet, policy, random.Random(1), cost_s), PROFILE)
 
 
 def later(decision: Decision) -> float:
@@ -91,8 +88,7 @@ def test_stored_response_precedes_the_session() -> None:
     fleet.sessions.record("s", replica(2))
     fleet.responses.remember("resp_1", replica(1))
     router = Router(fleet, "completion", random.Random(1), 1.0)
-    decision = router.decide(replace(PROFILE, previous_response="resp_1"))
-    assert decision is not None
+    decision = decided(router, replace(PROFILE, previous_response="resp_1"))
     assert (decision.replica, decision.policy) == (replica(1), "owner")
 
 

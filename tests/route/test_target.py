@@ -12,9 +12,8 @@ from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.router import Router
 from extproc.route.waiting import Place
-from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.fakes import A10, H100, ManualClock, chat, decided, fleet_of, replica, state
 
-A10, H100 = "llama-8b-a10", "llama-8b-h100"
 SLOW, FAST = replica(1), replica(2)
 
 
@@ -42,9 +41,7 @@ def slow_and_fast() -> Fleet:
 
 def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Decision:
     place = Place(profile, router.fleet.now - waited, decode_s=0.0, cost=0.0)
-    decision = router.decide(profile, place=place)
-    assert decision is not None
-    return decision
+    return decided(router, profile, place)
 
 
 def test_completion_target_leaves_the_fast_replica_to_others() -> None:
