@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
-from extproc.predict.lengths import OutputLengths
 from extproc.share import digests
 from extproc.share.connection import Keys
 from extproc.share.digests import (
@@ -24,7 +23,7 @@ from extproc.share.digests import (
     DigestWriter,
 )
 from tests.conftest import Logged, RedisServer
-from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.fakes import A10, MODEL, ManualClock, chat, fleet_of, replica
 from tests.patched import patched
 from tests.share.conftest import hearing, router
 from tests.share.servers import command
@@ -33,7 +32,6 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.process
 
 Next = Callable[[], Awaitable[DigestEvent]]
-A10 = "llama-8b-a10"
 LIFE_MS = 60_000
 reading = partial(hearing, DigestReader)
 
@@ -56,9 +54,7 @@ class Peer:
     """Router with a request in flight, which sends digests."""
 
     def __init__(self, redis: Redis) -> None:
-        clock = ManualClock()
-        self.fleet = Fleet(OutputLengths(), clock, clock)
-        self.fleet.put(state(1, A10, clock))
+        self.fleet = fleet_of(ManualClock(), A10)
         self.fleet.dispatch(replica(1), chat(100))
         self.writer = DigestWriter(redis, "test")
 

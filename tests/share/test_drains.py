@@ -135,30 +135,20 @@ async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer
         assert "no other replica can serve its models" in await run("drain", a.id)
 
 
-async def test_drain_wait_reports_dead_replica(redis_server: RedisServer, run: Run) -> None:
+async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run: Run) -> None:
     dead = Replica()
-    async with watched(redis_server, dead) as seen:
-        await drained(run, seen, dead)
-        error = await run("drain", dead.id, "--wait", "0.2", status=1)
-    assert "does not answer (cannot connect: connection refused)" in error
-
-
-async def test_drain_without_poller_fails(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as a:
-        async with watched(redis_server, a):
-            pass
-        error = await run("drain", a.id, "--wait", "0.2", status=1)
-    assert "has no poller that drains it" in error
-
-
-async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as a, connect(redis_server.url, "default") as redis:
-        async with watched(redis_server, a) as seen:
+    async with serving() as a, serving() as b, connect(redis_server.url, "default") as redis:
+        async with watched(redis_server, a, b, dead) as seen:
             await drained(run, seen, a)
+            await drained(run, seen, dead)
+            error = await run("drain", dead.id, "--wait", "0.2", status=1)
+            assert "does not answer (cannot connect: connection refused)" in error
+        error = await run("drain", b.id, "--wait", "0.2", status=1)
+        assert "has no poller that drains it" in error
         await redis.delete(Keys("default").replica + a.id)
         assert (await listed(run))[a.id]["state"] == "drained, not polled"
         error = await run("drain", a.id, "--wait", "0.2", status=1)
-    assert f"{a.id} is not polled, so its requests are unknown" in error
+        assert f"{a.id} is not polled, so its requests are unknown" in error
 
 
 async def test_redis_that_comes_back_empty_gets_drains(
@@ -269,19 +259,12 @@ async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Ru
     assert "cannot connect: connection refused" in next(row for row in rows if dead.id in row)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "problem"),
-    [
-        (["drain", "10.0.0.1:80"], 1, "'10.0.0.1:80' is not a replica of the pool 'default'"),
-        (["undrain", "10.0.0.1:80"], 1, "does a poller run?"),
-    ],
-)
-async def test_replicas_command_fails_with_one_line(
-    redis_server: RedisServer, run: Run, arguments: list[str], status: int, problem: str
-) -> None:
-    (line,) = (await run(*arguments, status=status)).splitlines()
-    assert line.startswith("extproc replicas: ")
-    assert problem in line
+async def test_replicas_command_fails_with_one_line(redis_server: RedisServer, run: Run) -> None:
+    unknown = "'10.0.0.1:80' is not a replica of the pool 'default'"
+    for name, problem in (("drain", unknown), ("undrain", "does a poller run?")):
+        (line,) = (await run(name, "10.0.0.1:80", status=1)).splitlines()
+        assert line.startswith("extproc replicas: ")
+        assert problem in line
 
 
 async def test_replicas_without_redis_fails_in_a_line(stopped_redis: RedisServer, run: Run) -> None:

@@ -38,19 +38,68 @@ async def knows(fleet: Fleet, *names: str) -> None:
     await until(lambda: all(fleet.response_owner(name) == replica(2) for name in names))
 
 
-async def test_owners_reach_present_and_new_routers(protocol_url: str, redis_client: Redis) -> None:
+def prompt(letter: str, units: int) -> Prefix:
+    return prefix_of(letter.encode() * UNIT_BYTES * units, b"", b"", units * 64, 1)
+
+
+def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
+    tokens = round(len(prefix.keys) * prefix.unit)
+    profile = RequestProfile(Endpoint.CHAT, MODEL, tokens, 0, 100, prefix=prefix)
+    fleet.dispatch(replica(number), profile)
+
+
+async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
+    def it_does() -> bool:
+        held = fleet.prefix_hits(prefix, fleet.view(MODEL)).expected
+        whole = len(prefix.keys) * prefix.unit
+        return list(held) == [whole * (number == 1), whole * (number == 2)]
+
+    await until(it_does)
+
+
+async def test_owners_and_prompts_reach_present_and_new_routers(
+    protocol_url: str, redis_client: Redis
+) -> None:
     names = [f"resp_{number}" for number in range(250)]
     async with router(protocol_url) as first:
         async with router(protocol_url) as second:
             for name in names[:200]:
                 first.responses.record(name, replica(2))
+            send(first, 1, prompt("a", 30))
+            send(first, 2, prompt("b", 3))
             await knows(second, *names[:200])
+            await holds(second, 1, prompt("a", 30))
+            await holds(second, 2, prompt("b", 3))
             for name in names[200:]:
                 second.responses.record(name, replica(2))
+            send(second, 2, prompt("c", 5))
             await knows(first, *names[200:])
+            await holds(first, 2, prompt("c", 5))
         async with router(protocol_url) as third:
             await knows(third, *names)
+            for number, prefix in ((1, prompt("a", 30)), (2, prompt("b", 3)), (2, prompt("c", 5))):
+                await holds(third, number, prefix)
     assert 0 < await redis_client.ttl(Keys("test").responses) <= 86_400
+
+
+async def test_owners_and_prompts_are_announced_after_outage(
+    redis_server: RedisServer, routers: Pair
+) -> None:
+    first, second = routers
+    first.responses.record("resp_before", replica(2))
+    send(first, 1, prompt("a", 3))
+    await knows(second, "resp_before")
+    await holds(second, 1, prompt("a", 3))
+    await redis_server.kill()
+    for name in ("resp_1", "resp_2"):
+        first.responses.record(name, replica(2))
+        assert first.response_owner(name) == replica(2)
+        await asyncio.sleep(0)
+    send(first, 2, prompt("b", 3))
+    await redis_server.start()  # empty
+    await knows(second, "resp_before", "resp_1", "resp_2")
+    await holds(second, 2, prompt("b", 3))
+    assert np.any(second.prefix_hits(prompt("a", 3), second.view(MODEL)).expected)
 
 
 async def test_redis_bounds_response_owners(
@@ -63,19 +112,6 @@ async def test_redis_bounds_response_owners(
         await knows(second, "resp_999")
     stored = await redis_client.xlen(Keys("test").responses)
     assert 200 <= stored <= 400  # whole nodes of a hundred go
-
-
-async def test_owners_are_announced_after_outage(redis_server: RedisServer, routers: Pair) -> None:
-    first, second = routers
-    first.responses.record("resp_before", replica(2))
-    await knows(second, "resp_before")
-    await redis_server.kill()
-    for name in ("resp_1", "resp_2"):
-        first.responses.record(name, replica(2))
-        assert first.response_owner(name) == replica(2)
-        await asyncio.sleep(0)
-    await redis_server.start()  # empty
-    await knows(second, "resp_before", "resp_1", "resp_2")
 
 
 @asynccontextmanager
@@ -140,50 +176,6 @@ async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_clien
         first.responses.record("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
         assert second.response_owner("resp_x") is None
-
-
-def prompt(letter: str, units: int) -> Prefix:
-    return prefix_of(letter.encode() * UNIT_BYTES * units, b"", b"", units * 64, 1)
-
-
-def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
-    tokens = round(len(prefix.keys) * prefix.unit)
-    profile = RequestProfile(Endpoint.CHAT, MODEL, tokens, 0, 100, prefix=prefix)
-    fleet.dispatch(replica(number), profile)
-
-
-async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
-    def it_does() -> bool:
-        held = fleet.prefix_hits(prefix, fleet.view(MODEL)).expected
-        whole = len(prefix.keys) * prefix.unit
-        return list(held) == [whole * (number == 1), whole * (number == 2)]
-
-    await until(it_does)
-
-
-async def test_prompts_reach_present_and_later_routers(protocol_url: str) -> None:
-    async with router(protocol_url) as first:
-        async with router(protocol_url) as second:
-            send(first, 1, prompt("a", 30))
-            send(first, 2, prompt("b", 3))
-            await holds(second, 1, prompt("a", 30))
-            await holds(second, 2, prompt("b", 3))
-            send(second, 2, prompt("c", 5))
-            await holds(first, 2, prompt("c", 5))
-        async with router(protocol_url) as third:
-            for number, prefix in ((1, prompt("a", 30)), (2, prompt("b", 3)), (2, prompt("c", 5))):
-                await holds(third, number, prefix)
-
-
-async def test_prompts_are_announced_after_outage(redis_server: RedisServer, routers: Pair) -> None:
-    first, second = routers
-    send(first, 1, prompt("a", 3))
-    await holds(second, 1, prompt("a", 3))
-    await redis_server.kill()
-    send(first, 2, prompt("b", 3))
-    await redis_server.start()
-    await holds(second, 2, prompt("b", 3))
-    assert np.any(second.prefix_hits(prompt("a", 3), second.view(MODEL)).expected)
 
 
 async def test_garbage_prompts_are_skipped(
