@@ -23,6 +23,7 @@ from tests.waiting import PATIENCE_S
 
 QUICK_AND_PATIENT = {
     "replica.BACKOFF_MOST_S": 0.05,
+    "replica.HEALTH_EVERY_S": 0.2,
     "poller.RESOLVE_S": 0.07,  # no fraction of a heartbeat, so that their phases vary
     "replica.TTL_S": 100.0,
     "into_redis.TTL_S": 100.0,
@@ -60,12 +61,17 @@ async def polling(settings: Config) -> AsyncIterator[None]:
                 await task
 
 
-async def metrics_of(poller: Config) -> str:
+async def read(poller: Config, path: str = "/metrics") -> tuple[int, str]:
+    """Returns status and text of a page of the poller."""
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"http://{poller.poll.admin}/metrics") as response,
+        session.get(f"http://{poller.poll.admin}{path}") as response,
     ):
-        return await response.text()
+        return response.status, await response.text()
+
+
+async def metrics_of(poller: Config) -> str:
+    return (await read(poller))[1]
 
 
 class RouterView:

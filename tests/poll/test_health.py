@@ -1,6 +1,7 @@
 """``/readyz`` fails without Redis, ``/livez`` once heartbeats have ended."""
 
-import aiohttp
+from functools import partial
+
 import pytest
 from redis.asyncio import Redis
 
@@ -9,7 +10,7 @@ from extproc.share.assignment import Assigner
 from extproc.share.connection import outage as outage_of
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
-from tests.poll.polling import config, polling
+from tests.poll.polling import config, polling, read
 from tests.poll.replica import serving
 from tests.waiting import until_read
 
@@ -17,23 +18,19 @@ pytestmark = pytest.mark.process
 
 
 async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logged: Logged) -> None:
-    async with serving() as replica, aiohttp.ClientSession() as session:
+    async with serving() as replica:
         settings = config(redis_server, replica, pools={"second": {"replicas": []}})
-
-        async def read(path: str = "/readyz") -> tuple[int, str]:
-            async with session.get(f"http://{settings.poll.admin}{path}") as response:
-                return response.status, await response.text()
-
+        ready = partial(read, settings, "/readyz")
         ok = 200, "ok\n"
         lost = 503, "pool default: redis is lost; pool second: redis is lost\n"
         async with polling(settings):
             await logged.line("poller started")
-            await until_read(read, lambda now: now == ok)
+            await until_read(ready, lambda now: now == ok)
             await redis_server.kill()
-            await until_read(read, lambda now: now == lost)
-            assert await read("/livez") == await read("/healthz") == ok
+            await until_read(ready, lambda now: now == lost)
+            assert await read(settings, "/livez") == await read(settings, "/healthz") == ok
             await redis_server.start()
-            await until_read(read, lambda now: now == ok)
+            await until_read(ready, lambda now: now == ok)
 
 
 async def test_poller_whose_heartbeats_have_ended_is_not_live(redis_client: Redis) -> None:

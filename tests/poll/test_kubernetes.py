@@ -2,10 +2,10 @@
 
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -20,7 +20,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
 from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, Recorded
-from tests.poll.polling import config, polling, watching
+from tests.poll.polling import config, polling, read, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
@@ -406,22 +406,16 @@ async def test_poller_is_not_ready_until_its_service_was_listed(
     api: ApiServer, redis_server: RedisServer, logged: Logged
 ) -> None:
     api.forbidden = {"list"}
-    source = {"kubernetes": SERVICE}
-    settings = config(redis_server, replicas=[source])
-    async with polling(settings), aiohttp.ClientSession() as session:
-
-        async def ready() -> str:
-            async with session.get(f"http://{settings.poll.admin}/readyz") as response:
-                return await response.text()
-
-        async def says(text: str) -> None:
-            await until_read(ready, lambda now: now == text)
-
+    settings = config(redis_server, replicas=[{"kubernetes": SERVICE}])
+    ready = partial(read, settings, "/readyz")
+    never = 503, "pool default: Service vllm, port 8000 was never listed: see the log\n"
+    ok = 200, "ok\n"
+    async with polling(settings):
         await logged.line("poller started")
-        await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
+        await until_read(ready, lambda now: now == never)
         api.forbidden = set()
-        await says("ok\n")
+        await until_read(ready, lambda now: now == ok)
         await until(lambda: api.watches)  # the server cuts no watch that begins while it stops
         await api.stop()
         await logged.line(LOST, 2)
-        assert await ready() == "ok\n"
+        assert await ready() == ok

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from extproc.fleet.held_blocks import is_up_to
+from extproc.fleet.held_blocks import BlockUpdate, is_up_to
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys
@@ -58,6 +58,12 @@ def all_maps(events: list[dict[str, Any]]) -> bytes:
     return msgspec.msgpack.encode({"ts": 1.5, "events": events, "data_parallel_rank": 0})
 
 
+def after(update: BlockUpdate, held: set[int]) -> set[int]:
+    """Keys that a replica holds after an update."""
+    before = set() if update.whole else held
+    return before - {*update.removed.tolist()} | {*update.stored.tolist()}
+
+
 class ReceivedBlocks:
     """Blocks of a router that receives every update."""
 
@@ -76,10 +82,7 @@ class ReceivedBlocks:
         if due := self.blocks.next_update():
             update, whole = due
             self.wholes += whole is not None
-            if update.whole:
-                self._held = set()
-            self._held -= {*update.removed.tolist()}
-            self._held |= {*update.stored.tolist()}
+            self._held = after(update, self._held)
             if whole:
                 assert {*whole.stored.tolist()} == self._held
         return self._held

@@ -19,7 +19,7 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
 from tests.conftest import Logged
-from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
+from tests.poll.test_kv_blocks import CLEARED, KEYS, after, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
 
 UNKNOWN = "replica's KV blocks are unknown: routers estimate its prefix cache"
@@ -110,10 +110,7 @@ class Followed(Destination):
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
         if update := self._blocks.next_update():
-            if update[0].whole:
-                self.held.clear()
-            self.held -= {*update[0].removed.tolist()}
-            self.held |= {*update[0].stored.tolist()}
+            self.held = after(update[0], self.held)
         self._changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:

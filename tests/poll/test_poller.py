@@ -229,18 +229,21 @@ async def test_refused_connections_end_the_silence_of_a_replica(
 
 
 async def test_seconds_without_answer_are_published_while_a_replica_hangs(
-    replica: Replica, router: RouterView
+    redis_server: RedisServer, replica: Replica
 ) -> None:
-    await router.replica(replica, models=MODELS)
-    replica.answers |= {"/metrics": hang, "/health": hang}
-    state = await router.replica(replica, lambda state: state.unanswered_s > 0.2)
-    assert (state.healthy, state.running) == (True, 2)  # last known figures
-    hung = await router.replica(replica, healthy=False)
-    assert hung.problem == "hangs: accepts connections, but answers neither /metrics nor /health"
-    await router.replica(replica, lambda state: state.unanswered_s > hung.unanswered_s)
-    replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
-    state = await router.replica(replica, running=7)
-    assert (state.healthy, state.unanswered_s) == (True, 0.0)
+    async with watching(config(redis_server, replica, poll=SOON)) as router:
+        await router.replica(replica, models=MODELS)
+        replica.answers |= {"/metrics": hang, "/health": hang}
+        state = await router.replica(replica, lambda state: state.unanswered_s > 0.2)
+        assert (state.healthy, state.running) == (True, 2)  # last known figures
+        hung = await router.replica(replica, healthy=False)
+        assert hung.problem == (
+            "hangs: accepts connections, but answers neither /metrics nor /health"
+        )
+        await router.replica(replica, lambda state: state.unanswered_s > hung.unanswered_s)
+        replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
+        state = await router.replica(replica, running=7)
+        assert (state.healthy, state.unanswered_s) == (True, 0.0)
 
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])

@@ -23,7 +23,6 @@ from tests.poll.replica import (
     drip,
     endless,
     hang,
-    models,
     page,
     serving,
     text,
@@ -45,12 +44,6 @@ async def compressed(_: web.Request) -> web.StreamResponse:
     response = web.Response(text=page())
     response.enable_compression(web.ContentCoding.gzip)
     return response
-
-
-async def test_scrape_reads_health_and_metrics(replica: Replica, session: ClientSession) -> None:
-    figures = await scrape(session, replica.id)
-    assert (figures.running, figures.kv_tokens, figures.models) == (2, 1600, ("tiny",))
-    assert sorted(replica.paths) == ["/health", "/metrics"]
 
 
 @pytest.mark.parametrize(
@@ -147,20 +140,6 @@ async def test_machine_that_accepts_no_connection_does_not_respond() -> None:
                 with pytest.raises(SilentError, match="cannot connect: timed out"):
                     await scrape(session, replica)
                 assert not await responds(session, replica)
-
-
-async def test_models_adapters_and_context_length_are_read(
-    replica: Replica, session: ClientSession
-) -> None:
-    replica.answers["/v1/models"] = models("base", adapters=("adapter",), max_model_len=8192)
-    listed = await read_models(session, replica.id)
-    assert listed == {
-        "models": ("base", "adapter"),
-        "listed": True,
-        "adapters": ("adapter",),
-        "max_model_len": 8192,
-        "takes_priority": True,
-    }
 
 
 @pytest.mark.parametrize(
