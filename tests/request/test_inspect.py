@@ -300,13 +300,13 @@ CUT = json.dumps(
 ).encode()
 
 
-@pytest.mark.parametrize("length", range(len(CUT) + 1))
-def test_body_cut_anywhere_is_measured(length: int) -> None:
+def test_body_cut_anywhere_is_measured() -> None:
     whole = inspect(E.CHAT, CUT, counter())
-    got = inspect(E.CHAT, CUT[:length], counter(), partial=True, content_length=len(CUT))
-    assert got.model in ("", "gpt")
-    assert got.prompt_bytes == 0
-    assert whole.prompt_tokens <= got.prompt_tokens <= len(CUT)
+    for length in range(len(CUT) + 1):
+        got = inspect(E.CHAT, CUT[:length], counter(), partial=True, content_length=len(CUT))
+        assert got.model in ("", "gpt"), length
+        assert got.prompt_bytes == 0, length
+        assert whole.prompt_tokens <= got.prompt_tokens <= len(CUT), length
 
 
 def test_missing_bytes_of_an_image_are_not_text() -> None:

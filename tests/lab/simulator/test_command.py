@@ -114,6 +114,7 @@ async def test_flags_for_old_counters_and_a_cold_start() -> None:
         page = await response.text()
         assert "prefix_cache_hits_total" in page
         assert "prompt_tokens_cached_total" not in page
+        assert "prompt_tokens_by_source" not in page
         step = hardware_profile(DEFAULT_PROFILE).step
         (took,) = re.findall(r"e2e_request_latency_seconds_sum{.*} (.*)", page)
         assert float(took) > 1.9 * 50 * step.step_time(prefill=0, batch=1, kv=1)

@@ -77,20 +77,6 @@ async def test_page_has_the_start_time_of_the_process(client: ClientSession) -> 
     assert wall() - 60.0 < started_at <= wall()
 
 
-@pytest.mark.parametrize("replica", [replace(SETTINGS, old_counters=True)], indirect=True)
-async def test_old_counters_show_cached_tokens_only_as_cache_hits(
-    client: ClientSession,
-) -> None:
-    for _ in range(2):
-        await complete(client, "word " * 100, 20)
-    counts = await values(client)
-    assert counts["prompt_tokens_total"] == counts["prefix_cache_queries_total"] == 250
-    assert counts["prefix_cache_hits_total"] == 112
-    assert not [
-        name for name in counts if name.startswith(("prompt_tokens_cached", "prompt_tokens_by"))
-    ]
-
-
 async def test_finished_requests_are_counted(client: ClientSession) -> None:
     for _ in range(2):
         await complete(client, "word " * 100, 20)
