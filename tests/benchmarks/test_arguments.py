@@ -40,6 +40,30 @@ NAMES = {
     "load --endpoint": "chat, completions",
     "real_vllm --policy": "completion, ",
 }
+SERVER = "compare --servers 127.0.0.1:8101"
+REFUSED = {
+    "compare --contenders router,nginx": (
+        "no contender is called 'nginx'; known: router, envoy, observed, vllm-router"
+    ),
+    "compare --contenders router,envoy:fastest": "envoy has no policy 'fastest'",
+    "compare --contenders router,router:fastest": "router has no policy 'fastest'",
+    f"{SERVER} --fleet a.yaml": "either --servers or --fleet",
+    f"{SERVER} --speeds 1 2": "--speeds needs a speed for each server",
+    f"{SERVER} --contenders envoy:least_request_weighted": "needs the speeds of the servers",
+    f"{SERVER} --fault replica-slow": "servers that run already cannot fail",
+    "compare --fault router-killed": "--fault",
+    "compare --at 3": "--at needs --fault",
+    "compare --fault redis-killed --at 16 --duration 16": "must be less than --duration",
+    "real_vllm": "required",
+    "real_vllm 127.0.0.1": "host:port",
+    "real_vllm localhost:8000": "not an IP",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_contradicting_arguments_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *given = line.split()
+    assert REFUSED[line] in complaint_of(COMMANDS[command][0], capsys, *given)
 
 
 @pytest.mark.parametrize("argument", VALUES)

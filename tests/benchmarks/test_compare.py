@@ -48,22 +48,6 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("nginx", "no contender is called 'nginx'; known: router, envoy, observed, vllm-router"),
-        ("envoy:fastest", "envoy has no policy 'fastest'"),
-        ("router:fastest", "router has no policy 'fastest'"),
-    ],
-)
-def test_unknown_contender_is_refused(
-    name: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(["--contenders", f"router,{name}"])
-    assert error in capsys.readouterr().err
-
-
 def test_proxy_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path("benchmarks/compare/peers.txt").read_text().split()
     assert sorted(line.partition("==")[0] for line in listed) == sorted(PROXIES)
@@ -154,23 +138,6 @@ async def test_running_servers_lose_their_cached_prefixes_before_a_turn(tmp_path
         with pytest.raises(ProcessError, match=r"answers 404 .*VLLM_SERVER_DEV_MODE=1"):
             async with servers.fresh(tmp_path / "turn"):
                 pass
-
-
-@pytest.mark.parametrize(
-    ("more", "complaint"),
-    [
-        (["--fleet", "a.yaml"], "either --servers or --fleet"),
-        (["--speeds", "1", "2"], "--speeds needs a speed for each server"),
-        (["--contenders", "envoy:least_request_weighted"], "needs the speeds of the servers"),
-        (["--fault", "replica-slow"], "servers that run already cannot fail"),
-    ],
-)
-def test_option_that_running_servers_lack_is_refused(
-    more: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(["--servers", "127.0.0.1:8101", *more])
-    assert complaint in capsys.readouterr().err
 
 
 # -- the machine ----------------------------------------------------------------------------

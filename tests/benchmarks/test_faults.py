@@ -84,14 +84,6 @@ def test_harm_table_is_the_same_on_terminal_and_page() -> None:
     assert "replica killed after 5 s" in page
 
 
-def test_impossible_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    late = "--fault redis-killed --at 16 --duration 16"
-    for given in ("--fault router-killed", "--at 3", late):
-        with pytest.raises(SystemExit):
-            compare.main(given.split())
-        assert given.split()[0] in capsys.readouterr().err
-
-
 def test_contender_without_the_part_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
