@@ -118,7 +118,7 @@ def test_unreachable_server_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert complaint(capsys, "--url", url).startswith(f"load: {url} cannot be reached: ")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def replica() -> Iterator[str]:
     command = [sys.executable, "-m", "extproc", "simulate", "--port", "0", "--speed", "20"]
     with Popen(command, stdout=PIPE, text=True) as process:
@@ -185,7 +185,7 @@ def test_timeout_of_a_request_fails_the_run(
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 50, "output_length": 5, "max_tokens": 16}
     trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 30_000}))
-    given = ["--url", replica, "--trace", str(trace), "--known-lengths", "--timeout", "10"]
+    given = ["--url", replica, "--trace", str(trace), "--known-lengths", "--timeout", "4"]
     assert main(given) == 1
     output = capsys.readouterr().out
     assert "1 of 2 requests answered" in output

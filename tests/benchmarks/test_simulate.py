@@ -110,14 +110,13 @@ def test_drafting_replicas_are_predicted(simulate: Simulate, tmp_path: Path) -> 
 
 
 def test_completion_beats_lmetric_where_replicas_differ(simulate: Simulate) -> None:
-    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "300"]
+    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "200"]
     completion, lmetric = simulate(*arguments, "--no-oracle")
     assert completion["e2e_s"]["p99"] < 0.5 * lmetric["e2e_s"]["p99"]
     assert completion["ttft_s"]["p99"] < 0.5 * lmetric["ttft_s"]["p99"]
-    assert sum(replica["requests"] for replica in completion["per_replica"].values()) == 300
+    assert sum(replica["requests"] for replica in completion["per_replica"].values()) == 200
 
 
-@pytest.mark.timeout(300)  # long on a busy machine
 def test_queue_kv_decides_like_picker_of_llm_d(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,21 +125,18 @@ def test_queue_kv_decides_like_picker_of_llm_d(
     # replicas showed the current state. vLLM's show the end of the last step.
     monkeypatch.setattr(Engine, "gauges", _LiveGauges(), raising=False)
     part = ["--speed", "4", "--skip", "500", "--duration", "20", "--no-oracle"]
-    seeds = [
-        simulate(*part, "--policy", "queue_kv", "--seed", seed, fleet_file=LIVE_MIXED)[0]
-        for seed in "012"
-    ]
-    assert [run["requests"] for run in seeds] == [522] * 3
-    assert median(run["e2e_s"]["mean"] for run in seeds) == pytest.approx(2.65, rel=0.05)
-    assert median(run["e2e_s"]["p99"] for run in seeds) == pytest.approx(13.9, rel=0.05)
-    slow = [sum(run["per_replica"][f"a10-{n}"]["requests"] for n in (0, 1)) for run in seeds]
-    assert median(slow) == pytest.approx(42, abs=5)
+    (run,) = simulate(*part, "--policy", "queue_kv", fleet_file=LIVE_MIXED)
+    assert run["requests"] == 522
+    assert run["e2e_s"]["mean"] == pytest.approx(2.65, rel=0.05)
+    assert run["e2e_s"]["p99"] == pytest.approx(13.9, rel=0.05)
+    slow = sum(run["per_replica"][f"a10-{n}"]["requests"] for n in (0, 1))
+    assert slow == pytest.approx(42, abs=5)
 
 
 def test_distance_to_oracle_is_printed(
     simulate: Simulate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "300")
+    run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "150")
     assert oracle["policy"] == "oracle"
     ratio = run["to_oracle"]["e2e_s"]["mean"]
     assert ratio == run["e2e_s"]["mean"] / oracle["e2e_s"]["mean"]
@@ -166,23 +162,8 @@ def test_phase_without_requests_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "none of the requests that arrived from" in capsys.readouterr().err
 
 
-def test_learning_corrects_a_wrong_profile() -> None:
-    requests = trace.read([CONVERSATION], speed=3, most=1200)
-
-    def mean_after_a_minute(profile_error: float, *know: str) -> float:
-        options: dict[str, Any] = {"know": frozenset(know), "profile_error": profile_error}
-        simulation = FleetSimulation(fleet.read(MIXED), "completion", **options)
-        served = [each for each in simulation.run(requests) if each.traced.at > 60]
-        assert len(served) > 200
-        return mean(request.completion for request in served)
-
-    known = mean_after_a_minute(1.0, "coefficients")
-    assert mean_after_a_minute(2.0) < 1.1 * known
-    assert mean_after_a_minute(0.5) < 1.1 * known
-
-
 def test_digests_improve_decisions_of_several_routers() -> None:
-    requests = trace.read([CONVERSATION], speed=2, most=250)
+    requests = trace.read([CONVERSATION], speed=2, most=150)
     equal = fleet.read(HERE / "fleets" / "equal.yaml")
     total = {}
     for lag in (0.0, None):
@@ -218,14 +199,14 @@ def test_prompt_longer_than_the_context_fails() -> None:
 
 def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
     written = tmp_path / "results.json"
-    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "300"]
-    assert main([*common, "--no-oracle", "--from", "20", "--json", str(written)]) == 0
+    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "100"]
+    assert main([*common, "--no-oracle", "--from", "10", "--json", str(written)]) == 0
     (run,) = json.loads(written.read_text())["runs"]
     requests = run["requests"]
-    assert len(requests) == 300
-    assert all(request["counted"] == (request["at_s"] >= 20) for request in requests)
+    assert len(requests) == 100
+    assert all(request["counted"] == (request["at_s"] >= 10) for request in requests)
     counted = sum(request["counted"] for request in requests)
-    assert run["summary"]["requests"] == counted < 300
+    assert 0 < run["summary"]["requests"] == counted < 100
 
 
 def test_first_tokens_of_streamed_requests_alone_are_counted(tmp_path: Path) -> None:
