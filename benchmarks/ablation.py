@@ -157,7 +157,6 @@ PARTS = {
         _predicting("avoidable", lambda prediction: np.zeros_like(prediction.ttft)),
     ),
     "near ties": AblatedPart(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
-    "equal first tokens": AblatedPart(f"{_POLICIES}:_SAME_TTFT", _constant(0.0)),
     "prefix caches": AblatedPart(
         f"{_PREFIXES}:PrefixIndex.hits",
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),

@@ -13,7 +13,6 @@ from extproc.predict.inputs import Floats, Indices, least, most
 from extproc.route.decision import Situation
 
 _NEAR_TIE = 0.1  # relative difference of equal scores: about the error of a prediction
-_SAME_TTFT = 0.05  # relative difference of equal times to first token
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
@@ -62,7 +61,7 @@ def soonest(situation: Situation, equal: Indices) -> Indices:
     step.
     """
     ttft, step = situation.prediction.ttft[equal], least(situation.view.c0[equal])
-    return equal[ttft <= least(ttft) * (1.0 + _SAME_TTFT) + step]
+    return equal[ttft <= least(ttft) + step]
 
 
 def lowest(scores: Floats, random: Random) -> int:

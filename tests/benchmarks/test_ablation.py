@@ -32,7 +32,6 @@ SHOWN_BY = {
     "trial of new replicas": "adapters",
     "wait for admission": "adapters",
     "KV pressure": "shared",
-    "equal first tokens": "shared",
     "trust in the prefix index": "adapters",
     "adapters": "adapters",
     "digests of other routers": "shared",
