@@ -1,14 +1,9 @@
-"""A clock that tests move, and fleets of one or two A10 replicas on it."""
+"""Fleets of one or two A10 replicas."""
 
 import pytest
 
 from extproc.fleet.fleet import Fleet
 from tests.fakes import A10, ManualClock, fleet_of
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture

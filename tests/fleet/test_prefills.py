@@ -151,7 +151,7 @@ def test_backlog_follows_an_engine_of_another_profile(believed: str, cached: flo
     engine = Engine(profile, kv_tokens=400_000)
     fleet = fleet_of(clock, believed)
     errors = []
-    for number in range(1, 1500):
+    for number in range(1, 600):
         clock.advance(random.expovariate(12.0))
         prompt, output = random.randrange(50, 4000), random.randrange(1, 200)
         engine.advance(clock())

@@ -75,8 +75,7 @@ POLLED = ("least_kv", "queue_kv")
 
 
 @pytest.mark.parametrize("policy", POLLED)
-def test_polled_policies_use_the_figures_of_the_last_poll(policy: str) -> None:
-    clock = ManualClock()
+def test_polled_policies_use_the_figures_of_the_last_poll(policy: str, clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(1, A10, clock, running=2, waiting=1, kv_usage=0.2))
     fleet.put(state(2, A10, clock, running=2, kv_usage=0.1))
@@ -103,8 +102,7 @@ def test_policy_knows_the_hardware_of_each_candidate(monkeypatch: pytest.MonkeyP
     assert decide(fleet, "cheapest", chat(100, 50)).replica == replica(1)
 
 
-def test_round_robin_takes_turns_for_each_model() -> None:
-    clock = ManualClock()
+def test_round_robin_takes_turns_for_each_model(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10, A10, A10)
     for number in (3, 4):
         fleet.put(state(number, A10, clock, models=("other",)))
@@ -144,8 +142,7 @@ def test_unknown_continued_response_is_routed_as_any_request() -> None:
     assert decide(fleet, "completion", CONTINUED).policy == "completion"
 
 
-def test_continued_response_goes_to_an_owner_that_is_held_up() -> None:
-    clock = ManualClock()
+def test_continued_response_goes_to_an_owner_that_is_held_up(clock: ManualClock) -> None:
     fleet = fleet_of(clock, H100, A10)
     fleet.responses.remember("resp_1", replica(2))
     fleet.put(state(2, A10, clock, unanswered_s=0.3))
@@ -156,8 +153,7 @@ def test_continued_response_goes_to_an_owner_that_is_held_up() -> None:
     assert decide(fleet, "completion", CONTINUED).replica == replica(1)
 
 
-def test_continued_response_avoids_an_excluded_owner() -> None:
-    clock = ManualClock()
+def test_continued_response_avoids_an_excluded_owner(clock: ManualClock) -> None:
     fleet = fleet_of(clock, H100, A10)
     fleet.responses.remember("resp_1", replica(2))
     fleet.put(state(2, A10, clock, draining=True))
@@ -178,8 +174,7 @@ def test_continued_response_avoids_an_excluded_owner() -> None:
     assert fleet.response_owner("resp_1") is None
 
 
-def test_no_decision_without_a_healthy_replica() -> None:
-    clock = ManualClock()
+def test_no_decision_without_a_healthy_replica(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, healthy=False))
     assert Router(fleet, "completion", random.Random(0)).decide(chat(1)) is None
@@ -319,8 +314,7 @@ def test_completion_chooses_the_replica_that_finishes_first(case: CompletionCase
     assert decision.why == clause(decision, case.first, 3 - case.first, case.term)
 
 
-def test_reason_names_a_replica_that_decodes_slower_than_predicted() -> None:
-    clock = ManualClock()
+def test_reason_names_a_replica_that_decodes_slower_than_predicted(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     for _ in range(50):
         fleet.decoded(replica(2), 2.0, 4.0)
@@ -329,8 +323,7 @@ def test_reason_names_a_replica_that_decodes_slower_than_predicted() -> None:
     assert decision.why == clause(decision, 1, 2, "decode")
 
 
-def test_kv_cache_that_frees_soon_beats_a_long_queue() -> None:
-    clock = ManualClock()
+def test_kv_cache_that_frees_soon_beats_a_long_queue(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.dispatch(replica(1), chat(41_500, 100))
     clock.advance(13.0)
@@ -349,8 +342,7 @@ def test_reason_names_a_slower_prefill() -> None:
     )
 
 
-def test_prompt_goes_to_the_replica_that_can_hold_it() -> None:
-    clock = ManualClock()
+def test_prompt_goes_to_the_replica_that_can_hold_it(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(1, A10, clock, max_model_len=4_096))
     fleet.dispatch(replica(2), chat(9_000, 500))
@@ -379,8 +371,7 @@ def test_replica_must_hold_the_longest_prompt(
     assert (decision.replica, decision.second) == chosen
 
 
-def test_answer_ends_at_the_end_of_the_context() -> None:
-    clock = ManualClock()
+def test_answer_ends_at_the_end_of_the_context(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, max_model_len=4_096))
     for bound in (None, 2_000):
@@ -420,8 +411,7 @@ def test_sooner_first_token_may_delay_a_completion_unless_kv_caches_fill(held: i
     assert decision.replica == replica(1 if held else 2)
 
 
-def test_later_completion_wins_if_others_lose_less() -> None:
-    clock = ManualClock()
+def test_later_completion_wins_if_others_lose_less(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     for _ in range(30):
         fleet.dispatch(replica(1), chat(1000, 2000))
@@ -462,8 +452,7 @@ def clause(decision: Decision, first: int, second: int, term: str) -> str:
     )
 
 
-def test_decision_names_stale_digests_of_other_routers() -> None:
-    clock = ManualClock()
+def test_decision_names_stale_digests_of_other_routers(clock: ManualClock) -> None:
     fleet, other = fleet_of(clock, A10, A10), fleet_of(clock, A10, A10)
     other.dispatch(replica(1), chat(1000, 100))
     digest = other.digests.due(clock())

@@ -75,8 +75,7 @@ def test_session_leaves_a_replica_that_is_dead_or_drains(figures: dict[str, bool
     assert decide(fleet, 1_000.0).replica == replica(1)
 
 
-def test_prompt_too_long_for_the_session_goes_elsewhere() -> None:
-    clock = ManualClock()
+def test_prompt_too_long_for_the_session_goes_elsewhere(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.put(state(2, A10, clock, max_model_len=500))
     fleet.sessions.record("s", replica(2))

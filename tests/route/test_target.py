@@ -17,12 +17,10 @@ from tests.fakes import A10, H100, ManualClock, chat, decided, fleet_of, replica
 SLOW, FAST = replica(1), replica(2)
 
 
-def of(
-    ttft_s: float = inf, tpot_s: float = inf, completion_s: float = inf, prompt: int = 1_000
-) -> RequestProfile:
+def of(ttft_s: float = inf, tpot_s: float = inf, completion_s: float = inf) -> RequestProfile:
     """Return a request that generates 100 tokens."""
     aim = Objective("aim", ttft_s=ttft_s, tpot_s=tpot_s, completion_s=completion_s)
-    return replace(chat(prompt, 100), least_output=100, objective=aim)
+    return replace(chat(1_000, 100), least_output=100, objective=aim)
 
 
 def router_of(fleet: Fleet, policy: str = "completion") -> Router:
@@ -79,8 +77,7 @@ def test_request_that_misses_its_target_everywhere_follows_the_policy() -> None:
     assert decision.why.startswith("no replica meets its target; r2 finishes it in")
 
 
-def test_ttft_target_overrides_the_policy_only_if_late() -> None:
-    clock = ManualClock()
+def test_ttft_target_overrides_the_policy_only_if_late(clock: ManualClock) -> None:
     fleet = fleet_of(clock, H100, H100)
     for _ in range(20):
         fleet.dispatch(replica(2), chat(8_000, 100))
@@ -114,8 +111,7 @@ def test_prediction_errors_enlarge_the_safety_margin() -> None:
     assert decide(router, aim).replica == SLOW
 
 
-def test_replica_that_cannot_hold_the_prompt_meets_no_target() -> None:
-    clock = ManualClock()
+def test_replica_that_cannot_hold_the_prompt_meets_no_target(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, H100)
     fleet.put(state(1, A10, clock, max_model_len=500))
     for aim in (of(completion_s=60.0), of(ttft_s=60.0), of(tpot_s=60.0)):

@@ -193,8 +193,7 @@ async def test_drain_outlives_replica_for_an_hour(store: DrainStore) -> None:
     assert (drains.has(HERE), drains.has(GONE)) == (True, False)
 
 
-async def test_expired_drain_stays_forgotten(store: DrainStore) -> None:
-    clock = ManualClock()
+async def test_expired_drain_stays_forgotten(store: DrainStore, clock: ManualClock) -> None:
     await store.write({GONE: True})
     pollers = Drains(), Drains()
     for poller in pollers:
