@@ -37,6 +37,7 @@ class Housekeeping:
             CounterLog(logger, _FAILED, first.metrics.failures, first.clock, (), self._title),
         )
         self._warnings = WarningLog(first.clock)
+        first.metrics.in_flight.set_function(lambda: sum(pool.fleet.in_flight for pool in pools))
 
     async def run(self) -> NoReturn:
         """Look at everything once a second, until cancelled."""
@@ -91,7 +92,6 @@ class Housekeeping:
         shares = [pair for pool in pools for pair in pool.queue.shares().items()]
         metrics.set_waiting(waiting, shares)
         metrics.set_unserved({pool.config.pool: pool.queue.unserved_by_model() for pool in pools})
-        metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
         # A pool that never had a replica has no updates.

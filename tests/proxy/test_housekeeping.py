@@ -13,7 +13,7 @@ from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.proxy.app import build
 from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, replica
+from tests.fakes import ManualClock, chat, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 
 
@@ -35,6 +35,14 @@ async def test_external_load_is_a_figure_of_routers_that_route_every_request(
         put_replicas(services, 1, running=3, steps=later, scraped_at=services.wall() + later)
     await one_pass(services)
     assert samples(services.metrics.external_requests) == external
+
+
+async def test_requests_in_flight_are_counted_at_the_time_of_the_scrape() -> None:
+    services = router_of(config_of())
+    put_replicas(services, 1)
+    await one_pass(services)
+    services.fleet.dispatch(replica(1), chat(100, 10))
+    assert samples(services.metrics.in_flight) == {(): 1}
 
 
 async def test_other_router_is_known_by_host_and_port(caplog: pytest.LogCaptureFixture) -> None:
