@@ -58,7 +58,11 @@ class PollMetrics:
         self.redis_lost = gauge(
             "extproc_poll_redis_lost", "1 while the poller cannot write its states to Redis."
         )
-        self.replicas = gauge("extproc_poll_replicas", "Replicas scraped.")
+        self.replicas = gauge(
+            "extproc_poll_replicas",
+            "Replicas that this poller scrapes: of few replicas, one of several pollers may have "
+            "none.",
+        )
         self.healthy = gauge(
             "extproc_poll_replicas_healthy", "Replicas whose last scrape succeeded."
         )
