@@ -4,6 +4,7 @@ Functions here raise :class:`RouterUnavailableError` if the router does not answ
 stopped, and ValueError if a file of ``access`` cannot be used.
 """
 
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from json import loads
@@ -104,10 +105,10 @@ async def _get(
             f"the router at {url} accepts connections, but does not answer: restart it if it hangs "
             "(/livez does not answer, either)"
         ) from None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise RouterUnavailableError(
-            f"no router answers at {url}: check that a router runs and that this is its "
-            "serve.admin, or name another address with --router"
+            f"no router answers at {url}: {_reason(error)}: check that a router runs and that this "
+            "is its serve.admin, or name another address with --router"
         ) from None
 
 
@@ -120,6 +121,16 @@ def _no_router(url: str, answer: str) -> RouterUnavailableError:
     return RouterUnavailableError(
         f"{url} is not the admin address (serve.admin) of a router: it answers {answer}"
     )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_TIMEOUT_S:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno).lower()
+    if isinstance(error, ValueError):
+        return "this is no URL"
+    return str(error) or type(error).__name__
 
 
 def _is_decision(record: object) -> bool:

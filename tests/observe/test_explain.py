@@ -261,9 +261,10 @@ async def test_hung_router_is_an_error_of_its_own(
 async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     (line,) = await run(command, "--router", address, status=1)
-    assert line.startswith(f"extproc {command}: no router answers at http://{address}: ")
+    refused = f"no router answers at http://{address}: connection refused: check that a router"
+    assert line.startswith(f"extproc {command}: {refused}")
     (line,) = await run(command, "--router", "http://", status=1)
-    assert "no router answers" in line
+    assert "no router answers at http:: this is no URL: check" in line
     async with serve_admin("127.0.0.1:0", CollectorRegistry()) as poller:
         (line,) = await run(command, "--router", poller, status=1)
         assert "is not the admin address (serve.admin) of a router: it answers status 404" in line
