@@ -22,7 +22,7 @@ from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _RETRY_S = 1.0
-_WORST_FIRST = ("down", "excluded", "draining", "ok")
+_WORST_FIRST = ("unhealthy", "excluded", "draining", "ok")
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
     **dict.fromkeys(("count", "load", "tokens"), count),
@@ -143,4 +143,5 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
         lines = table(shown[:number], [row[:number] for row in cells])
         if number == 1 or max(map(len, lines)) <= width:
             yield from ("", *lines)
-            return
+            break
+    yield from paragraph(given["note"], 0, width=width)

@@ -1,6 +1,7 @@
 """Text for terminals: tables, paragraphs, figures, and suggestions for misspelt names."""
 
 import difflib
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> li
 def printable(text: str) -> str:
     """Replaces control characters, which a client or replica could send to a terminal, by ``?``."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def natural(name: str) -> list[int | str]:
+    """Sort key that puts ``r2`` before ``r10``."""
+    parts = re.split(r"(\d+)", name.casefold())
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -29,8 +29,14 @@ class History:
         self._metrics = metrics
         self._clock = clock
         self._times = metrics.ttft.seconds, metrics.tpot.seconds, metrics.completion.seconds
+        self._started_at = clock()
         most = round(SPANS_S[-1] / _EVERY_S) + 1
         self._totals = deque([(clock(), self._now())], maxlen=most)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start of the router."""
+        return self._clock() - self._started_at
 
     def look(self) -> None:
         """Store the totals, if the last ones are ten seconds old."""

@@ -194,21 +194,24 @@ def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0
 
 
 _ROUTER_LOST = Signs(
-    "Of the routers, .* lost: killed, hung",
+    "Router .* lost: killed, hung",
     "extproc_other_routers == 0",
-    "Of the routers, .* lost: killed, hung",
+    "Router .* lost: killed, hung",
     "ExtprocProcessDown",
 )
 _POLLER_LOST = Signs(
-    "Of the pollers, .* lost: killed, hung",
+    "Poller .* lost: killed, hung",
     'up{job="poller"} == 0',
-    "Of the pollers, .* lost: killed, hung",
+    "Poller .* lost: killed, hung",
     "ExtprocProcessDown",
 )
 _REPLICAS = [replica.name for replica in REPLICAS]
-_NO_STATE = Signs(
-    "Stale state", "extproc_state_age_seconds > 5", "redis is lost", "ExtprocStateStale"
-)
+_NO_POLLER = "No poller reaches Redis"
+
+
+def _no_state(page: str, log: str) -> Signs:
+    return Signs(page, "extproc_state_age_seconds > 5", log, "ExtprocStateStale")
+
 
 SCENES = (
     Scene("router-killed", _killed("router-2"), 5.0, _routes("router-2"), _ROUTER_LOST),
@@ -220,7 +223,8 @@ SCENES = (
           Signs("This router is slow", "extproc_loop_delay_seconds > 0.02",
                 "This router is slow", "ExtprocRouterSlow"),
           stopped="router"),
-    Scene("redis-killed", _killed("redis"), 10.0, _fresh, _NO_STATE, most_age_s=12.0),
+    Scene("redis-killed", _killed("redis"), 10.0, _fresh,
+          _no_state("Redis does not answer", "redis is lost"), most_age_s=12.0),
     Scene("redis-slow", _slowed("redis", run_s=0.005, stop_s=0.095), 10.0, _fresh,
           Signs("Redis is slow",
                 "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
@@ -233,8 +237,10 @@ SCENES = (
     Scene("poller-killed", Fault(_killed("poller").fail), 0.0, _fresh, _POLLER_LOST,
           tidy=_killed("poller").mend),
     Scene("poller-stopped", _stopped("poller"), 5.0, _fresh, _POLLER_LOST),
+    Scene("pollers-killed", _killed("poller", "poller-2"), 10.0, _fresh,
+          _no_state(_NO_POLLER, _NO_POLLER), most_age_s=20.0),  # pollers take seconds to start
     Scene("pollers-cut-off", Fault(_admit_pollers(False), _admit_pollers(True)), 10.0, _fresh,
-          _NO_STATE, most_age_s=12.0),
+          _no_state(_NO_POLLER, "redis is lost"), most_age_s=12.0),
     Scene("replica-killed", _killed("r1"), 6.0, _serves("r1"), _excluded("r1", "unhealthy", ""),
           victim="r1", loses_answers=True),
     Scene("replica-stopped", _stopped("r2"), 10.0, _serves("r2"),

@@ -1,4 +1,4 @@
-"""docs/failure-modes.md has a row for each scene of the chaos tests, with its alert."""
+"""docs/failure-modes.md has a row for each scene, with its alert and what the page says."""
 
 import re
 from pathlib import Path
@@ -26,6 +26,12 @@ def test_page_has_a_row_for_each_scene_in_the_same_order() -> None:
 def test_row_names_the_alert_of_its_scene(scene: Scene) -> None:
     alerts = re.findall("`(Extproc[A-Za-z]+)`", rows()[scene.name])
     assert alerts == ([scene.signs.alert] if scene.signs.alert else [])
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_row_says_what_the_page_says(scene: Scene) -> None:
+    says = rows()[scene.name].split(" | ")[3]
+    assert re.search(scene.signs.page or "^nothing$", says)
 
 
 @pytest.mark.parametrize("alert", sorted({scene.signs.alert for scene in SCENES} - {""}))

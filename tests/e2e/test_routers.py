@@ -261,7 +261,7 @@ async def test_killed_process_is_warned_of_until_it_returns(
     client: Client, stack: Stack, name: str
 ) -> None:
     async def lost() -> bool:
-        of = f"Of the {name.removesuffix('-2')}s, "
+        of = f"{name.removesuffix('-2').capitalize()} "
         return any(
             warning.startswith(of) and "lost: killed" in warning
             for warning in await client.warnings()

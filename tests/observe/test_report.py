@@ -50,10 +50,8 @@ async def test_report_has_what_runs_and_no_password(
     assert record["number"] == decided.number
     assert "# TYPE" in files["metrics.txt"] or files["metrics.txt"] == ""
     assert "Redis" in files["findings.txt"]
-    assert files["warnings.txt"] == (
-        "Redis does not answer: this router uses its last state and its own ledger. "
-        "Restart Redis, or check the way to it.\n"
-    )
+    [warning] = files["warnings.txt"].splitlines()
+    assert warning.startswith("Redis does not answer: this router uses its last state")
     assert not any(secret in text for text in files.values() for secret in SECRETS)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import platform
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -13,19 +12,29 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from extproc.ground.text import Column, row_of
+from extproc.ground.clock import time_of_day
+from extproc.ground.text import Column, natural, row_of
 from extproc.observe.changes import Presence
 from extproc.observe.dashboard.observed import observed_requests, steering
-from extproc.observe.dashboard.warnings import pool_warnings, router_warnings, worst_first
+from extproc.observe.dashboard.warnings import (
+    pool_warnings,
+    redis_lost,
+    router_warnings,
+    worst_first,
+)
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
+from extproc.observe.history import SPANS_S
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
+from extproc.replica_state import ReplicaState
 from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
 _COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
+_LEAST_SHARED = 3  # decisions in the last minute: fewer are shown as 0.0 requests a second
 _DECISIONS_LISTED = 12
+_UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
 _GROUPS = 50  # groups of queued requests listed: there may be as many tenants as users
 
@@ -56,7 +65,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     A thousand replicas take 15 ms; other tasks run between two pools.
     """
     first = pools[0]
-    dispatched, history = _dispatched(first), first.history.rows()
+    dispatched, history, age_s = _dispatched(first), first.history.rows(), first.history.age_s
     shown, usable, replicas, since = [], 0, 0, first.clock() - _COMPARED_S
     warnings = [("", warning) for warning in router_warnings(pools)]
     for pool in pools:
@@ -92,7 +101,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             *observed_facts,
         ],
         "pools": shown,
-        "history": _history(history),
+        "history": _history(history, age_s, first.wall() - age_s),
         "decisions": _decisions(first.log),
     }
 
@@ -121,7 +130,7 @@ def _replicas(
 ) -> PageTable:
     fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
     excluded = {replica.id: replica.why for replica in view.excluded}
-    order = sorted(range(len(view)), key=lambda row: _natural(view.names[row]))
+    order = sorted(range(len(view)), key=lambda row: natural(view.names[row]))
     ids = [view.ids[row] for row in order]
     states = [fleet.members.by_row[view.rows[row]] for row in order]
     reasons = [excluded.get(replica, "") for replica in ids]
@@ -129,16 +138,14 @@ def _replicas(
         f"{'' if state.name == state.id else f'{state.id} '}{', '.join(state.models)}"
         for state in states
     ]
-    health = [
-        (reason or "ok") if reason in ("", "draining") else "excluded" if state.healthy else "down"
-        for reason, state in zip(reasons, states, strict=True)
-    ]
+    health = [*map(_health, reasons, states)]
     problems = [*map(partial(_problem, pool), ids, reasons)]
     by_profile = [not state.measured for state in states]
     estimated = [fleet.blocks.count(replica) is None for replica in ids]
     ages = [round(now - fleet.eligibility.scraped_at(replica), 1) for replica in ids]
-    total = max(dispatched.total(), 1)
-    shares = [round(dispatched[name, replica] / total, 3) for replica in ids]
+    total = dispatched.total()
+    enough = total >= _LEAST_SHARED
+    shares = [round(dispatched[name, replica] / total, 3) if enough else None for replica in ids]
     warm = [round(fleet.warm_tokens(replica)) for replica in ids]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
@@ -157,11 +164,17 @@ def _replicas(
         PageColumn("×", "ratio", figures(view.stretch)),
         PageColumn("Share", "share", shares),
         PageColumn("Age", "age", ages),
-        PageColumn("Prompt/s", "tokens", figures(prefill), estimated=by_profile),
-        PageColumn("Output/s", "tokens", figures(decode), estimated=by_profile),
+        PageColumn("Prefill speed", "tokens", figures(prefill), estimated=by_profile),
+        PageColumn("Decode speed", "tokens", figures(decode), estimated=by_profile),
         PageColumn("Warm", "tokens", warm, estimated=estimated),
     ]
     return PageTable(f"Replicas of pool {name}", ids, columns)
+
+
+def _health(reason: str, state: ReplicaState) -> str:
+    if reason in ("", "draining"):
+        return reason or "ok"
+    return "excluded" if state.healthy else "unhealthy"
 
 
 def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
@@ -170,12 +183,6 @@ def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
         return f"since {since}" if reason == "draining" else f"{reason} (since {since})"
     frozen = "its gauges do not move: ignored" if pool.fleet.eligibility.frozen(replica) else ""
     return "" if reason == "draining" else reason or frozen
-
-
-def _natural(name: str) -> list[int | str]:
-    """Sort key that puts ``r2`` before ``r10``."""
-    parts = re.split(r"(\d+)", name.casefold())
-    return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
@@ -238,43 +245,48 @@ def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
 def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
     for pool in pools:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
+        unknown = "unknown: Redis does not answer"
+        others = ", ".join(fleet.peers.addresses)
         routers = "this router alone"
-        if others := len(fleet.peers):
-            routers = f"this router and {others} more: {', '.join(fleet.peers.addresses)}"
+        if redis_lost(pool):
+            routers = f"{unknown}; last heard: {others}" if others else unknown
+        elif others:
+            routers = f"this router and {len(fleet.peers)} more: {others}"
             if fleet.peers.digest_age is not None:
                 routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
-        yield f"Routers{of}", _with_gone(routers, pool.routers)
+        yield f"Routers{of}", _with_silent(routers, pool.routers)
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"
-        elif fleet.pollers is None:
-            pollers = "unknown: Redis does not answer"
+        elif redis_lost(pool):
+            pollers = unknown
         elif pool.delays.redis_refusal:
             pollers = "unknown: Redis stores nothing"
         else:
-            pollers = ", ".join(fleet.pollers) or "none"
-        yield f"Pollers{of}", _with_gone(pollers, pool.pollers)
+            pollers = ", ".join(fleet.pollers or ()) or "none reaches Redis"
+        yield f"Pollers{of}", _with_silent(pollers, pool.pollers)
 
 
-def _with_gone(alive: str, presence: Presence) -> str:
-    return f"{alive}; gone: {presence.gone}" if presence.gone else alive
+def _with_silent(alive: str, presence: Presence) -> str:
+    return f"{alive}; silent: {presence.gone}" if presence.gone else alive
 
 
-def _history(rows: Sequence[tuple[float, ...]]) -> PageTable:
-    """Compare the last minute, ten minutes and hour."""
+def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
+    """Compare the last minute, ten minutes and hour of a router of this age."""
     names = ["minute", "10 minutes", "hour"]
     rate, failed, refused, *times = map(list, zip(*rows, strict=True))
     columns = [
         PageColumn("Last", "name", names),
         PageColumn("Requests/s", "ratio", rate),
-        PageColumn("5xx", "count", failed),
-        PageColumn("429", "count", refused),
+        PageColumn("5xx count", "count", failed),
+        PageColumn("429 count", "count", refused),
     ]
     titles = [f"{time} {q}" for time in ("TTFT", "TPOT", "Completion") for q in ("p50", "p99")]
     columns += [
         PageColumn(title, "seconds" if "TPOT" not in title else "milliseconds", values)
         for title, values in zip(titles, _shown(times), strict=True)
     ]
-    return PageTable("Last hour", names, columns)
+    note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
+    return PageTable("Last hour", names, columns, note if age_s < SPANS_S[-1] else "")
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
@@ -290,4 +302,5 @@ def _decisions(log: DecisionLog) -> PageTable:
     rows = [row_of(DECISIONS, record) for record in records]
     table = text_table("Last decisions", numbers, columns, rows, {"request": "decision"})
     table.columns.append(PageColumn("model: why", "words", list(map(reason_of, records))))
+    table.note = _UNKNOWN if records else ""
     return table

@@ -10,12 +10,13 @@ from statistics import median_high
 
 import numpy as np
 
+from extproc.ground.text import natural
 from extproc.observe.changes import Presence
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import profile_or_default
-from extproc.replica_state import STALE_AFTER_S
+from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
@@ -80,6 +81,11 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
         )
 
 
+def redis_lost(pool: ObservedPool) -> bool:
+    """Tell whether the router is cut off from its Redis, so that other processes are unknown."""
+    return pool.config.state == "redis" and pool.fleet.pollers is None
+
+
 def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
@@ -105,30 +111,39 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _stale(pool: ObservedPool) -> Iterator[str]:
-    fleet, shares = pool.fleet, pool.config.state == "redis"
-    if shares and fleet.pollers is None:
+    """Yield what makes the state of the pool stale, or else that it is stale."""
+    fleet, lost = pool.fleet, redis_lost(pool)
+    shares = pool.config.state == "redis" and not pool.delays.redis_refusal
+    no_poller = shares and fleet.pollers == {}
+    if lost:
         yield (
             "Redis does not answer: this router uses its last state and its own ledger. Restart "
-            "Redis, or check the way to it."
+            "Redis, or check the way to it (extproc check --live)."
         )
-    elif shares and not fleet.pollers and not pool.delays.redis_refusal:
-        yield "No poller reaches Redis: start extproc poll, or read the log of those that run."
+    elif no_poller:
+        yield (
+            "No poller reaches Redis: all were killed, hang, or are cut off from Redis. If the "
+            "/livez of one answers, check its way to Redis; else start it (extproc poll)."
+        )
     if not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
-    elif pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S:
+    elif not (lost or no_poller) and (
+        pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S
+    ):
         yield (
             f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s. Read the "
             "log of the pollers."
         )
-    if fleet.peers.stale:
+    if fleet.peers.stale and not lost:
         yield "Stale state of other routers: their requests in flight are known from polls only."
 
 
 def _lost(processes: Presence, consequence: str) -> Iterator[str]:
     if lost := processes.lost:
+        kind = processes.kind.capitalize()
         yield (
-            f"Of the {processes.kind}, {_listed(lost)} lost: killed, hung, or cut off from Redis. "
-            f"{consequence} Restart it; if its /livez answers, check its way to Redis."
+            f"{kind if lost[1:] else kind[:-1]} {_listed(lost)} lost: killed, hung, or cut off "
+            f"from Redis. {consequence} Restart it; if its /livez answers, check its way to Redis."
         )
 
 
@@ -148,14 +163,13 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    members, reasons = pool.fleet.members, defaultdict[str, list[str]](list)
+    members, reasons = pool.fleet.members, defaultdict[tuple[str, bool], list[str]](list)
     for replica in view.excluded:
         state = members.get(replica.id)
         if state is None or not state.draining:
             since = pool.exclusions.since(replica.id)
             why = f"{replica.why} (since {since})" if since else replica.why
-            dead = state is not None and not state.healthy and (state.refuses or state.unanswered_s)
-            reasons[f"{why}. Remedy: restart." if dead else f"{why}."].append(replica.name)
+            reasons[why, state is not None and _is_dead(state)].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
@@ -164,10 +178,18 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
             consequence = "Envoy's fallback policy chooses"
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
-    for why, names in by_size[:_MOST_REASONS]:
-        yield f"{_listed(sorted(names))} excluded: {why}"
+    for (why, dead), names in by_size[:_MOST_REASONS]:
+        subject = _listed(sorted(names, key=natural))
+        if 1 < len(names) == len(view):
+            subject = f"All {len(names)} replicas are"
+        remedy = f" Restart {'them' if names[1:] else 'it'}." if dead else ""
+        yield f"{subject} excluded: {why}.{remedy}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
+
+
+def _is_dead(state: ReplicaState) -> bool:
+    return not state.healthy and (state.refuses or state.unanswered_s > 0.0)
 
 
 def _not_followed(pool: ObservedPool) -> Iterator[str]:

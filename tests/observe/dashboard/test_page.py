@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="no chromium is on the PATH"),
 ]
 EVIL = "<img src=x onerror=document.title='hacked'>"
-ROWS, DOWN = "$$('#replicas tbody tr')", "$('.health.down')"
+ROWS, DOWN = "$$('#replicas tbody tr')", "$('.health.unhealthy')"
 STATE, PAUSE = "$('#state').textContent", "$('#pause').click()"
 REQUEST, COMPARISON = "$('#decisions button')", "$('#comparison')"
 

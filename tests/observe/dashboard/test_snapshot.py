@@ -1,6 +1,7 @@
 """The dashboard's snapshot shows load, queue, accuracy and decisions, and warns of problems."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -11,11 +12,13 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
+from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.history import Delays, History
 from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
+from extproc.replica_state import TTL_S
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.queue import Queue
 from extproc.route.waiting import Waiting
@@ -23,8 +26,8 @@ from tests.fakes import ManualClock, chat, replica, state
 from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
 
+NO_POLLER = "No poller reaches Redis: all were killed, hang, or are cut off from Redis."
 ALONE = Config.model_validate({"state": "memory"})
-NO_POLLER = "No poller reaches Redis: start extproc poll, or read the log of those that run."
 
 
 def page(services: Services) -> dict[str, Any]:
@@ -88,10 +91,10 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     [backlog] = cells(services, 2, "Backlog")
     # 20,000 tokens at 38 µs, less the 0.3 s that have passed.
     assert backlog == pytest.approx(0.76 - 0.3, abs=0.05)
-    assert cells(services, 2, "Prompt/s") == pytest.approx([1e6 / 38], rel=0.01)
-    assert cells(services, 1, "Output/s") == pytest.approx([1 / 6.5e-3], rel=0.05)
+    assert cells(services, 2, "Prefill speed") == pytest.approx([1e6 / 38], rel=0.01)
+    assert cells(services, 1, "Decode speed") == pytest.approx([1 / 6.5e-3], rel=0.05)
     for number, by_profile in ((1, False), (3, True)):
-        estimated = cells(services, number, "Prompt/s estimated", "Output/s estimated")
+        estimated = cells(services, number, "Prefill speed estimated", "Decode speed estimated")
         assert estimated == [by_profile, by_profile]
     figures = page(services)["figures"]
     assert (figures["requests in flight"], figures["replicas in use"]) == ("1", "4 of 4")
@@ -136,11 +139,19 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
     assert {key: row["Share"] for key, row in rows(found["replicas"]).items()} == {
         replica(number): round(chosen.count(replica(number)) / 9, 3) for number in range(1, 5)
     }
+    assert found["decisions"]["note"].startswith("-: the request still runs")
     newest = next(iter(rows(found["decisions"]).values()))
     assert newest["request"] == "8"
     assert newest["model: why"].startswith("llama: ")
     titles = [column["title"] for column in found["decisions"]["columns"]]
     assert titles[-5:] == ["TTFT s", "TTFT actual", "finish s", "finish actual", "model: why"]
+
+
+def test_share_of_hardly_any_decisions_is_not_shown(services: Services) -> None:
+    assert page(services)["decisions"]["note"] == ""
+    for number in range(2):
+        dispatch(services, str(number))
+    assert cells(services, 1, "Share") == [None]
 
 
 def test_decision_served_by_another_replica_names_it(services: Services) -> None:
@@ -228,6 +239,11 @@ def test_request_rate_is_of_the_life_of_a_young_router(
     found = page(services)
     assert found["figures"]["requests a second"] == "1.5"
     assert rows(found["history"])["minute"]["Requests/s"] == 1.5
+    started = datetime.fromtimestamp(services.wall() - 4.0).strftime("%H:%M:%S")
+    since = f"This router started at {started}: longer periods begin then."
+    assert found["history"]["note"] == since
+    clock.advance(3600.0)
+    assert page(services)["history"]["note"] == ""
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
@@ -259,7 +275,9 @@ def test_routers_and_pollers_are_named(services: Services) -> None:
         ["Policy", "completion"],
     ]
     services.fleet.pollers = None
-    assert ["Pollers", "unknown: Redis does not answer"] in page(services)["facts"]
+    facts = page(services)["facts"]
+    assert ["Routers", "unknown: Redis does not answer"] in facts
+    assert ["Pollers", "unknown: Redis does not answer"] in facts
     alone = page(replace(services, config=ALONE))
     assert ["Pollers", "this router polls the replicas itself"] in alone["facts"]
 
@@ -282,12 +300,12 @@ def test_tables_and_warnings_name_their_pool(services: Services) -> None:
 def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
     assert warnings(services) == ["r2 is excluded: cannot connect."]
-    assert cells(services, 2, "Health", "Health notes") == ["down", "cannot connect"]
+    assert cells(services, 2, "Health", "Health notes") == ["unhealthy", "cannot connect"]
     assert page(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
     assert warnings(services) == [
         "No replica is healthy: requests wait for at most 60 s (hold.empty_s), then get 503.",
-        "r1, r2, r3 and 1 more are excluded: cannot connect.",
+        "All 4 replicas are excluded: cannot connect.",
     ]
 
 
@@ -299,8 +317,8 @@ def test_warning_names_replicas_in_order(services: Services) -> None:
 @pytest.mark.parametrize(
     ("figures", "warning"),
     [
-        ({"problem": "refused", "refuses": True}, "refused. Remedy: restart."),
-        ({"problem": "hangs", "unanswered_s": 4.0}, "hangs. Remedy: restart."),
+        ({"problem": "refused", "refuses": True}, "refused. Restart it."),
+        ({"problem": "hangs", "unanswered_s": 4.0}, "hangs. Restart it."),
         ({"problem": "/health answered 503"}, "/health answered 503."),
     ],
 )
@@ -309,6 +327,13 @@ def test_warning_of_a_killed_or_hung_replica_names_the_remedy(
 ) -> None:
     poll(services, 2, healthy=False, **figures)
     assert warnings(services) == [f"r2 is excluded: {warning}"]
+
+
+def test_excluded_replicas_are_listed_by_number_and_restarted_together(services: Services) -> None:
+    for number, name in enumerate(("r10", "r9", "r2", "r1"), start=1):
+        down = number < 4
+        poll(services, number, name=name, healthy=not down, problem="refused", refuses=down)
+    assert only_warning(services) == "r2, r9 and r10 are excluded: refused. Restart them."
 
 
 def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services) -> None:
@@ -364,7 +389,8 @@ def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> No
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = {}
-    assert warnings(services) == [NO_POLLER]
+    assert only_warning(services).startswith(NO_POLLER)
+    assert ["Pollers", "none reaches Redis"] in page(services)["facts"]
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
     assert only_warning(services).endswith("knows no replica: MISCONF cannot save. See its log.")
     assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
@@ -378,10 +404,36 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
     for alive in ({"a:1", "here:1"}, {"here:1"}):
         services.pollers.look(alive, 1000.0, ())
     (warning,) = warnings(services)
-    assert warning.startswith("Of the pollers, a:1 (since ")
+    assert re.match(r"Poller a:1 \(since \S+\) is lost: killed, hung, or cut off", warning)
     assert "The other pollers scrape its replicas." in warning
     services.fleet.pollers = {}
-    assert warnings(services) == [NO_POLLER]
+    assert only_warning(services).startswith(NO_POLLER)
+    facts = dict(page(services)["facts"])
+    assert facts["Pollers"].startswith("none reaches Redis; silent: a:1 (since ")
+    services.fleet.pollers = {"c:1": ()}
+    services.pollers.look({"c:1"}, 1000.0, ())
+    assert only_warning(services).startswith("Pollers a:1 (since ")
+
+
+@pytest.mark.parametrize(
+    ("pollers", "shown"),
+    [
+        (None, ["Redis does not answer"]),
+        ({}, ["No poller reaches Redis", "Stale state of other routers"]),
+        ({"here:1": ()}, ["Stale state", "Stale state of other routers"]),
+    ],
+)
+def test_stale_state_is_not_warned_of_beside_its_cause(
+    services: Services, clock: ManualClock, pollers: dict[str, Any] | None, shown: list[str]
+) -> None:
+    other = Digest("10.0.0.2:50051:1f", 1, clock(), DigestKind.WHOLE, (), NOTHING)
+    services.fleet.receive_digest(other)
+    services.fleet.pollers = pollers
+    clock.advance(5.1)
+    services.fleet.drop_stale(TTL_S)
+    assert [each.partition(":")[0] for each in warnings(services)] == shown
+    last_heard = dict(page(services)["facts"])["Routers"].endswith("last heard: 10.0.0.2:50051")
+    assert last_heard is (pollers is None)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ async def test_worst_replicas_are_on_top(services: Services, router: str, top: R
     assert "3 of 4 replicas in use, 1 requests in flight, 0 waiting at" in lines[0]
     assert any(line.startswith("! r4 is excluded: ") for line in lines)
     assert rows(lines) == ["r4", "r3", "r1", "r2"]
-    assert "down" in next(line for line in lines if line.startswith("r4"))
+    assert "unhealthy" in next(line for line in lines if line.startswith("r4"))
 
 
 async def test_each_health_has_a_rank_in_the_terminal_and_a_mark_on_the_page(
@@ -78,6 +78,7 @@ async def test_decisions_are_listed(services: Services, router: str, top: Run) -
     lines = await top("--once", "--router", router)
     (line,) = (line for line in lines if "request-7" in line)
     assert " 1234 " in line
+    assert lines[-1].startswith("-: the request still runs")
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
