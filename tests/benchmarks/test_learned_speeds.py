@@ -150,7 +150,7 @@ def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() ->
     times = {}
     for believed in (file, file.model_copy(update={"replicas": groups})):
         completions = []
-        for number in (1, 2):
+        for number in (1, 3):
             part = trace.read([CONVERSATION], speed=4, start=46 + 16 * number, duration=16)
             simulation = FleetSimulation(believed, "completion", seed=number)
             completions += [served.completion for served in simulation.run(part)]
