@@ -92,7 +92,7 @@ async def left_by_streams(port: int, reset: bool) -> float:
             await (stream.cancel() if reset else stream.recv_trailing_metadata())
 
     try:
-        return await left_by(1_000, ask)
+        return await left_by(500, ask)
     finally:
         channel.close()
 
