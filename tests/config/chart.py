@@ -6,6 +6,7 @@ writes these files again: the schema of ``config``, rules and dashboard, and the
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,15 @@ Manifest = dict[str, Any]
 
 def files(name: str = "extproc", namespace: str = "default", **values: Any) -> dict[str, str]:
     """Files that Helm renders from the chart, by template."""
+    return _rendered(name, namespace, json.dumps(values))
+
+
+@cache
+def _rendered(name: str, namespace: str, values: str) -> dict[str, str]:
+    """Render once in a process what several tests look at; ``values`` is JSON."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
-        made: dict[str, str] = chart.render(values, name=name, namespace=namespace)
+        made: dict[str, str] = chart.render(json.loads(values), name=name, namespace=namespace)
     return {name.rpartition("/")[2]: text for name, text in made.items()}
 
 
