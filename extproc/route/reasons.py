@@ -5,6 +5,7 @@ from extproc.route.decision import Choice, Situation
 from extproc.route.policies import as_good, soonest
 
 _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
+_WASTES = "prefill of what others have cached wastes"
 
 
 def seconds(value: float) -> str:
@@ -54,15 +55,16 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
         return f"{text}, so one was drawn at random"
     others = prediction.cost_weight * prediction.cost_to_others
     if more(prediction.completion) < 0.0:
-        terms = {"costs the requests in flight": others, "wastes": prediction.avoidable}
+        terms = {"requests in flight lose": others, _WASTES: prediction.avoidable}
         term = max(terms, key=lambda term: more(terms[term]))
-        return f"{name} already in {seconds(later)}, but {term} {seconds(more(terms[term]))} more"
+        more_s = seconds(more(terms[term]))
+        return f"{name} already in {seconds(later)}, but there {term} {more_s} more"
     terms = {
         "the wait at the router takes": prediction.queue,
         "admission takes": prediction.admission,
         "its adapter takes": prediction.adapter,
         "prefill takes": prediction.prefill,
-        "prefill of what others have cached wastes": prediction.avoidable,
+        _WASTES: prediction.avoidable,
         "decode takes": prediction.decode,
         "requests in flight lose": others,
     }

@@ -422,7 +422,8 @@ def test_later_completion_wins_if_others_lose_less(clock: ManualClock) -> None:
     completion = decision.prediction.completion
     assert decision.replica == replica(2)
     assert completion[0] < completion[1]
-    assert f"r1 already in {completion[0]:.2f} s, but costs the requests in flight" in decision.why
+    expected = f"r1 already in {completion[0]:.2f} s, but there requests in flight lose"
+    assert expected in decision.why
 
 
 def test_reason_names_a_draw_among_equal_replicas() -> None:
