@@ -180,9 +180,9 @@ def test_envoy_asks_the_service_of_routers_while_dns_names_no_living_router() ->
 
 
 def test_memory_limit_of_routers_fits_their_streams(config: Config) -> None:
-    """A router has 150 MiB, 22 kB a stream, and up to 512 MiB of bodies (docs/operations)."""
+    """A router has 150 MiB, 24 kB a stream, and up to 512 MiB of bodies (docs/operations)."""
     limit = container(part("router"))["resources"]["limits"]["memory"]
-    needed = 150 * 2**20 + config.serve.max_streams * 22_000 + 512 * 2**20
+    needed = 150 * 2**20 + config.serve.max_streams * 24_000 + 512 * 2**20
     assert needed < int(limit.removesuffix("Mi")) * 2**20
 
 
