@@ -255,8 +255,8 @@ class ServeSettings(MutualTlsSettings):
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
     """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Seconds that open streams have to end after SIGTERM; for the first 1.5 s, new streams are
-    accepted."""
+    """Grace period in seconds for open streams after SIGTERM; in its first 1.5 s, new streams are
+    still accepted."""
     second_choice: bool | None = None
     """Name a second replica, for retries. Only Envoy's override_host policy accepts two addresses;
     by default the router names two, except in the protocol of endpoint pickers."""
@@ -405,7 +405,8 @@ class HoldSettings(Section):
     """Seconds that a request waits while no replica serves its model, if a replica did within the
     last hour; then the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
-    """Most requests that wait at a time; beyond that, a waiting request is refused with 429."""
+    """Most requests that wait at a time. If one more has to wait, the newest request of the tenant
+    with the most queued, at the lowest priority, is refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Objectives by name: priority, targets, tenants and models."""
     objective_header: _HeaderName | None = None
@@ -516,7 +517,7 @@ class AdminSettings(TlsSettings):
 
     token_file: Path | None = None
     """File with the bearer token that each request must carry, read again when it changes; null: no
-    token. Health needs none."""
+    request needs a token. Health never needs one."""
 
 
 class TraceSettings(Section):
