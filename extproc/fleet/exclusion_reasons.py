@@ -20,8 +20,8 @@ class Reason:
 
     name: str
     row: str
-    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest, request on
-    trial, largest share of the replicas."""
+    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest time,
+    requests meanwhile, most replicas that it excludes."""
     covers_all: bool = False  # True: may exclude every replica
 
 
@@ -32,9 +32,9 @@ ASLEEP = Reason(
 )
 UNHEALTHY = Reason(
     "unhealthy",
-    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; for 5 s, "
-    f"an answer to a request of this router | no limit | one request every {TRIAL_S:g} s, if "
-    "no other replica is usable and this one accepts connections | all",
+    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds. An "
+    f"answer to a request of this router clears it for {STALE_AFTER_S:g} s | no limit | one every "
+    f"{TRIAL_S:g} s, if no other replica is usable and this one accepts connections | all",
     covers_all=True,
 )
 OTHER_MODEL = Reason(
@@ -46,20 +46,20 @@ STALLED = Reason(
     "stalled",
     f"no answer to any scrape for {HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
     f"replicas have some; no progress for {STUCK_S:g} s of an engine with work | an answer; an "
-    "update; progress, or no requests | no limit | one request every "
+    "update; progress, or no requests | no limit | one every "
     f"{TRIAL_S:g} s, unless no scrape is answered | all but one",
 )
 FAILING = Reason(
     "failing",
-    f"{TOLERATED} requests in a row that failed there alone or could not be sent | "
+    f"{TOLERATED} requests in a row that failed or could not be sent; a request that also fails on "
+    "a second replica does not count | "
     "an answer below 500 | "
     f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
-    f"{LONGEST_EJECTION_S:g} s | one request after that time | half, at least one replica",
+    f"{LONGEST_EJECTION_S:g} s | none; one after that time, as a trial | half, at least one",
 )
 FULL = Reason(
     "full",
-    f"503 or a retry, while the engine steps | time | {FULL_S:g} s | any request after that time "
-    "| all but one",
+    f"503 or a retry, while the engine steps | time | {FULL_S:g} s | none | all but one",
 )
 DRAINING = Reason(
     "draining",
@@ -68,9 +68,7 @@ DRAINING = Reason(
 )
 NEW = Reason(
     "new",
-    f"joining measured replicas: limited to {AT_FIRST} requests at a time, and one more for each "
-    "that ended | the first measured second or two of work | no limit | every request within that "
-    "number | "
-    "all but one",
+    "joining a pool in which another replica is measured | the first measured second or two of "
+    f"work | no limit | {AT_FIRST} at a time, and one more for each that has ended | all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW

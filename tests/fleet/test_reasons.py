@@ -13,7 +13,8 @@ BEGIN, END = (f"<!-- {mark}: python -m tests.fleet.test_reasons -->" for mark in
 
 
 def table() -> Iterator[str]:
-    yield "| reason | set by | cleared by | longest | trial | largest share |"
+    limits = "at most for | requests meanwhile | replicas excluded at most"
+    yield f"| reason | set by | cleared by | {limits} |"
     yield "|---|---|---|---|---|---|"
     for reason in REASONS:
         yield f"| *{reason.name}* | {reason.row} |"
