@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     config = configured(args)
     if config.state == "memory":
         raise UsageError(
-            "needs Redis, but state is 'memory': 'extproc top' shows the replicas of a router"
+            "this command needs Redis, but state is 'memory'; "
+            "use 'extproc top' to see the router's replicas"
         )
     pool = args.about or config.pool
     known = [each.pool for each in config.each_pool]

@@ -86,7 +86,9 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
         await asyncio.sleep(_CHECK_EVERY_S)
         lost_s = lost_s + 1 if any(reader.lost for reader in readers) else 0
         if lost_s == _CUT_OFF_S:
-            logger.warning("redis lost: envoy is sent to other instances")
+            logger.warning(
+                "redis lost: this 'extproc eds' reports unhealthy, so that envoy uses another one"
+            )
         await server.report(serving=lost_s < _CUT_OFF_S)
         if lost_s > _CUT_OFF_S and (lost_s - _CUT_OFF_S) % _CLOSE_EVERY_S == 0:
             server.close_streams()

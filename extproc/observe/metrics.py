@@ -33,8 +33,9 @@ class PredictedSeconds:
         self, name: str, duration: str, bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         by = "model", "objective"
-        self.seconds = Spread(f"extproc_{name}_seconds", f"{duration}.", bounds, registry, by)
-        text = f"{duration}: predicted ÷ actual, of requests that the chosen replica served."
+        text = f"{duration[0].upper()}{duration[1:]}."
+        self.seconds = Spread(f"extproc_{name}_seconds", text, bounds, registry, by)
+        text = f"Predicted ÷ actual {duration}, if the chosen replica served the request."
         self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
@@ -132,13 +133,13 @@ class RouterMetrics:
             "extproc_responses_total", "Responses that the router saw, by status class.", ["status"]
         )
         self.ttft = predicted(
-            "ttft", "Time from decision to first token, of streams that the router reads", _SECONDS
+            "ttft", "time from decision to first token, of streams that the router reads", _SECONDS
         )
         self.tpot = predicted(
-            "tpot", "Time per token after the first, of the same streams", _PER_TOKEN
+            "tpot", "time per token after the first, of streams that the router reads", _PER_TOKEN
         )
         self.completion = predicted(
-            "completion", "Time from decision to the end of the response", _SECONDS
+            "completion", "time from decision to the end of the response", _SECONDS
         )
         self.prediction_error = spread(
             "extproc_prediction_error_ratio",
@@ -174,8 +175,8 @@ class RouterMetrics:
         )
         self.external_requests = gauge(
             "extproc_external_requests",
-            "Requests on replicas that no router accounts for, from polls, unless the router only "
-            "observes some requests.",
+            "Requests that polls find on replicas and no router accounts for; no value if the "
+            "router only observes some requests.",
             ["pool"],
         )
         self.replicas_needed = gauge(
@@ -298,8 +299,8 @@ class Demand:
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers. Of a replica that a model waits for, and of the usable
-                replicas, each router reports an equal share.
+            routers: number of routers. Each reports an equal share of the usable replicas, and of
+                a replica that a model waits for.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

@@ -172,7 +172,7 @@ class Recorder:
         router's stop."""
         if self._lost:
             logger.error(
-                "record of traffic lost requests: the disk is too slow",
+                "record of traffic is incomplete: the disk is too slow to write every request",
                 extra={"requests_lost": self._lost},
             )
         lines, self._lines, lost, self._lost = self._lines, [], self._lost, 0

@@ -60,8 +60,7 @@ class PollMetrics:
         )
         self.replicas = gauge(
             "extproc_poll_replicas",
-            "Replicas that this poller scrapes: of few replicas, one of several pollers may have "
-            "none.",
+            "Replicas that this poller scrapes; maybe none if several pollers share few replicas.",
         )
         self.healthy = gauge(
             "extproc_poll_replicas_healthy", "Replicas whose last scrape succeeded."
