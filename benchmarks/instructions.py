@@ -86,7 +86,7 @@ _PLAYS: dict[str, Callable[[int], None]] = {"decision": _decide, "request": _ser
 
 
 def _instructions(played: str, steps: int) -> int:
-    """Instructions of a process that plays a number of decisions or requests.
+    """Number of CPU instructions of a process that plays ``steps`` decisions or requests.
 
     Raises:
         FileNotFoundError: valgrind is not installed.

@@ -6,5 +6,5 @@ _USUAL = 100  # examples of the profile "tests"
 
 
 def examples(count: int) -> int:
-    """Returns ``count``; the profile "fast" has as few in proportion as for other tests."""
+    """Scales ``count`` to the profile of the run, because the profile "fast" has fewer examples."""
     return count * settings().max_examples // _USUAL

@@ -169,7 +169,8 @@ class EnvoyFile(Tree):
 def destination(cluster: Node) -> str:
     """Return the source of an ORIGINAL_DST cluster's address.
 
-    ``header``: any client can set it; ``metadata``: the router alone; empty: another source.
+    ``header``, which any client can set; ``metadata``, which only the router can set; or an empty
+    string for any other source.
     """
     config = cluster["original_dst_lb_config"]
     if config["use_http_header"]:
@@ -195,7 +196,7 @@ def router_cluster(filter: Node) -> str:
 
 
 def clusters_of(route: Node) -> set[str]:
-    """Return the clusters that a route leads to; none if a header or a plugin chooses."""
+    """Return the clusters that a route names: an empty set if a header or a plugin chooses one."""
     weighted = route["weighted_clusters"]["clusters"]
     return {route["cluster"], *(cluster["name"] for cluster in weighted)} - {"", None}
 

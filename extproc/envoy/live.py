@@ -255,7 +255,7 @@ def _missing_metrics(figures: PageFigures) -> Iterator[Problem]:
 
 
 def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
-    """Compare a replica, which answered this command, with its state in Redis."""
+    """Find out why a replica that answered this command may get no requests: its state in Redis."""
     if snapshot is None:
         return
     state = next((state for state in snapshot.states if state.id == id_), None)

@@ -220,7 +220,7 @@ def _message_type(name: str) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, str]:
-    """Return a message's field names in ``snake_case``, by both spellings."""
+    """Return the ``snake_case`` name of each field of a message, by both spellings of the name."""
     names = cls._betterproto.meta_by_field_name
     camel = {re.sub("_(.?)", lambda found: found[1].upper(), name): name for name in names}
     return camel | {name: name for name in names}

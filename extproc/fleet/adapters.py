@@ -46,8 +46,9 @@ class _Slots:
 class AdapterSlots:
     """Forecast of each replica's slots, from this router's requests and from polls.
 
-    Each request and each poll renews the replica's forecast: the k-th waiting adapter gets its slot
-    when k of the adapters ahead of it have no request left. Decisions read the forecasts.
+    Each request and each poll renews the replica's forecast. An adapter without a request
+    gives its slot to the next waiting adapter. So the k-th waiting adapter gets a slot when k of
+    the adapters ahead of it have no request left. Decisions read the forecasts.
     """
 
     def __init__(

@@ -230,8 +230,7 @@ class Eligibility:
         return any(self._serves(model, self._members[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
-        """Returns the name under which the member has the model as a LoRA adapter; empty: the model
-        is no adapter."""
+        """Returns the name of the model's LoRA adapter on the member; empty if it is no adapter."""
         member = self._members[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""

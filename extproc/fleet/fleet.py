@@ -68,7 +68,7 @@ class Fleet:
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
-        """Living pollers: address, and what each cannot look up; None: not known."""
+        """Living pollers by address, each with the sources that it cannot look up, if known."""
         self.stopped_pollers: Collection[str] = ()  # names; said farewell in the last seconds
         self._clock = clock
         self._replicas = replicas = Replicas()
@@ -353,7 +353,7 @@ class Fleet:
             self._prefixes.reported(row, expected, prompt, tokens)
 
     def response_owner(self, response: str) -> str | None:
-        """Returns the replica that stores a response, draining or not; None: unknown or down."""
+        """Returns the replica that stores a response, draining or not; None if unknown or down."""
         replica = self.responses.owner(response) or ""
         return replica if self.eligibility.is_up(replica) else None
 

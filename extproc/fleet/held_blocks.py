@@ -139,7 +139,7 @@ class HeldBlocks:
             self.forget(gone)
 
     def count(self, replica: str) -> int | None:
-        """Returns the number of blocks that a replica reported; None: not known now."""
+        """Returns the number of blocks that a replica reported, or None if not known now."""
         blocks = self._replicas.get(replica)
         if blocks is None or not self._is_known(blocks):
             return None

@@ -50,7 +50,7 @@ class ModelNames:
 
         Args:
             requested: the name in the request.
-            among: models of that name that can be served now; empty: draw from all.
+            among: models of that name that can be served now; if empty, all models are drawn from.
             random: source of the draw.
         """
         weights = self._draws.get(requested, {requested: 1.0})

@@ -81,7 +81,7 @@ class Peers:
 
     @property
     def digest_age(self) -> float | None:
-        """Seconds since the newest digest of a peer was sent; None: no peers."""
+        """Seconds since the newest digest of a peer was sent, or None without peers."""
         return self._clock() - self._arrived_at.max().item() + self._echo_s if len(self) else None
 
     @property

@@ -1,7 +1,7 @@
 """Prefix index: the beginnings of prompts that each replica should hold in its prefix cache.
 
-The index knows what this router and the others sent. It evicts as vLLM evicts, and learns from hits
-that replicas report.
+The index knows what this router and the other routers sent. The index evicts as vLLM evicts, and
+learns from hits that replicas report.
 """
 
 from bisect import bisect_left
@@ -92,12 +92,14 @@ def _nothing(candidates: int) -> PrefixHits:
 
 
 class _Trust:
-    """Share of the expected hits that counts, by row: ``min(1, 5·reported / expected)``, with
-    decaying sums that start at ``_PRIOR_TOKENS``.
+    """Factor by which the expected hits of each replica are multiplied, by row:
+    ``min(1, 5·reported / expected)``, with decaying sums that start at ``_PRIOR_TOKENS``.
 
-    A replica that reports no hits loses trust: its cache is off. A replica that reports a fifth of
-    the expected hits keeps full trust: its cache is short of space, and conversations that moved
-    elsewhere would displace others. ``docs/results.md`` compares this with ``reported / expected``.
+    A replica that reports almost no hits loses trust, because its cache is probably off. A replica
+    that reports a fifth of the expected hits probably has a cache that is too small. Such a replica
+    keeps full trust: with less trust its conversations would move to other replicas, and displace
+    the conversations in those caches. ``docs/results.md`` compares this with
+    ``reported / expected``.
     """
 
     def __init__(self) -> None:
@@ -199,8 +201,8 @@ class PrefixIndex:
         return len(cache.recent) * cache.unit
 
     def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
-        """Returns the end of the run of keys from ``start`` on that exactly these replicas hold, by
-        bisection."""
+        """Finds by bisection where a run of keys ends: from ``start`` on, exactly the replicas of
+        ``bitmap`` hold each key of the run."""
         of = self._bitmaps.of
         return bisect_left(
             range(len(keys)), True, start, key=lambda at: of(keys.item(at)) != bitmap

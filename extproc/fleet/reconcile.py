@@ -61,7 +61,7 @@ class Reconciliation:
         """Corrects steps, prefills and external load by a poll.
 
         Args:
-            row: of the replica.
+            row: row of the replica.
             state: the polled state, sampled within ``state.scrape_seconds`` after ``asked_at``.
             asked_at: when the poll was sent, in seconds on the fleet's clock.
             now: seconds on the fleet's clock.

@@ -71,7 +71,7 @@ def watched(
 
 
 def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | None:
-    """Returns the TLS context of an HTTP port; None: the port is plain text."""
+    """Returns the TLS context of an HTTP port, or None if the port is plain text."""
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Browsers and Prometheus")

@@ -12,7 +12,7 @@ _HEAD = ["git", "-C", str(_PACKAGE), "rev-parse", "--short=12", "HEAD"]
 
 
 def commit() -> str:
-    """Return the commit of a checkout or of a built package; empty: unknown."""
+    """Return the commit of a checkout or of a built package, or an empty string if unknown."""
     with suppress(OSError, subprocess.SubprocessError):
         if (_PACKAGE.parent / ".git").exists():
             run = subprocess.run(_HEAD, capture_output=True, text=True, check=True, timeout=5)

@@ -52,7 +52,7 @@ class Exclusions:
         return reasons
 
     def since(self, replica: str) -> str:
-        """Time of day since when a replica has been excluded; empty: unknown, or not excluded."""
+        """Time of day at which a replica was excluded; empty if unknown or not excluded."""
         if replica not in self._excluded:
             return ""
         return time_of_day(self._excluded[replica][1])
@@ -96,12 +96,12 @@ class Presence:
 
     @property
     def gone(self) -> str:
-        """Processes that left in the last ten minutes, with since when; empty: none."""
+        """Processes that left in the last ten minutes, each with the time of day when it left."""
         return ", ".join(map(self._since, self._gone))
 
     @property
     def lost(self) -> list[str]:
-        """Those of them that left without a farewell, with since when."""
+        """Processes of :attr:`gone` that left without a farewell, each with the time of day."""
         return [self._since(name) for name in self._gone if name in self._silent]
 
     def _since(self, name: str) -> str:

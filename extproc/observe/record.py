@@ -26,8 +26,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class StartLine(_Line, frozen=True, tag="start"):
-    """First line of a file. From its time on, this file and the following files have every request,
-    except those that a :class:`LostLine` counts."""
+    """First line of a file. This file and the following files have every request from the time of
+    this line on, except those that a :class:`LostLine` counts."""
 
     format: int
     pool: str

@@ -136,7 +136,7 @@ class Recorder:
 
         Args:
             why: the reason in a word.
-            profile: of the request; None: its body could not be read.
+            profile: profile of the request, or None if its body could not be read.
             since_arrival_s: time since its arrival.
         """
         at = round(self._wall() - since_arrival_s, 6)

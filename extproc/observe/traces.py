@@ -111,8 +111,7 @@ class Trace:
     """The two consecutive spans of a request.
 
     ``route`` lasts until the request is dispatched or refused, the second span until the response
-    ends. For requests that are no inference requests ``route`` never ends, and the SDK sends no
-    span.
+    ends. If the request is no inference request, ``route`` never ends, and the SDK sends no span.
     """
 
     def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:

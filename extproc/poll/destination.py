@@ -30,7 +30,7 @@ class Destination:
         replica."""
 
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
-        """Returns those of the replicas that this poller has to scrape until the next call.
+        """Returns the subset of the replicas that this poller has to scrape until the next call.
 
         ``problems``: sources that cannot be looked up, each with the reason.
         """
@@ -51,7 +51,7 @@ class Destination:
         """Stores ``dump()`` for the replica's next poller."""
 
     async def load_blocks(self, replica: str) -> bytes:
-        """Returns the last bytes saved for the replica; empty: none."""
+        """Returns the last bytes saved for the replica, or empty bytes if nothing was saved."""
         return b""
 
 

@@ -64,7 +64,7 @@ class KubernetesWatch:
 
     @property
     def problem(self) -> str:
-        """Reason why the pods are unknown or the source has none; empty: no problem."""
+        """Reason why the pods are unknown or the source has none; empty if there is no problem."""
         problems = (reflector.problem for reflector in self._reflectors)
         return next(filter(None, problems), self._empty.problem)
 
@@ -135,7 +135,7 @@ class PoolWatch(KubernetesWatch):
             self._update(members_of(self._members.objects.values(), ports))
 
     def _select(self, selector: dict[str, str] | None) -> None:
-        """Follows the pods with these labels instead of those before; None: no pods."""
+        """Follows the pods with these labels instead of the former ones; None: no pods."""
         if selector == self._selector:
             return
         self._selector = selector

@@ -96,8 +96,8 @@ class KvBlocks:
         return msgspec.msgpack.encode(saved)
 
     def restore(self, data: bytes) -> Mark | None:
-        """Restores the blocks from the result of :meth:`dump` and returns its mark; None: ``data``
-        is no dump."""
+        """Restores the blocks from the result of :meth:`dump`. Returns the mark, or None if
+        ``data`` is no dump."""
         try:
             saved = msgspec.msgpack.decode(data, type=_Saved)
             parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (saved.hashes, saved.keys))
@@ -189,7 +189,7 @@ class KvBlocks:
             raise ValueError(f"the replica has more than {_MOST_BLOCKS} KV blocks")
 
     def _parent_key(self, event: BlockStored) -> int | None:
-        """Returns the key from which the keys of the event's blocks are computed; None: unknown."""
+        """Returns the key from which the keys of the event's blocks follow, or None if unknown."""
         if event.parent_block_hash is not None:
             return self._keys.get(_number_of(event.parent_block_hash))
         if event.lora_id and not event.lora_name:  # older vLLM: no name of the adapter
@@ -216,7 +216,7 @@ def _other_keys(event: BlockStored, block: int) -> list[object]:
 
 
 def _salt(event: BlockStored) -> str:
-    """Returns the salt, which vLLM adds to the first block of a sequence; empty: none."""
+    """Returns the salt that vLLM adds to the first block of a sequence; empty if it adds none."""
     match _other_keys(event, 0) if event.parent_block_hash is None else ():
         case [str(salt)]:
             return salt

@@ -74,7 +74,7 @@ class KvStream:
 
     @property
     def number(self) -> int | None:
-        """Number of the last update of the blocks; None: the blocks are unknown."""
+        """Number of the last update of the blocks, or None if the blocks are unknown."""
         return self._blocks.number if self._is_checked and self._blocks.complete else None
 
     def resend_all(self) -> None:

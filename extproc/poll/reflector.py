@@ -73,7 +73,7 @@ class Reflector(Generic[_Object]):
 
     @property
     def problem(self) -> str:
-        """Reason why the objects may be out of date or are unknown; empty: no problem."""
+        """Reason why the objects may be out of date or are unknown; empty if all is well."""
         return self._outage.problem or ("" if self.listed else "no answer")
 
     def stop(self) -> None:

@@ -50,7 +50,7 @@ class Host:
 
     @property
     def problem(self) -> str:
-        """Reason why the last lookup failed; empty: it succeeded."""
+        """Reason why the last lookup failed; empty if the lookup succeeded."""
         return self._outage.problem
 
     async def look_up(self) -> None:

@@ -157,10 +157,10 @@ class FleetPrior:
     """Prior p of a poller's replicas, learned from the measured replicas.
 
     If no profile is configured, the default profile is wrong for all replicas in the same way. The
-    prior's slowness is the median of the replicas, so that an outlier does not change it. Of an
-    even number of replicas, the one of the middle two that is nearer to 1 counts. A replica that is
-    not measured counts with slowness 1, because fast replicas are measured first and would make all
-    others look fast.
+    prior's slowness is the median of the replicas, so that an outlier does not change it. If the
+    number of replicas is even, two are in the middle: the slowness that is nearer to 1 counts. A
+    replica that is not measured counts with slowness 1, because fast replicas are measured first
+    and would make all others look fast.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ Indices = NDArray[np.intp]
 
 
 def least(values: Floats) -> float:
-    """Returns ``values.min()``, for a dozen values in a fifth of numpy's time."""
+    """Returns ``values.min()``; for about a dozen values, five times as fast as numpy."""
     return values.item(values.argmin())
 
 

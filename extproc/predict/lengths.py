@@ -39,8 +39,8 @@ def _prior() -> Floats:
 
 
 def _suffix_sums(weights: Floats) -> Floats:
-    """Suffix sums of histograms (index 0 of a new first axis), and of the tokens of the counted
-    sequences (index 1)."""
+    """Suffix sums of sequences in each histogram (index 0 of a new first axis) and of their tokens
+    (index 1)."""
     sequences_and_tokens = np.stack([weights, weights * _LENGTHS])
     sums: Floats = np.zeros((*sequences_and_tokens.shape[:-1], _SUMS))
     sums[..., :-1] = sequences_and_tokens[..., ::-1].cumsum(axis=-1)[..., ::-1]
@@ -220,12 +220,12 @@ class OutputLengths:
     ) -> Floats:
         """Returns the expected number of tokens that each sequence still generates.
 
-        At least 1 while the progress is below the bound; half the progress if no sequence seen so
-        far was that long.
+        The result is at least 1 while the progress is below the bound. A sequence that is longer
+        than all sequences seen so far is expected to generate half its progress again.
 
         Args:
-            alive: indices that :meth:`reached` returned.
-            cut: second indices that :meth:`place` returned.
+            alive: indices that :meth:`reached` returned for the sequences.
+            cut: for each sequence, the second index that :meth:`place` returned for its row.
             progress: tokens generated, at most ``bound``.
             bound: most tokens that the sequence may generate.
             least: fewest tokens that the sequence will generate.

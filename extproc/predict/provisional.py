@@ -8,7 +8,7 @@ _ENOUGH = 4  # first tokens after which the router reads no further streams for 
 class ProvisionalSpeeds:
     """Slowness of unmeasured replicas: actual ÷ predicted time to first token.
 
-    Polls need a second to measure a replica. In that second a fresh pool gets dozens of requests,
+    Polls need a second to measure a replica. A fresh pool gets dozens of requests in that second,
     and slow replicas would get their full share. First tokens arrive sooner::
 
         slowness = (Σ actual + δ) / (Σ predicted + δ)

@@ -69,12 +69,12 @@ class HardwareProfile:
         """Step times expected of an engine before its first work, from the size of its KV cache.
 
         An engine with four times the ``kv_tokens`` of the profile is expected to be twice as fast.
-        Of nine GPUs from L4 to B200 (data sheets), memory bandwidth and compute grow with the power
-        0.7 to 1.2 of the memory that a model of 1 to 8 billion parameters leaves for the KV cache.
-        The square root is cautious, because settings of vLLM change the size as well.
+        Let m be the memory left for the KV cache beside a model of 1 to 8 billion parameters. By
+        the data sheets of nine GPUs (L4 to B200), bandwidth and compute grow as m^0.7 to m^1.2. The
+        square root is cautious, because settings of vLLM change the size of the cache as well.
 
         Args:
-            kv_tokens: KV cache of the engine in tokens; 0: not known.
+            kv_tokens: KV cache of the engine in tokens, or 0 if the size is not known.
         """
         slower = sqrt(self.kv_tokens / kv_tokens) if kv_tokens else 1.0
         return self.step.slowed(min(max(slower, 1.0 / _MOST_SLOWER), _MOST_SLOWER))

@@ -60,14 +60,14 @@ class Work(NamedTuple):
 class Windows:
     """Finds, poll by poll, the stretches of work that a step-time model can learn from.
 
-    vLLM counts the tokens of a prompt when its prefill ends. In the middle of a prefill the engine
-    has spent time on tokens that are not counted yet. A stretch that ended there would make prefill
-    look cheap and steps expensive, by tens of percent if prompts are long. Therefore a stretch
-    begins and ends at a *settled* poll: between the previous poll and a settled one, a prompt was
-    counted or no prompt was in prefill. (With vLLM up to 0.15, which counts cached tokens at
-    admission, a poll is settled only if no prompt was in prefill.) A stretch contains no pause: no
-    poll in it found the engine idle, and the counters rule out that the engine was idle between two
-    polls.
+    vLLM counts the tokens of a prompt when its prefill ends. While a prompt is in prefill, the
+    engine has spent time on tokens that are not counted yet. A stretch that ended then would make
+    prefill look cheap and steps expensive, by tens of percent if prompts are long. Therefore a
+    stretch begins and ends at a *settled* poll. A poll is settled if, since the poll before, a
+    prompt was counted or no prompt was in prefill. (With vLLM up to 0.15, which counts cached
+    tokens at admission, a poll is settled only if no prompt was in prefill.) A stretch contains no
+    pause: no poll in it found the engine idle, and the counters rule out that the engine was idle
+    between two polls.
 
     A solo request, which the engine served alone between two idle polls, gives two stretches,
     prefill and decode, with the times that vLLM measured.

@@ -88,7 +88,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
 
 
 def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
-    """Sends a request without work to a replica that serves its model; None: Envoy chooses."""
+    """Sends a request without work to a replica of its model, or returns None: Envoy chooses."""
     services, decision = exchange.services, None
     if not _is_unserved(services, profile):
         # Not visible: the choice must not be a replica that is only to be tried out.

@@ -163,10 +163,10 @@ class Exchange:
     # -- its end ----------------------------------------------------------------------------
 
     def end_if_hung(self, hung: Container[str]) -> bytes | None:
-        """Ends the request if its replica is one of the ``hung`` ones.
+        """Ends the request if its replica is in ``hung``.
 
         Returns the message with which Envoy answers the client, or breaks off a response that has
-        begun; None: the replica is not hung.
+        begun. Returns None if the replica is not hung.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
             return None

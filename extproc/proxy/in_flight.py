@@ -42,7 +42,7 @@ class InFlight:
         """Adds the request to the ledger.
 
         Args:
-            services: of the pool.
+            services: services of the pool.
             decision: names the replica that has the request.
             destination: the choice as Envoy got it.
             outcome: of the request, which this object fills in.
@@ -188,7 +188,7 @@ class InFlight:
         return self.outcome.served_by == self.served_by
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
-        """Says why another replica than the chosen one answered; None: the chosen one did.
+        """Says why another replica than the chosen one answered; None if the chosen one did.
 
         If no replica has the address that answered, a tunnel or a sidecar has it, and the choice
         counts as followed, unless Envoy reports that the choice did not reach it.

@@ -191,7 +191,7 @@ def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
 
 
 def status_of(message: HttpHeaders) -> int | None:
-    """Status of a response; None: the headers have none."""
+    """Status of a response, or None if the headers have none."""
     status = headers_of(message, (":status",)).get(":status", "")
     return int(status) if status.isdecimal() else None
 

@@ -136,8 +136,8 @@ class GrpcServer:
         await self._server.stop(drain_s - lame_duck_s)
 
     def unready(self) -> str:
-        """Says why the router should get no requests; empty: it is ready. A router that loses Redis
-        stays ready."""
+        """Returns the reason why the router should get no requests, or an empty string if it is
+        ready. A router that loses Redis stays ready."""
         if self._stopping:
             return "stopping"
         knows_replicas = any(pool.fleet.members for pool in self._pools.values())

@@ -176,8 +176,8 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
     """Returns each message of a request unchanged, and only then predicts the request.
 
-    The prediction is made when the request is complete, or as much of it as the router holds; at
-    the latest when the response begins.
+    The router predicts as soon as it has the whole request, or as many bytes of it as it may hold,
+    and at the latest when the response begins.
     """
     body, headers, enough = exchange.body, exchange.headers, False
     while True:

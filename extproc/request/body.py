@@ -75,8 +75,8 @@ def ending(body: bytes) -> dict[str, object]:
     ``_NAMES`` on.
 
     Clients may put the model and the bound of the output behind the prompt. The rest of the body
-    from a top-level field on is an object that lacks its opening brace. From a nested field on it
-    is no object, and is ignored.
+    from a top-level field on is an object that lacks its opening brace. The rest from a nested
+    field on is no object, and is ignored.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):

@@ -89,7 +89,7 @@ _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
-    """Return the endpoint with which a path ends, without its query string; None: none."""
+    """Return the endpoint with which a path ends, if any; the query string does not matter."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
         if endpoint := PATHS.get("/" + "/".join(parts[first:])):
@@ -103,13 +103,13 @@ def invoked(fields: Container[str]) -> Endpoint:
 
 
 def stored_response_of(path: str) -> str:
-    """Return the id of the stored response that a path retrieves or cancels; empty: none."""
+    """Return the id of the stored response that a path retrieves or cancels, or an empty string."""
     found = _STORED.search(_decoded(path))
     return found[1] if found else ""
 
 
 def lists_models(path: str) -> bool:
-    """Return True for the path of the list of models."""
+    """Return True if the path lists the models."""
     return _decoded(path).endswith("/v1/models")
 
 

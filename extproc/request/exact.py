@@ -43,7 +43,7 @@ class ExactPrompts:
         self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
-        """Return the only prompt of a request; None: several prompts, or token ids unknown."""
+        """Return the only prompt of a request; None if there are several or its ids are unknown."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None

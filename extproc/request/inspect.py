@@ -132,7 +132,7 @@ def _beginning(part: bytes) -> dict[str, object]:
 
 
 def _model(fields: dict[str, object]) -> str:
-    """Return the model's name; empty: none, so that each replica serves its own model."""
+    """Return the model's name, or an empty string: then each replica serves its own model."""
     model = fields.get("model")
     if model is None:
         return ""

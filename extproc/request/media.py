@@ -74,7 +74,7 @@ def of_form(
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:
-    """Return where the model's name in a form begins and ends; None: not found."""
+    """Return where the model's name in a form begins and ends, or None if it has no name."""
     ends = _ends(body)
     spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
     if not spans:

@@ -49,7 +49,7 @@ TARGETS = {
 
 
 def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
-    """Return the value of the first of the named headers that is present; empty: none."""
+    """Return the value of the first header in ``names`` that is present, or an empty string."""
     return next((headers[name] for name in names if name in headers), "")
 
 
@@ -69,7 +69,7 @@ def _seconds(milliseconds: str) -> float | None:
 
 
 def session_of(headers: Mapping[str, str], header: str | None, cookie: str | None) -> str:
-    """Return the session's id from the header, or else from the cookie; empty: none."""
+    """Return the session's id from the header, else from the cookie, else an empty string."""
     session = headers.get(header.lower(), "") if header else ""
     if session or cookie is None:
         return session

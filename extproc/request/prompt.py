@@ -128,8 +128,8 @@ class Prompt:
     def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
         """Add a conversation in the order of most chat templates: system, tools, other messages.
 
-        ``messages``: of OpenAI, of Anthropic, items of the Responses API, or a text; ``system``: a
-        system prompt in a field of its own.
+        ``messages``: messages of OpenAI or Anthropic, items of the Responses API, or a text;
+        ``system``: a system prompt in a field of its own.
         """
         if system:
             self._add_message({"role": "system", "content": system})
@@ -200,7 +200,7 @@ class Prompt:
 
 
 class Reading(NamedTuple):
-    """Pieces of all prompts of a request, and the length of each prompt."""
+    """Pieces of a request's prompts, and the length of each prompt."""
 
     pieces: list[tuple[Prompt, int]]  # with the number of times that the replica reads each
     lengths: list[int]  # of each prompt, for comparison: characters of text, or token ids
@@ -271,7 +271,7 @@ def _as_bytes(pieces: list[str]) -> bytes:
 
 
 def _medium(part: dict[str, object]) -> str:
-    """Return the kind of medium in a content part; empty: no medium."""
+    """Return the kind of medium in a content part, or an empty string if it has no medium."""
     kind = part.get("type")
     if isinstance(kind, str):
         return kind if kind in _MEDIA else ""

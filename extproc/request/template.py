@@ -54,7 +54,7 @@ class ChatTemplate:
         return cls(source, {name: token for name, token in special.items() if token is not None})
 
     def render(self, variables: dict[str, Any]) -> str | None:
-        """Return the text of a conversation; None: the template rejects the conversation."""
+        """Return the text of a conversation, or None if the template rejects it."""
         try:
             return self._template.render(self._special_tokens | variables)
         except Exception:  # a template may fail in any way on a client's input

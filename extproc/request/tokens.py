@@ -77,7 +77,7 @@ class TokenCounter:
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
     ) -> TokenizedPrompt | None:
-        """Return the token ids of a request's only prompt; None: the chat template is not known.
+        """Return the token ids of a request's only prompt, or None if the template is not known.
 
         ``size``: number of messages, texts and media in the prompt; if there are too many, returns
         None.

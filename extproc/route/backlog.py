@@ -95,8 +95,8 @@ class Backlog:
         return self._models[request.model].head() is request
 
     def firsts(self, models: int) -> list[Waiting]:
-        """Return the first request of each of at most ``models`` models; the next call continues
-        with the models after these."""
+        """Return the first request of each model, for at most ``models`` models; the next call
+        continues with the next models."""
         found = []
         for model in list(self._models)[:models]:
             line = self._models[model] = self._models.pop(model)
@@ -124,7 +124,7 @@ class Backlog:
         """Count what is queued ahead of a request with this place, for each candidate.
 
         Returns the number of requests of the same or a higher priority that wait for the candidate,
-        and the seconds of delay by those of them that go before the place. Requests of higher
+        and the seconds of delay by such requests that go before the place. Requests of higher
         priority go first. At the same priority T tenants take turns: if a tenant has work w queued,
         at most work T·w goes before its last request.
         """

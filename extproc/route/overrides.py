@@ -63,8 +63,8 @@ def lateness(
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
     The prediction is multiplied by the ratio of actual to predicted time that nine of ten requests
-    do not exceed. Of several targets, the one that is missed by most counts. ``waited``: seconds
-    since the request arrived.
+    do not exceed. If the request has several targets, the target that is missed by most counts.
+    ``waited``: seconds since the request arrived.
     """
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
@@ -82,11 +82,11 @@ def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
     by the scores of ``otherwise``, the choice without targets.
 
     A target that bounds the decode time minimises ``completion/2 + cost to others + avoidable
-    prefill``, which leaves fast replicas to requests without such a target. With a target for the
-    first token alone, ``otherwise`` stands unless it is late. ``otherwise`` also stands if no
-    replica meets the targets. Choosing the least late replica instead would fill that replica with
-    requests that are late anyway: all requests would take 4% longer, and no more of them would meet
-    their target (azure-2023-conv at 8 times its speed on ``mixed``).
+    prefill``, which leaves fast replicas to requests without such a target. If only the
+    first token has a target, ``otherwise`` stands unless its replica is late. ``otherwise`` also
+    stands if no replica meets the targets. Choosing the least late replica instead would fill that
+    replica with requests that are late anyway: all requests would take 4% longer, and no more of
+    them would meet their target (azure-2023-conv at 8 times its speed on ``mixed``).
 
     ``late``: result of :func:`lateness`.
     """

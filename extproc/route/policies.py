@@ -55,7 +55,7 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
 
 
 def soonest(situation: Situation, equal: Indices) -> Indices:
-    """Return those of the candidates with equal scores whose first token comes soonest.
+    """Return the candidates whose first token comes soonest, among candidates with equal scores.
 
     Times that differ by less than a step count as equal: a request arrives at a random moment of a
     step.

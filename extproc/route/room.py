@@ -27,7 +27,7 @@ SOONEST_S = 0.02  # seconds: the shortest wait for a replica that is full
 
 
 def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
-    """Return the seconds until each candidate has room for the request; None: all have room now.
+    """Return the seconds until each candidate has room for the request; None if all have room.
 
     A replica has no room if its KV cache would overflow, if another request already waits there for
     a place in the batch, or if the prompts ahead take more than 0.2 s. The first request that would

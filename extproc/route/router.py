@@ -101,7 +101,7 @@ class Router:
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
     ) -> tuple[FleetView, str | None]:
-        """Return the candidates, and which of them owns the response that the request continues.
+        """Return the candidates, and the owner of the response that the request continues.
 
         An owner that is excluded for a while, but healthy and not draining, becomes the only
         candidate: any other replica would answer 404.
@@ -184,12 +184,12 @@ class Router:
         among: frozenset[str] | None,
         session: str = "",
     ) -> str:
-        """Return the model that serves a request for the name ``requested``; empty: not known.
+        """Return the model that serves a request for the name ``requested``; empty if not known.
 
         If the name stands for several models, one of them is drawn by their weights, and always the
         same one for a session. The draw is among the models on the replica that owns the previous
-        response. Without such a replica, it is among the models that some replica serves now or
-        will serve once it has recovered. ``among``: as in :meth:`decide`.
+        response. Without such a replica, the draw is among the models that some replica serves now
+        or will serve once the replica has recovered. ``among``: as in :meth:`decide`.
         """
         fleet = self.fleet
         if not requested:

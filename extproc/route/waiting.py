@@ -68,7 +68,7 @@ class Waiting(Place):
         """Create the queue's entry for a request that arrived at ``since``.
 
         Args:
-            profile: of the request.
+            profile: profile of the request.
             decision: decision at the arrival; None: no replica may serve the request.
             since: arrival in seconds, on the queue's clock.
             decide: makes a new decision, given the request's place in the queue.

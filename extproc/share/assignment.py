@@ -28,7 +28,7 @@ _FAREWELL_S = 5.0  # life of a farewell: routers look once a second
 
 
 class Heartbeat(Struct, array_like=True, frozen=True):
-    """Sign of life of a poller, or the farewell of one that stopped in order."""
+    """Message of a poller that lives, or the farewell of a poller that stopped in order."""
 
     replicas: tuple[str, ...]  # ip:port of the replicas that its sources name
     problems: tuple[str, ...] = ()  # sources that cannot be looked up, each with the reason
@@ -51,8 +51,8 @@ class Assignment:
 async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns host and port of the living pollers of a pool, with what each cannot look up, and the
-    names of the pollers that said farewell in the last seconds."""
+    """Returns the living pollers of a pool by host and port, each with the sources that it cannot
+    look up, and the names of the pollers that said farewell in the last seconds."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
@@ -70,7 +70,7 @@ async def known_pollers(
 async def _heartbeats(
     redis: Redis, keys: Keys, names: Collection[str], skips: Skips
 ) -> dict[str, Heartbeat | None]:
-    """Returns the heartbeats of those of the named pollers that are alive; None: unreadable."""
+    """Returns the heartbeat of each named poller that is alive, or None if it is unreadable."""
     by_key = {keys.poller + name: name for name in names}
     async with in_time():
         values = await redis.mget([*by_key])
@@ -190,7 +190,7 @@ class Assigner:
         return bool(was_known), {*map(str_if_bytes, names)} - {self._poller}
 
     async def _read(self, names: Set[str]) -> dict[str, frozenset[str]]:
-        """Returns the replica lists of those of the named pollers that are alive."""
+        """Returns the replica list of each named poller that is alive."""
         if not names:
             return {}
         beats = await _heartbeats(self._redis, self._keys, names, self._skips)

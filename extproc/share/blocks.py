@@ -88,7 +88,7 @@ class BlockWriter:
             await self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S)
 
     async def load(self, replica: str) -> bytes:
-        """Returns the position that a poller saved last; empty: none."""
+        """Returns the position that a poller saved last, or empty bytes if none was saved."""
         async with in_time():
             data: Any = await self._redis.get(self._keys.kv_stream + replica)
         return data or b""

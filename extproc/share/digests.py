@@ -1,4 +1,4 @@
-"""Digests in Redis: each router writes its own, and reads those of all."""
+"""Digests in Redis: each router writes its own, and reads the digests of all routers."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

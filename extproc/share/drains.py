@@ -80,7 +80,7 @@ class DrainStore:
 
 
 class Drains:
-    """A poller's copy of the drains of one pool, from which a Redis that lost them gets them back.
+    """A poller's copy of the drains of one pool, which restores them if Redis loses them.
 
     Pollers read the hash every 0.25 s. They do not subscribe to changes, because the channel would
     also bring them every state that any poller writes.

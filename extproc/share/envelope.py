@@ -72,7 +72,7 @@ class Skips:
         self._warned_of_version = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
-        """Returns the body of an envelope; None: the envelope is not of one of the ``kinds``, or
+        """Returns the body of an envelope, or None if its kind is not in ``kinds`` or the envelope
         cannot be read.
 
         ``source``: the key or channel, for the log.

@@ -1,4 +1,4 @@
-"""Imbalance of the requests on a fleet: moments, speeds and empty replicas."""
+"""Imbalance of a fleet: weights of moments, speeds of replicas, replicas without requests."""
 
 import pytest
 

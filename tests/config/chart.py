@@ -1,4 +1,4 @@
-"""The Helm chart in ``docs/helm``: renders it, and makes the files that it repeats.
+"""Renders the Helm chart in ``docs/helm``, and writes those of its files that repeat others.
 
     python -m tests.config.chart
 

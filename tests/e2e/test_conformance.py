@@ -126,7 +126,7 @@ async def test_gateway_destination_endpoint_served(client: Client, stack: Stack)
 async def test_gateway_weighted_across_two_inference_pools(client: Client, stack: Stack) -> None:
     """``GatewayWeightedAcrossTwoInferencePools``: each picker chooses endpoints of its pool.
 
-    The header lists the endpoints of both pools. Envoy draws the pool.
+    The request header lists the endpoints of both pools. Envoy chooses the pool at random.
     """
     answers = await selected(client, stack, *PRIMARY, *SECONDARY, path=WEIGHTED, requests=60)
     by_pool = {"default": set(PRIMARY), "second": set(SECONDARY)}

@@ -1,4 +1,4 @@
-"""``extproc check --envoy``: each rule finds a good file broken in one place, and only that."""
+"""``extproc check --envoy``: one defect in a good file is reported, and nothing else is."""
 
 import copy
 import json

@@ -72,7 +72,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
 
 
 async def add_router(server: RedisServer) -> None:
-    """Write the sign of life of a router, which does not expire."""
+    """Write a router's key in Redis, without an expiry, so that the router counts as alive."""
     async with connect(server.url, "default") as redis:
         await redis.set(Keys("default").router + "a", b"its digest")
 

@@ -189,7 +189,7 @@ def test_reported_surplus_does_not_outweigh_later_misses(prefixes: PrefixIndex) 
 
 
 def test_prompt_with_a_huge_unit_evicts_nothing(prefixes: PrefixIndex) -> None:
-    """In a prompt of empty messages, a unit has 1,300 tokens."""
+    """A unit of 256 bytes has 1,300 tokens if the prompt consists of empty messages."""
     for number in range(20):
         prefixes.enter(0, prompt(f"{number:04d}" * 5), 2000 * UNIT)
     prefixes.enter(0, Prefix(unit_keys(b"?" * UNIT_BYTES, 1), 1300.0, 1300.0), 2000 * UNIT)

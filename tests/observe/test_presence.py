@@ -1,4 +1,4 @@
-"""Routers and pollers that left or are lost are shown with since when; changes are logged."""
+"""Routers and pollers that left or are lost: the time when each left is shown and logged."""
 
 from datetime import datetime
 

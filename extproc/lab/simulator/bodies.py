@@ -78,7 +78,7 @@ class GenerateBody(Body, ABC):
 
 
 class OpenAIBody(GenerateBody):
-    """Request for ``n`` choices."""
+    """Body of an OpenAI request, which may ask for several choices (``n``)."""
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream_options: dict[str, bool | None] | None = None

@@ -15,8 +15,8 @@ Words = list[tuple[str, str]]  # what a figure or fact is about, and its text
 def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     """Compare the router's choices with Envoy's, for observed requests of the last 1,000 decisions.
 
-    Returns a figure and a fact for the page; none before such a request was answered, or its end
-    was seen.
+    Returns figures and facts for the page. The figures are empty until such a request was answered,
+    and the facts until the end of one was seen.
     """
     answered, elsewhere = 0, 0
     times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual
@@ -45,7 +45,7 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
 
 
 def steering(serve: ServeSettings) -> str:
-    """Which requests the router steers, as a remark on its policy; empty: all."""
+    """Remark on the policy: which requests the router steers. Empty if it steers all."""
     if serve.mode == "observe":
         return " (observes: Envoy chooses)"
     return f" (for {serve.share:.0%} of the requests)" if serve.share < 1.0 else ""

@@ -290,7 +290,7 @@ def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float)
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
-    """Yield the values of each column of times: null without a time, and TPOT in milliseconds."""
+    """Yield the values of each column of times, TPOT in milliseconds; None if no time is known."""
     factors = (1.0, 1.0, 1e3, 1e3, 1.0, 1.0)
     for values, factor in zip(times, factors, strict=True):
         yield [None if isnan(value) else round(value * factor, 3) for value in values]

@@ -60,7 +60,7 @@ def what_if(capsys: pytest.CaptureFixture[str]) -> WhatIf:
 
 
 def edited(every: Sequence[Line], edit: Edit) -> list[Line]:
-    """Lines whose requests have other fields."""
+    """Returns the lines; ``edit`` gives the fields to change in the request of each line number."""
     return [
         replace(line, **edit(number, line)) if isinstance(line, RequestLine) else line
         for number, line in enumerate(every)
