@@ -36,8 +36,8 @@ class Ejection:
         return now < self.until
 
     def counts(self, now: float) -> bool:
-        """Returns True if a failure at this time counts. During an ejection, only that of a trial
-        does."""
+        """Returns True if a failure at this time counts. During an ejection, only the failure
+        of a trial counts."""
         return self.on_trial or not self.active(now)
 
     def failed(self, now: float, may_eject: bool) -> float:

@@ -59,8 +59,8 @@ class Eligibility:
             state: the polled state.
             age: seconds since the poll.
             idle: no router is known to have a request on the replica.
-            prefilled_sent_at: when the latest request was sent of which this router knows that the
-                engine has prefilled its prompt. Headers and errors come without the engine.
+            prefilled_sent_at: time at which the latest request was sent whose prompt the engine
+                has certainly prefilled. Headers and errors come without the engine.
         """
         now = self._clock()
         self.staleness.updated(state.id, now)

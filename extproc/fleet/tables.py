@@ -45,8 +45,8 @@ class Table:
         return self._length
 
     def append(self, **values: float) -> int:
-        """Adds a row and returns its index; ``values``: of all columns in their order, or none for
-        a row of zeros."""
+        """Adds a row and returns its index; ``values``: a value for each column in order, or no
+        values for a row of zeros."""
         assert not values or [*values] == self._columns, "a value is missing, or out of order"
         row = self._length
         if row == self._floats.shape[1]:

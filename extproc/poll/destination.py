@@ -40,8 +40,8 @@ class Destination:
         """Gives up all replicas, so that other pollers take them over."""
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """Returns the last states that any poller wrote for these replicas; replicas without one
-        are missing."""
+        """Returns the last states that any poller wrote for these replicas. Replicas without
+        a state are missing."""
         return {}
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:

@@ -88,7 +88,7 @@ class Discovery:
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas; of several targets with one address, the first
+        """Looks up and returns the replicas. The first of several targets with one address
         counts."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed

@@ -148,9 +148,9 @@ class PoolWatch(KubernetesWatch):
 
 
 def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
-    """Returns the replicas of an InferencePool by ``ip:port``: every port of a pod is one.
+    """Returns the replicas of an InferencePool by ``ip:port``: each port of a pod is a replica.
 
-    Pods without an address and those that have ended are left out, as EndpointSlices do.
+    Pods without an address and pods that have ended are left out, as in EndpointSlices.
     Replicas have the names of the reference endpoint picker if the pool has several ports.
     """
     found: dict[str, Pod] = {}

@@ -1,4 +1,4 @@
-"""Parser of vLLM's ``/metrics`` page, of the series that a router needs.
+"""Parser of the series on vLLM's ``/metrics`` page that a router needs.
 
 A general parser takes milliseconds for the 60 kB of a page. Names of series differ between versions
 of vLLM; lists of names begin with the newest name.
@@ -46,7 +46,7 @@ class MetricsError(ValueError):
 
 
 class PageFigures(EngineFigures, frozen=True, kw_only=True):
-    """All figures of a page: also those that only the estimator of step times needs."""
+    """All figures of a page, including figures that only the estimator of step times needs."""
 
     finished: float = 0.0  # requests
     prefill_s: float = 0.0  # seconds of finished requests, from admission to first token

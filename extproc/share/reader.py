@@ -58,7 +58,7 @@ async def stored_values(
 class Reader(ABC, Generic[T]):
     """Yields stored values and then changes; starts again after a lost connection.
 
-    Of all readers, only the reader of replica states logs outages.
+    Only the reader of replica states logs outages.
     """
 
     def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:
