@@ -1,0 +1,80 @@
+"""A router of two is stopped, as at an upgrade; routers and pollers are killed."""
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.processes import Process
+from extproc.lab.harness.stack import FLEET
+from extproc.proxy.service import LAME_DUCK_S
+from tests.e2e.client import Client
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack, here
+from tests.e2e.test_failures import more, traffic
+from tests.waiting import until_read
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+
+
+TIMES = 10
+
+
+def system(directory: Path) -> Stack:
+    return Stack(directory, here(FLEET), SETTINGS, routers=2, pollers=2)
+
+
+async def unrouted(client: Client) -> int:
+    return await client.envoy_counts("ext_proc.failure_mode_allowed")
+
+
+async def seconds_until_envoy_leaves(client: Client, stopped: Process) -> float:
+    began = monotonic()
+    stopped.signal(signal.SIGTERM)
+    await until_read(
+        lambda: client.envoy_counts("^cluster.router.health_check.healthy$"), lambda now: now == 1
+    )
+    return monotonic() - began
+
+
+async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stack: Stack) -> None:
+    """A busy machine may delay Envoy's health check, so the test has several attempts."""
+    async with traffic(client, per_second=60) as answers:
+        for _ in range(TIMES):
+            await more(answers, 20)
+            before, router = await unrouted(client), stack.process("router-2")
+            noticed_s = await seconds_until_envoy_leaves(client, router)
+            assert await router.wait() == 0
+            await more(answers, 60)
+            without = await unrouted(client) - before
+            if noticed_s < LAME_DUCK_S:
+                break
+            await stack.start("router-2")
+            await stack.wait_routing()
+    assert noticed_s < LAME_DUCK_S
+    assert without == 0
+    assert {answer.status for answer in answers} == {200}
+
+
+@pytest.mark.parametrize("name", ["router-2", "poller-2"])
+async def test_killed_process_is_warned_of_until_it_returns(
+    client: Client, stack: Stack, name: str
+) -> None:
+    async def lost() -> bool:
+        of = f"{name.removesuffix('-2').capitalize()} "
+        return any(
+            warning.startswith(of) and "lost: killed" in warning
+            for warning in await client.warnings()
+        )
+
+    if not stack.process(name).running:
+        await stack.start(name)
+    if name in stack.routers:
+        await until_read(partial(client.metric, "extproc_other_routers"), lambda now: now == 1)
+    assert not await lost()
+    await stack.kill(name)
+    await until_read(lost, lambda now: now)
+    await stack.start(name)
+    await until_read(lost, lambda now: not now)
