@@ -28,7 +28,7 @@ from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
 _MEMORY_S = 7200.0  # of work, during which the weight of a stretch falls by a factor e
-_IDLE_MEMORY_S = 60.0  # of idling, likewise: a slow replica is tried again after 20 minutes
+_IDLE_MEMORY_S = 60.0  # of idling, likewise: a slow replica is tried again after some 15 minutes
 _REACTION_S = 4.0  # memory of s in seconds of work: for a throttled GPU or a noisy neighbour
 _IDLE_REACTION_S = 20.0  # memory of s in seconds of idling: an idle replica may still be slow
 _PRIOR_S = 0.1  # δ
