@@ -22,7 +22,7 @@ from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _RETRY_S = 1.0
-_WORST_FIRST = ("unhealthy", "excluded", "draining", "ok")
+_BEST_FIRST = ("ok", "draining", "excluded", "unhealthy")
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
     **dict.fromkeys(("count", "load", "tokens"), count),
@@ -135,7 +135,9 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     titles = [column["title"] for column in columns]
     if "Health" in titles:
         health, backlog = titles.index("Health"), titles.index("Backlog")
-        rows.sort(key=lambda row: (_WORST_FIRST.index(row[health]), -(row[backlog] or 0.0)))
+        rank = {name: number for number, name in enumerate(_BEST_FIRST)}
+        # A router of another version may have further names.
+        rows.sort(key=lambda row: (-rank.get(row[health], len(rank)), -(row[backlog] or 0.0)))
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
     shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]

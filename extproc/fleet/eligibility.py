@@ -193,8 +193,8 @@ class Eligibility:
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
         """Returns members to which a reason applies for every model: the name of the first reason,
-        and its text for people. An unhealthy member that hangs is named stalled, not like one that
-        is down."""
+        and its text for people. An unhealthy member that gives no sign, because it hangs or its
+        machine is away, is named stalled; one that refuses connections stays unhealthy."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
             texts = ((reason, rule(member)) for reason, rule in rules)

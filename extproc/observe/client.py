@@ -126,9 +126,10 @@ def _no_router(url: str, answer: str) -> RouterUnavailableError:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {_TIMEOUT_S:g} s"
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+    # Its subclasses, for names and TLS, have error numbers of other kinds.
+    if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
         return os.strerror(error.os_error.errno).lower()
-    if isinstance(error, ValueError):
+    if isinstance(error, aiohttp.InvalidURL):
         return "this is no URL"
     return str(error) or type(error).__name__
 

@@ -98,8 +98,8 @@ class RouterMetrics:
         )
         self.excluded = gauge(
             "extproc_replica_excluded",
-            "1 for each replica that gets no requests of any model, by the first reason: asleep, "
-            "unhealthy, stalled, failing, full or draining.",
+            "1 for each replica that gets no requests of any model, by the first reason (asleep, "
+            "unhealthy, failing, full or draining), or by stalled if the replica gives no sign.",
             ["replica", "reason"],
         )
         self.frozen = gauge(

@@ -144,6 +144,16 @@ def test_distance_to_oracle_is_printed(
     assert f"{ratio:.2f}" in capsys.readouterr().out
 
 
+def test_router_that_knows_step_times_ignores_a_wrong_profile() -> None:
+    def replicas(profile_error: float) -> list[str]:
+        options: dict[str, Any] = {"know": {"coefficients"}, "profile_error": profile_error}
+        simulation = FleetSimulation(fleet.read(MIXED), "completion", **options)
+        requests = trace.read([CONVERSATION], speed=3, most=50)
+        return [served.replica for served in simulation.run(requests)]
+
+    assert replicas(4.0) == replicas(1.0)
+
+
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_oracle_predicts_solo_requests_exactly(drafts: int) -> None:
     # Drafts are accepted as a whole: twenty steps for the hundred tokens after the first.

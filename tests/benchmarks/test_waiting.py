@@ -42,11 +42,12 @@ def mean_completion(served: Sequence[Served]) -> float:
     return mean(request.completion for request in served)
 
 
-def test_queue_avoids_preemptions_and_shortens_completions(two: FleetFile) -> None:
-    sharing = {"routers": 3, "share_lag": 0.02}
+@pytest.mark.parametrize("routers", [1, 3])
+def test_queue_avoids_preemptions_and_shortens_completions(two: FleetFile, routers: int) -> None:
+    sharing = {"routers": routers, "share_lag": 0.02}
     at_once = play(two, 0.75, 350, **sharing)
     held = play(two, 0.75, 350, hold=True, **sharing)
-    assert preemptions(at_once) > 50
+    assert preemptions(at_once) > 30
     assert preemptions(held) < 0.2 * preemptions(at_once)
     assert mean_completion(held) < 0.9 * mean_completion(at_once)
 

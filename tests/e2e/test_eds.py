@@ -14,7 +14,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import IN_TURN, Client
 from tests.e2e.stack import EdsStack, Stack, here, replicas
 from tests.e2e.test_failures import more, traffic
-from tests.envoy.members import Members
+from tests.envoy.members import EnvoyMembers
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -29,9 +29,9 @@ def system(directory: Path) -> Stack:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def members(stack: EdsStack) -> Members:
+async def members(stack: EdsStack) -> EnvoyMembers:
     names = {stack.address(name): name for name in stack.ports}
-    members = Members(stack.envoy_admin, names)
+    members = EnvoyMembers(stack.envoy_admin, names)
     await members.have(one="HEALTHY", two="HEALTHY")
     return members
 
@@ -48,7 +48,7 @@ async def new_replica(stack: Stack) -> AsyncIterator[None]:
 
 
 async def test_replica_joins_drains_and_leaves(
-    client: Client, stack: EdsStack, members: Members
+    client: Client, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async def is_known(field: str) -> bool:
         """Return true if the router knows the new replica, and this field of it is true."""
@@ -86,7 +86,7 @@ async def test_replica_joins_drains_and_leaves(
 
 
 async def test_hung_replica_gets_nothing_while_router_is_down(
-    client: Client, stack: EdsStack, members: Members
+    client: Client, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async with client.simulating("two", hang=True):
         await members.have(one="HEALTHY", two="UNHEALTHY")
@@ -107,7 +107,7 @@ async def connected(client: Client, state: int) -> None:
 
 
 async def test_control_plane_without_replicas_removes_no_member(
-    client: Client, stack: EdsStack, members: Members
+    client: Client, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async with traffic(client, per_second=5) as sent:
         await stack.kill("redis")

@@ -1,4 +1,4 @@
-"""Members of a running Envoy's clusters, as its admin address shows them."""
+"""EnvoyMembers of a running Envoy's clusters, as its admin address shows them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +9,7 @@ import aiohttp
 from tests.waiting import until_read
 
 
-class Members:
+class EnvoyMembers:
     """The cluster of replicas; members have the names of their ``ip:port``, if any."""
 
     def __init__(self, admin: str, names: Mapping[str, str] = MappingProxyType({})) -> None:

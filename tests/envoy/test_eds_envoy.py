@@ -26,7 +26,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.e2e.test_security import documented
 from tests.envoy import test_envoy
-from tests.envoy.members import Members
+from tests.envoy.members import EnvoyMembers
 from tests.envoy.test_eds import request, response
 from tests.envoy.test_envoy import post, replica
 from tests.envoy.watched_files import bootstrap, split
@@ -44,7 +44,7 @@ PLAIN = MutualTlsSettings()
 
 class RunningEnvoy(NamedTuple):
     url: str
-    members: Members
+    members: EnvoyMembers
 
 
 @asynccontextmanager
@@ -53,7 +53,7 @@ async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIter
     admin = free_port()
     where = {"address": socket_address(f"127.0.0.1:{admin}")}
     async with test_envoy.running(directory, tree | {"admin": where}, admin):
-        yield RunningEnvoy(f"http://127.0.0.1:{port}", Members(f"http://127.0.0.1:{admin}"))
+        yield RunningEnvoy(f"http://127.0.0.1:{port}", EnvoyMembers(f"http://127.0.0.1:{admin}"))
 
 
 def asking(port: int, *servers: int) -> dict[str, Any]:

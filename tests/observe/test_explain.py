@@ -263,6 +263,13 @@ async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) ->
     (line,) = await run(command, "--router", address, status=1)
     refused = f"no router answers at http://{address}: connection refused: check that a router"
     assert line.startswith(f"extproc {command}: {refused}")
+    (line,) = await run(command, "--router", "router.invalid:9090", status=1)
+    unknown = (
+        "no router answers at http://router.invalid:9090: Cannot connect to host router.invalid"
+    )
+    assert line.startswith(f"extproc {command}: {unknown}")
+    (line,) = await run(command, "--router", f"https://{address}", status=1)
+    assert f"no router answers at https://{address}: connection refused: check" in line
     (line,) = await run(command, "--router", "http://", status=1)
     assert "no router answers at http:: this is no URL: check" in line
     async with serve_admin("127.0.0.1:0", CollectorRegistry()) as poller:

@@ -107,11 +107,12 @@ def test_round_robin_takes_turns_for_each_model(clock: ManualClock) -> None:
     for number in (3, 4):
         fleet.put(state(number, A10, clock, models=("other",)))
     router = Router(fleet, "round_robin", random.Random(0))
-    chosen: Counter[str] = Counter()
+    chosen: dict[str, list[str]] = {MODEL: [], "other": []}
     for turn in range(100):
-        profile = chat(1) if turn % 2 else replace(chat(1), model="other")
-        chosen[decided(router, profile).replica] += 1
-    assert set(chosen.values()) == {25}
+        model = "other" if turn % 2 else MODEL
+        chosen[model].append(decided(router, replace(chat(1), model=model)).replica)
+    assert chosen[MODEL] == [replica(1), replica(2)] * 25
+    assert chosen["other"] == [replica(3), replica(4)] * 25
 
 
 def test_request_may_name_another_policy() -> None:

@@ -32,7 +32,7 @@ from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
 _COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
-_LEAST_SHARED = 3  # decisions in the last minute: fewer are shown as 0.0 requests a second
+_LEAST_SHARED = 3  # decisions in the last minute: shares of fewer say nothing
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
@@ -254,7 +254,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
             routers = f"this router and {len(fleet.peers)} more: {others}"
             if fleet.peers.digest_age is not None:
                 routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
-        yield f"Routers{of}", _with_silent(routers, pool.routers)
+        yield f"Routers{of}", _with_gone(routers, pool.routers)
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"
         elif redis_lost(pool):
@@ -263,11 +263,11 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
             pollers = "unknown: Redis stores nothing"
         else:
             pollers = ", ".join(fleet.pollers or ()) or "none reaches Redis"
-        yield f"Pollers{of}", _with_silent(pollers, pool.pollers)
+        yield f"Pollers{of}", _with_gone(pollers, pool.pollers)
 
 
-def _with_silent(alive: str, presence: Presence) -> str:
-    return f"{alive}; silent: {presence.gone}" if presence.gone else alive
+def _with_gone(alive: str, presence: Presence) -> str:
+    return f"{alive}; left: {presence.gone}" if presence.gone else alive
 
 
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:

@@ -122,7 +122,7 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         )
     elif no_poller:
         yield (
-            "No poller reaches Redis: all were killed, hang, or are cut off from Redis. If the "
+            "No poller reaches Redis: none runs, or all hang or are cut off from Redis. If the "
             "/livez of one answers, check its way to Redis; else start it (extproc poll)."
         )
     if not fleet.members:

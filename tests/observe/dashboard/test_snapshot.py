@@ -26,7 +26,7 @@ from tests.fakes import ManualClock, chat, replica, state
 from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
 
-NO_POLLER = "No poller reaches Redis: all were killed, hang, or are cut off from Redis."
+NO_POLLER = "No poller reaches Redis: none runs, or all hang or are cut off from Redis."
 ALONE = Config.model_validate({"state": "memory"})
 
 
@@ -409,7 +409,7 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
     services.fleet.pollers = {}
     assert only_warning(services).startswith(NO_POLLER)
     facts = dict(page(services)["facts"])
-    assert facts["Pollers"].startswith("none reaches Redis; silent: a:1 (since ")
+    assert facts["Pollers"].startswith("none reaches Redis; left: a:1 (since ")
     services.fleet.pollers = {"c:1": ()}
     services.pollers.look({"c:1"}, 1000.0, ())
     assert only_warning(services).startswith("Pollers a:1 (since ")
