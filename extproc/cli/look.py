@@ -22,7 +22,7 @@ from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _RETRY_S = 1.0
-_BEST_FIRST = ("ok", "draining", "excluded", "unhealthy")
+_TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
 _TEXT = {"name", "text", "health", "decision"}
 _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
     **dict.fromkeys(("count", "load", "tokens"), count),
@@ -135,9 +135,8 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     titles = [column["title"] for column in columns]
     if "Health" in titles:
         health, backlog = titles.index("Health"), titles.index("Backlog")
-        rank = {name: number for number, name in enumerate(_BEST_FIRST)}
-        # A router of another version may have further names.
-        rows.sort(key=lambda row: (-rank.get(row[health], len(rank)), -(row[backlog] or 0.0)))
+        # The worst first. A router of another version may have further names.
+        rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
     shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
