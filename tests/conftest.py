@@ -57,10 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_handlers_end() -> Iterator[None]:
-    """Removes log handlers of commands: they write to a stderr that is closed after the test."""
+def _logging_of_commands_ends() -> Iterator[None]:
+    """Undoes what a command sets up: its level would hide later log lines, and its handler writes
+    to a stderr that is closed after the test."""
+    root, package = logging.getLogger(), logging.getLogger("extproc")
+    levels = root.level, package.level
     yield
-    root = logging.getLogger()
+    for logger, level in zip((root, package), levels, strict=True):
+        logger.setLevel(level)
     for handler in [*root.handlers]:
         if type(handler) is logging.StreamHandler:
             root.removeHandler(handler)

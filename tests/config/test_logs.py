@@ -2,22 +2,11 @@
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from extproc.config import LogSettings
 from extproc.observe import logs
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    root, package = logging.getLogger(), logging.getLogger("extproc")
-    before = (root.level, list(root.handlers), package.level)
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
-    package.setLevel(before[2])
 
 
 def test_json_line_holds_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
