@@ -213,9 +213,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--fleet", type=Path, metavar="FLEET.yaml", help="simulated replicas [live-mixed.yaml]")
     servers = "running vLLM servers instead of a fleet, in development mode"
     add("--servers", type=arguments.address, nargs="+", default=[], metavar="IP:PORT", help=servers)
-    add("--model", default=arguments.MODEL, help="name of the model on the servers")
-    profile = "hardware profile that the router is given for each server"
-    add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME", help=profile)
+    add("--model", help=f"name of the model on the servers [{arguments.MODEL}]")
+    profile = f"hardware profile that the router is given for each server [{DEFAULT_PROFILE}]"
+    add("--profile", choices=PROFILES, metavar="NAME", help=profile)
     speeds = "true speeds of the servers in any unit, for envoy:least_request_weighted"
     add("--speeds", type=above_zero, nargs="+", default=[], metavar="X", help=speeds)
     trace = [_HERE / "traces" / "azure-2023-conv.jsonl.gz"]
@@ -243,8 +243,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give either --servers or --fleet")
     if args.speeds and len(args.speeds) != len(args.servers):
         parser.error("--speeds needs a speed for each server of --servers")
+    if (args.model or args.profile) and not args.servers:
+        parser.error("--model and --profile describe running servers: give --servers, too")
     if args.servers and args.fault in REPLICA_FAULTS:
         parser.error("--fault: servers that run already cannot fail")
+    args.model, args.profile = args.model or arguments.MODEL, args.profile or DEFAULT_PROFILE
     args.fleet = args.fleet or _HERE / "fleets" / "live-mixed.yaml"
     if args.at is not None and not (args.fault and args.at < args.duration):
         parser.error("--at needs --fault, and must be less than --duration")

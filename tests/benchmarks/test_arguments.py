@@ -49,6 +49,8 @@ REFUSED = {
     "compare --contenders router,router:fastest": "router has no policy 'fastest'",
     f"{SERVER} --fleet a.yaml": "either --servers or --fleet",
     f"{SERVER} --speeds 1 2": "--speeds needs a speed for each server",
+    "compare --model m": "--model and --profile describe running servers",
+    "compare --profile llama-8b-h100": "--model and --profile describe running servers",
     f"{SERVER} --contenders envoy:least_request_weighted": "needs the speeds of the servers",
     f"{SERVER} --fault replica-slow": "servers that run already cannot fail",
     "compare --fault router-killed": "--fault",
