@@ -26,7 +26,7 @@ _OPENING_REQUESTS = 60
 _OPENING_RATE = 6.0
 _GENTLE_RATE = 1.0
 _REFRESH_S = 0.25
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
 _print = partial(print, flush=True)
 
 
@@ -34,7 +34,7 @@ async def demo(args: argparse.Namespace) -> int:
     """Run the demo and return its exit status; SIGINT or SIGTERM stops every process.
 
     Raises:
-        ProcessError: a process is missing or died; the message has its last log lines.
+        ProcessError: a program is missing, a process died, or a run of ``--once`` failed.
     """
     stop = asyncio.Event()  # an event, so that a second Ctrl-C does not interrupt the shutdown
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -53,8 +53,8 @@ async def demo(args: argparse.Namespace) -> int:
 
 
 async def _in_directory(args: argparse.Namespace) -> None:
-    """Deletes configurations and logs at the end; after a failed run keeps them and names their
-    folder."""
+    """Runs the demo with its files in a new folder. The folder is deleted at the end; after a
+    failure it is kept, and the error names it."""
     directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
     try:
         await _with_stack(args, directory)
@@ -112,7 +112,7 @@ async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> 
 
 @asynccontextmanager
 async def _printed(stack: Stack, journal: Journal) -> AsyncIterator[None]:
-    """Prints a line for each request that ends, and for each process, while the block runs."""
+    """Prints a line for each request and each process that ends while the block runs."""
 
     async def step() -> None:
         ended = await journal.refresh()

@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Why the request failed; for a routed request, the beginning of the decision's reason."""
+        """Failure of the request, missing decision, or first clause of the decision's reason."""
         if self.access is not None and self.access.status != 200:
             return f"status {self.access.status}" if self.access.status else "the client left"
         if self.decision is None:
@@ -46,26 +46,26 @@ class Journal:
     """Requests of a stack that :meth:`refresh` has found at the router or in the access log."""
 
     def __init__(self, stack: Stack) -> None:
-        self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
+        self.entries: dict[str, Entry] = {}  # by request id, in the order of discovery
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
         self._last_decision = 0
-        self._ended: list[Access] = []  # read from the log and not yet entered
+        self._ended: list[Access] = []  # log entries not yet in `entries`
 
     async def refresh(self) -> list[Entry]:
         """Read new decisions and log entries; return the requests that ended."""
-        self._ended += self._log.new()  # log first: a logged request has its decision already
+        self._ended += self._log.new()  # log before decisions: a logged request has been decided
         while page := await get_json(f"{self._admin}/decisions?after={self._last_decision}"):
             for decision in read_decisions(page):
                 self._last_decision = decision.number
                 self._entry(decision.request_id).decision = decision
         if page is None:
-            self._last_decision = 0  # a restarted router numbers decisions from 1 again
+            self._last_decision = 0  # router down: once restarted, it counts from 1 again
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
 
     async def settle(self, request_ids: set[str]) -> None:
-        """Refresh until Envoy has logged the end of these requests, or for 5 s."""
+        """Refresh until Envoy has logged the end of all these requests, but at most for 5 s."""
         deadline = time.monotonic() + _LONGEST_SETTLE_S
         while time.monotonic() < deadline:
             await self.refresh()

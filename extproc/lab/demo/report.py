@@ -39,8 +39,7 @@ class Run:
 
     @property
     def added_ms(self) -> _Percentiles:
-        """Percentiles of the milliseconds for which requests waited for the router, from Envoy's
-        log."""
+        """Percentiles of the requests' wait for the router in milliseconds, from Envoy's log."""
         waits = [entry.access.added_ms for entry in self._known() if entry.access]
         return percentiles([wait for wait in waits if wait is not None])
 
@@ -58,7 +57,7 @@ class Run:
         return percentiles(errors)["p50"]
 
     def failure(self, policy: str) -> str:
-        """Return why a run under this policy failed; empty if no request failed."""
+        """Return the run's problem in words; empty if all requests were answered and routed."""
         sent = len(self.answers)
         ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
         if ok < sent:
@@ -77,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Runs under the default policy and under round robin."""
+    """Runs of the same requests under the default policy and under round robin."""
 
     ready_s: float
     run: Run
@@ -85,7 +84,7 @@ class Report:
 
     @property
     def p99_ratio(self) -> float | None:
-        """p99 completion under round robin ÷ under the default policy."""
+        """p99 completion under round robin ÷ p99 completion under the default policy."""
         runs = self.run, self.round_robin
         default, round_robin = (run.figures["completion_s"]["p99"] for run in runs)
         return round_robin / default if default and round_robin else None

@@ -1,4 +1,4 @@
-"""``envoy/envoy.yaml`` with other addresses, and Envoy's access log."""
+"""Envoy's configuration, made from ``envoy/envoy.yaml``, and a reader of its access log."""
 
 import json
 from collections.abc import Iterable
@@ -25,8 +25,7 @@ def addressed(
     replicas: Iterable[str],
     template: Path = TEMPLATE,
 ) -> Bootstrap:
-    """Return Envoy's configuration, made from the template with these addresses, each
-    ``host:port``."""
+    """Return the template's configuration with these addresses, each ``host:port``."""
     bootstrap: Bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
@@ -62,19 +61,19 @@ def drop_ext_proc(bootstrap: Bootstrap) -> None:
 
 
 def socket_address(address: str) -> dict[str, Any]:
-    """Return a ``host:port`` as Envoy files write it."""
+    """Return ``host:port`` in the form of Envoy's configuration."""
     host, port = split_address(address)
     return {"socket_address": {"address": host, "port_value": port}}
 
 
 def endpoints(addresses: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the endpoints of a cluster's ``load_assignment`` with these members."""
+    """Return the ``endpoints`` of a cluster's ``load_assignment`` for these addresses."""
     members = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
     return [{"lb_endpoints": members}]
 
 
-# Microseconds for which ext_proc held the headers, and then the body: "Access Log Fields" in
-# Envoy's documentation. The first is missing if the router gets headers and body in one message.
+# Microseconds for which ext_proc held the headers, and the body ("Access Log Fields" in Envoy's
+# documentation). The first field is missing if the router gets both in one message.
 _ADDED = ("request_header_latency_us", "request_body_total_latency_us")
 
 _FORMAT = {
@@ -95,10 +94,10 @@ class Access:
 
     request_id: str
     status: int  # 0: the client left before the response
-    upstream: str  # `ip:port` of the replica that served the request; empty: none
+    upstream: str  # `ip:port` of the replica that served the request; empty: no replica
     duration_s: float
     added_ms: float | None  # wait for the router; None: the router did not answer
-    destination: str = ""  # the router's choices in their order; empty: no decision
+    destination: str = ""  # the router's choices, best first; empty: no decision
     flags: str = ""  # Envoy's response flags: why a request failed
 
 

@@ -1,4 +1,4 @@
-"""HTTP pages of the processes: text, JSON, metrics and decisions."""
+"""Downloads of HTTP pages: text, JSON, metrics and a router's decisions."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 async def get_text(url: str) -> str:
-    """Text at a URL; empty if there is none."""
+    """Return the text at a URL; empty after an error or a status other than 200."""
     try:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session, session.get(url) as response:
             return await response.text() if response.status == 200 else ""
@@ -20,23 +20,22 @@ async def get_text(url: str) -> str:
 
 
 async def get_json(url: str) -> Any:
-    """JSON at a URL; None if there is none."""
+    """Return the JSON at a URL; None after an error or a status other than 200."""
     return json.loads(await get_text(url) or "null")
 
 
 async def get_samples(url: str) -> list[Sample]:
-    """Metrics at a URL; empty if there are none."""
+    """Return the samples of the metrics page at a URL; empty if it cannot be read."""
     return samples_of(await get_text(url))
 
 
 def samples_of(text: str) -> list[Sample]:
-    """Samples of a page of metrics."""
+    """Return the samples of a metrics page."""
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:
-    """Records of a router's decisions after the decision ``after``, as far as the router still has
-    them."""
+    """Return the decision records that a router still has, from number ``after`` + 1 on."""
     records: list[dict[str, Any]] = []
     while page := await get_json(f"{admin}/decisions?after={after}"):
         records += page

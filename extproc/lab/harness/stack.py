@@ -32,13 +32,13 @@ _FLUSH_MS = 100  # interval at which Envoy writes its access log to disk
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReplica:
-    """Replica of a stack: a process that simulates it, or a server at ``address``."""
+    """Replica of a stack: a process that simulates it, or the running server at ``address``."""
 
     name: str
-    profile: str  # hardware profile, simulated and configured
+    profile: str  # hardware profile of simulation and configuration
     arguments: tuple[str, ...] = ()  # added to the program's command line
     program: tuple[str, ...] = ("extproc", "simulate")  # run by `python -m`
-    kv_events_ports: tuple[int, int] | None = None  # of KV events and of their replay
+    kv_events_ports: tuple[int, int] | None = None  # for KV events, for their replay
     address: str = ""  # `ip:port` of a server that the stack neither starts nor stops
 
 
@@ -53,9 +53,9 @@ FLEET = (
 def attached_replicas(
     servers: Mapping[str, str], profiles: Mapping[str, str]
 ) -> list[SimulatedReplica]:
-    """Return a stack's replicas for servers that run already.
+    """Return replicas of a stack for servers that run already.
 
-    ``servers`` has the ``ip:port``, ``profiles`` the hardware profile of each name.
+    ``servers`` maps names to ``ip:port``; ``profiles`` maps names to hardware profiles.
     """
     return [
         SimulatedReplica(name, profiles[name], address=address) for name, address in servers.items()
@@ -69,7 +69,7 @@ USUAL_PORTS: Mapping[str, int] = MappingProxyType(
 
 
 class Stack:
-    """Runs the system within an ``async with`` block, and stops every process at its end.
+    """Runs the system within an ``async with`` block; the end of the block stops all processes.
 
     Process names are ``redis``, ``poller``, ``poller-2``, …, ``router``, ``router-2``, …,
     ``envoy``, and the names of the replicas. A restarted process keeps its ports.
@@ -94,9 +94,9 @@ class Stack:
             directory: folder of configurations and logs.
             replicas: simulated or running replicas.
             settings: keys of the configuration file, by section.
-            usual_ports: ports by name that are used if they are free.
+            usual_ports: preferred ports by name; for a taken port another is chosen.
             routers: number of routers.
-            pollers: number of pollers; 0: no Redis; the router polls by itself.
+            pollers: number of pollers; with 0 there is no Redis, and the router polls by itself.
         """
         self.directory = directory
         self.replicas = replicas
@@ -162,7 +162,7 @@ class Stack:
         return f"http://{self.address(name)}"
 
     async def __aenter__(self) -> Self:
-        """Start all processes at once; return when every replica can get requests."""
+        """Start all processes concurrently; return when every replica can get requests."""
         started = time.monotonic()
         self._write_configurations()
         try:
@@ -210,7 +210,7 @@ class Stack:
     async def _stop_all(self) -> None:
         self._dismissed.update(self._processes)
         if envoy := self._processes.get("envoy"):
-            await envoy.stop()  # first: its requests end, so that no other process waits for them
+            await envoy.stop()  # first: no other process has to wait for its requests
         await asyncio.gather(*(process.stop() for process in self._processes.values()))
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:

@@ -1,4 +1,4 @@
-"""Open-loop load client for OpenAI's API: sends requests at their times, parses answers later."""
+"""Open-loop load client for OpenAI's API: sends requests when due, parses complete answers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ _CONNECT_S = 10.0
 _ANSWER_S = 300.0
 _KEEP_ALIVE_S = 4.0  # below the 5 s of uvicorn, which serves vLLM
 _ERROR_BYTES = 200
-_USAGE_LINES = 16  # last lines of a stream, which can have the usage
+_USAGE_LINES = 16  # last lines of a stream, searched for the usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Answer:
     problem: str = ""  # kind of failure; empty if the answer is complete
     error: str = ""  # beginning of an error response, or the exception
     sent_at: float = 0.0  # by the client's clock
-    late_s: float = 0.0  # sent so long after it was due
+    late_s: float = 0.0  # from the due time to sending
     status: int | None = None
-    replica: str | None = None  # by the response header `x-served-by`
+    replica: str | None = None  # from the response header `x-served-by`
     usage: dict[str, Any] = field(default_factory=dict)
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))  # between chunks with tokens
     chunks: int = 0
@@ -63,13 +63,13 @@ class Answer:
         return f"{self.problem}: {self.error}" if self.error else self.problem
 
     def tokens(self, of: str) -> int | None:
-        """Return the tokens of the ``prompt`` or the ``completion``, as the server counts them."""
+        """Return the server's token count for ``prompt`` or ``completion``; None: unknown."""
         count = self.usage.get(f"{of}_tokens")
         return count if isinstance(count, int) else None
 
 
 class Client:
-    """HTTP client, used within an ``async with`` block; ``timeout_s`` limits a complete answer."""
+    """HTTP client, used within an ``async with`` block; answers may take ``timeout_s`` seconds."""
 
     def __init__(self, url: str, timeout_s: float = _ANSWER_S, clock: Clock = monotonic) -> None:
         self.answers: dict[str, Answer] = {}  # by request id, in the order of sending
@@ -93,7 +93,7 @@ class Client:
         return len(self.answers) - self.in_flight
 
     async def run(self, requests: Iterable[TimedRequest]) -> list[Answer]:
-        """Send each request at its time, in order; return when the last answer has ended."""
+        """Send each request when it is due; return the answers once the last has ended."""
         started = self._clock()
         async with asyncio.TaskGroup() as tasks:
             sent = []
@@ -196,7 +196,7 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Figures and texts parsed from a streamed answer."""
+    """Figures of a streamed answer."""
 
     first_at: float | None = None  # time of the first token; None: no token
     gaps_s: Sequence[float] = ()  # seconds from each chunk with tokens to the next
@@ -205,13 +205,13 @@ class Streamed:
 
 
 def read_stream(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
-    """Parse the beginning and the end of a stream; all chunks in between are known to contain
-    tokens."""
+    """Parse the chunks of a stream, which arrived at ``times``. All chunks between the first and
+    the last token are assumed to contain tokens."""
     lines = b"".join(chunks).splitlines(keepends=True)
     try:
         usage, problem = _usage(lines), _problem(lines)
         first, last = (_token_in(lines, at) for at in (range(len(lines)), range(len(lines))[::-1]))
-    except (AttributeError, TypeError):  # events of another form than OpenAI's
+    except (AttributeError, TypeError):  # the events are not in OpenAI's form
         return Streamed(problem="not a completion")
     if first is None or last is None:
         return Streamed(None, (), usage, problem or ("" if usage else "not a completion"))

@@ -11,27 +11,27 @@ from extproc.lab.replay.play import Played
 from extproc.lab.replay.scene import Scene
 from extproc.predict.inputs import Floats, Indices
 
-_MOST_OFF = 0.15  # error of a replay in the median, the 95th percentile and the median request
+_MOST_OFF = 0.15  # largest error of a replay that `too_far` accepts
 _EDGE, _LONGEST_EDGE_S = 0.1, 60.0
-"""Share of a record, and seconds, without figures at both ends: caches are empty at first, and
-requests in flight are not in the record."""
+"""Part of a record that figures exclude at each end: share of its length, and limit in seconds.
+At first caches are empty, and requests in flight at either end are not in the record."""
 _PARTS, _STUDENT = 3, 2.92
-"""Parts of a record for the jackknife, and the number of standard errors that contains nine of ten
-values (Student's t with two degrees of freedom). With more parts these are shorter than a queue
-lasts, and depend on each other: with ten parts of half an hour at 85% load, a quarter of the bounds
-miss the truth."""
-_SHORTEST_PART = 10.0  # times the 95th percentile of completions
+"""Parts of a record for the jackknife, and standard errors on each side of an interval with 90%
+confidence (Student's t, two degrees of freedom). More parts would be shorter than queues last, and
+so depend on each other: with half an hour at 85% load in ten parts, a quarter of the bounds miss
+the truth."""
+_SHORTEST_PART = 10.0  # length ÷ 95th percentile of completions
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Error of the replay of a record."""
+    """Figures of a record and its replay, and the errors of the replay."""
 
     recorded: dict[str, float]
     replayed: dict[str, float]
-    off: dict[str, float]  # 0.1: 10% too long
-    request: float  # median of the requests' absolute errors
+    off: dict[str, float]  # relative error of each figure; 0.1: 10% too long
+    request: float  # median of |relative error| over single requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Difference:
     before: float
     after: float
     low: float
-    high: float  # nine of ten records like this have a difference between `low` and `high`
+    high: float  # `low` to `high`: interval of the difference with 90% confidence
 
     @property
     def seconds(self) -> float:
@@ -49,15 +49,15 @@ class Difference:
 
 
 def recorded(scene: Scene) -> Played:
-    """Return the recorded times since the dispatch."""
+    """Return the recorded times of the requests, since their dispatch."""
     requests = scene.requests
     ttft, completion = (np.array([getattr(each, kind) for each in requests]) for kind in KINDS)
     return Played(ttft, completion, [request.replica for request in requests])
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
-    """Return the requests that count for figures of a kind: those of which the record has the end,
-    and the refused ones."""
+    """Return the indices of the requests that figures of a kind count: completed and refused
+    requests, except near both ends of the record. TTFT figures count only streams."""
     at, truth = _times(scene), recorded(scene)
     edge = min(scene.lasts_s * _EDGE, _LONGEST_EDGE_S)
     seen: NDArray[np.bool_] = np.isfinite(truth.completion_s) | (np.array(truth.replicas) == "")
@@ -70,7 +70,7 @@ def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
     """Return the errors of a replay by kind of time.
 
     Raises:
-        ValueError: the record has no completion.
+        ValueError: the record has no completed request, except near its ends.
     """
     found, truth = {}, recorded(scene)
     for kind in KINDS:
@@ -87,7 +87,7 @@ def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
 
 
 def too_far(fit: dict[str, Fit]) -> str:
-    """Return why a replay is too far from the record, and the remedy; empty if it is not."""
+    """Return why a replay is too far from its record, and the remedy; empty if it is close."""
     completion = fit["completion_s"]
     off = {
         "at the median of completions": completion.off["p50"],
@@ -115,7 +115,7 @@ def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
 def differences(
     scene: Scene, before: Sequence[Played], after: Sequence[Played]
 ) -> dict[str, dict[str, Difference]]:
-    """Return the figures of all runs without and with a change, with bounds by the jackknife."""
+    """Return the figures of all runs without and with a change; a jackknife gives the bounds."""
     found = {}
     for kind in KINDS:
         among = counted(scene, kind)

@@ -18,15 +18,15 @@ from extproc.predict.step import HardwareProfile, StepModel
 from extproc.replica_state import ReplicaState
 
 _TIMEOUT_S = 1.0  # of a scrape; the default of production
-_EPOCH = 1.7e9  # time 0 of a simulation, in seconds since the epoch
+_EPOCH = 1.7e9  # Unix time at time 0 of a simulation
 _LONGEST_PAUSE_S = 2.0  # between failing scrapes; the default of production
 
 
 class Machine:
-    """Engine that can become slow, hang or go down. The caller advances the engine before each
-    event.
+    """Engine that can become slow, hang or go down. Callers :meth:`advance` the engine to the time
+    of an event before they apply the event.
 
-    A hang stops the engine's clock, which from then on is behind the simulation's clock.
+    A hang stops the engine's clock, which afterwards lags behind the simulation's clock.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Machine:
         self.profile = profile
         self._make = make
         self.engine = make(profile)
-        self.output_lengths = Histogram(TOKENS)  # as on the metrics page; likewise the next
+        self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
         self.prefill_s = self.decode_s = 0.0
         self.up = True  # the process runs, and accepts connections
-        self.started_at = _EPOCH  # of the process, in seconds since the epoch
+        self.started_at = _EPOCH  # Unix time of the process's start
         self._slow = 1.0
         self._behind = 0.0
         self._hung_at: float | None = None
@@ -127,8 +127,8 @@ class MachinePoller:
         """Create a poller that scrapes every ``interval`` seconds.
 
         ``base`` has the fields that no scrape changes. The poller learns step times, starting from
-        ``believed``. If that is None, it does not learn: the step times are those of ``base``, or
-        the true ones.
+        the profile ``believed``. Without a profile the poller publishes the step times of ``base``
+        or, if ``base`` has none, the machine's true step times.
         """
         self.base = base
         self._machine = machine
@@ -137,7 +137,7 @@ class MachinePoller:
         self._prior = prior
         self._backoff = Backoff(interval, _LONGEST_PAUSE_S, random)
         self._due = 0.0
-        self._waits = False  # for the timeout of a scrape
+        self._waits = False  # True until the scrape of a hung machine times out
         self._state = base
 
     def poll(self, now: float) -> ReplicaState | None:

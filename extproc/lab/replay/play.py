@@ -19,22 +19,22 @@ from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior
 from extproc.predict.inputs import Floats
 
-_JITTER_S = 0.02  # longest random delay of a request, since real arrivals vary too
+_JITTER_S = 0.02  # longest random delay of a request: real arrivals vary, too
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Times of requests since their arrival or, if forced, their dispatch; NaN: not served."""
+    """Seconds since the arrival or, in a forced :func:`play`, the dispatch; NaN: not served."""
 
     ttft_s: Floats
     completion_s: Floats
-    replicas: Items[str]  # that served the requests; empty: none
+    replicas: Items[str]  # replica that served each request; empty: none
 
 
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Play a scene; ``forced``: dispatch each served request when and where the record has it.
+    """Play a scene; ``forced``: dispatch each served request at its recorded time and replica.
 
     ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
 

@@ -22,23 +22,23 @@ from extproc.observe.record import (
     StartLine,
 )
 
-_MOST_UNREADABLE = 10  # lines of a file, cut off by a crash or a full disk
+_MOST_UNREADABLE = 10  # lines of a file that a crash or a full disk may cut off
 _MOST_UNREADABLE_SHARE = 0.01  # in files with more than 1,000 lines
-_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # the difference between a router's file names
+_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # end of a file name, by which a router's files differ
 
 
 @dataclass(slots=True)
 class Recorded:
-    """Record of a pool, from the last change of the routers' configuration on."""
+    """Record of a pool since the last change of its routers' configuration."""
 
-    start: StartLine  # configuration, and the time from which on the record is complete
+    start: StartLine  # configuration, and time since which the record is complete
     requests: list[RequestLine]  # served requests in the order of arrival
     replicas: dict[str, list[ReplicaLine]]  # states in the order of time, by address
     refused: list[RequestLine] = field(default_factory=list)
-    """Requests that no replica got, for models that are served, in the order of arrival."""
-    excluded: Counter[str] = field(default_factory=Counter)  # requests not to replay, by reason
+    """Refused requests for models that also have served requests, in the order of arrival."""
+    excluded: Counter[str] = field(default_factory=Counter)  # requests not replayed, by reason
     unused_s: float = 0.0  # length of the part before ``start``
-    unused_why: str = ""  # in a few words, for people
+    unused_why: str = ""  # why that part is unused, in a few words
 
 
 def read(path: Path, pool: str = "") -> Recorded:
@@ -60,7 +60,7 @@ def read(path: Path, pool: str = "") -> Recorded:
         if unreadable:
             excluded["whose line cannot be read"] += unreadable
         if not found:
-            continue  # the disk was full when the router created the file
+            continue  # empty: the disk was full when the router created the file
         starts = [line for line in found if isinstance(line, StartLine)]
         if not starts:
             raise ValueError(f"{file} is no record: it has no start line")
@@ -102,8 +102,8 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
-    """Merges the lines of all routers, from the moment on at which all of them had the last
-    configuration."""
+    """Merges the lines of all routers, from the time on at which all of them recorded with the
+    last configuration."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
     last = replace(starts[-1], at=0.0)

@@ -37,7 +37,7 @@ class Traced(Protocol):
 
     @property
     def at(self) -> float:
-        """Seconds from the start."""
+        """Arrival in seconds since the start of the trace."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,7 +57,7 @@ class Arrival:
     profile: RequestProfile  # as the router sees the request
     objective: Objective  # true objective, which the router may not know
     sequences: Callable[[int], list[EngineSequence]]
-    """Creates the sequences of the request; its argument is the tokens of a KV block."""
+    """Creates the sequences of the request; the argument is the number of tokens in a KV block."""
     among: frozenset[str] | None = None  # replicas that may serve the request; None: all
 
 
@@ -68,12 +68,12 @@ class Served:
     arrival: Arrival
     decision: Decision
     response_visible: bool  # the router reads the response's chunks
-    replica: str  # after a retry the second choice
+    replica: str  # serves the request; after a retry the second choice
     sent: float  # time of the dispatch
     counted: bool = False  # its chunks count against the router's budget
     sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
     frontend: float = 0.0  # seconds on the replica outside the engine's steps
-    answered: bool = False  # response headers were passed: no retry any more
+    answered: bool = False  # outcome reported to the router; no retry after that
     retried: bool = False
     first_token: float | None = None
     finished: float | None = None  # time of the complete answer; None: unfinished or failed
@@ -241,8 +241,8 @@ class Routers:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """Send and deliver the digests that are due by ``until``, at the intervals of
-        production."""
+        """Send and deliver the digests and prompt logs that are due by ``until``. Routers send as
+        often as in production."""
         if self._share_lag is None:
             return
         while True:

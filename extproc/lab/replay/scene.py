@@ -21,27 +21,27 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import RequestProfile
 
-_JOINED_S = 5.0  # from the start of a record until every replica has a line
+_JOINED_S = 5.0  # a replica whose first line comes later joined after the record's start
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
     """Request of a scene."""
 
-    index: int  # among all requests of the record
-    at: float  # seconds from the start
+    index: int  # position among all requests of the record
+    at: float  # seconds from the start of the record
     prompt_tokens: int
     output_tokens: int  # of each sequence
     profile: RequestProfile
     keys: Keys  # of the prompt and, if a later prompt shows them, of the answer
-    unit: float  # tokens of a key, equal for all requests for a model
-    replica: str  # that served it; empty: the router refused the request
+    unit: float  # tokens per key, equal for all requests for a model
+    replica: str  # replica that served the request; empty: the router refused it
     queued_s: float
     ttft_s: float  # since the dispatch; NaN if the router did not see the first token
     completion_s: float  # since the dispatch; NaN if the router did not see the end
 
     def hashes(self, block_size: int) -> list[int]:
-        """Return the hashes of the KV blocks, equal for equal beginnings."""
+        """Return the hashes of the KV blocks. Equal beginnings of prompts have equal hashes."""
         ends = np.arange(1, int(len(self.keys) * self.unit / block_size) + 1) * block_size
         units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.keys)) - 1
         hashes: list[int] = (self.keys[units] + ends.astype(np.uint64)).tolist()
@@ -50,14 +50,14 @@ class ReplayRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPhase:
-    """State of a replica from one time to the next phase."""
+    """State of a replica from time ``at`` until its next phase."""
 
     at: float
     state: ReplicaState
 
     @property
     def step(self) -> StepModel:
-        """Step times of the replica: those that the router had learned."""
+        """Step times that the router had learned, or else those of the hardware profile."""
         return self.state.learned or profile_or_default(self.state.profile).step
 
 
@@ -79,7 +79,7 @@ class ReplayReplica:
         return replace(self, phases=tuple(phases))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "ReplayReplica":
-        """Return the replica on other hardware, with ``step`` or else the profile's step times."""
+        """Return the replica on other hardware; ``step`` None: with its profile's step times."""
         longest = self.state.max_model_len
         moved = self.with_state(
             profile=hardware.name,
@@ -101,8 +101,8 @@ class Scene:
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica by its name, sorted. A replica without a name, or with a name
-        that occurs twice, is named by its address."""
+        """``ip:port`` of each replica by its name, sorted. A replica without a name, or with the
+        name of an earlier replica, is named by its address."""
         found = dict[str, str]()
         for address, replica in self.replicas.items():
             name = replica.state.name
@@ -118,7 +118,7 @@ def scene_of(recorded: Recorded) -> Scene:
     """
     began = recorded.start.at
     try:
-        # A simulated step decodes a token: accepted drafts count as fewer steps.
+        # A simulated step gives a sequence one token, so output lengths are converted to steps.
         per_step = {
             name: fmean(line.tokens_per_step for line in lines if line.state is not None)
             for name, lines in recorded.replicas.items()
@@ -140,7 +140,7 @@ def _requests(
         model: median(line.unit for line in lines if line.model == model and line.unit)
         for model in {line.model for line in lines if line.unit}
     }
-    with_answers = list(keys)  # the next turn of a conversation has the keys of the answer
+    with_answers = list(keys)  # a conversation's next prompt has the keys of the answer
     last = dict[int, int]()
     for index, line in enumerate(lines):
         if (before := last.get(line.previous_key)) is not None:
@@ -167,9 +167,9 @@ def _requests(
 
 
 class _Lengths:
-    """Output lengths in steps. Nobody knows how long the answer to a refused request would have
-    been: it gets the length of a served request for the same model, drawn from those with the same
-    endpoint and streaming, if any."""
+    """Output lengths in steps. A refused request has no answer: its length is drawn from the
+    lengths of served requests for the same model, with the same endpoint and streaming if there
+    are such requests."""
 
     def __init__(self, lines: Sequence[RequestLine], per_step: Mapping[str, float]) -> None:
         self._per_step = per_step
@@ -210,7 +210,7 @@ def _replica(lines: Sequence[ReplicaLine], began: float) -> ReplayReplica:
     limits = [line for line in lines if line.state is not None][-1]
     states = [line.state for line in lines if line.state is not None]
     last = states[-1]
-    # Before the first measurement the router assumed a profile.
+    # Before the first measurement the router used a profile; the replay uses measured steps.
     measured = next((state.learned for state in states if state.measured), states[0].learned)
     states = [
         state if state.measured else structs.replace(state, learned=measured) for state in states
@@ -232,7 +232,7 @@ def _replica(lines: Sequence[ReplicaLine], began: float) -> ReplayReplica:
     for line in lines:
         state = structs.replace(state, healthy=False) if line.state is None else next(known)
         phases.append(ReplicaPhase(max(line.at - began, 0.0), state))
-    if phases[0].at > _JOINED_S:  # the replica joined later
+    if phases[0].at > _JOINED_S:  # the replica joined after the start
         absent = structs.replace(phases[0].state, healthy=False)
         phases.insert(0, replace(phases[0], at=0.0, state=absent))
     return ReplayReplica(hardware, tuple(phases))

@@ -140,7 +140,7 @@ class Simulation(ABC):
                 sequence.id = next(self._ids)
                 self._requests[sequence.id] = served
                 machine.add(sequence, self.clock())
-        except ValueError:  # longer than the replica's context
+        except ValueError:  # does not fit into the KV cache: the replica refuses it
             self._answer(served, ok=True)
             self._fail(served)
             return
@@ -148,7 +148,7 @@ class Simulation(ABC):
             self._answer(served, ok=True)  # response headers precede the first token
 
     def _retry(self, served: Served) -> None:
-        """Sends a request of a lost replica to its second choice, once, if it has no headers."""
+        """Retries a request on its second choice; fails it if it was answered or retried before."""
         second = served.decision.second
         if served.answered or served.retried or second is None:
             self._fail(served)
@@ -165,7 +165,7 @@ class Simulation(ABC):
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
     def _answer(self, served: Served, ok: bool) -> None:
-        """Hands the response headers, which name the replica, to the router once."""
+        """Reports the response headers to the router, once; ``ok``: their status is no failure."""
         if served.answered:
             return
         served.answered = True

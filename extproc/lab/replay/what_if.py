@@ -22,10 +22,10 @@ from extproc.lab.replay.play import Played, play
 from extproc.lab.replay.scene import Scene
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
-_LONGEST_WAIT_S = 300.0  # at the router, if the change introduces waiting
+_LONGEST_WAIT_S = 300.0  # at the router, if the change turns queueing on
 SEEDS = (0, 1, 2)  # of the runs without and with a change
 _COLUMNS = [Column(name) for name in FIGURES]
-Show = Callable[[float], None]  # called with the share that is done
+Show = Callable[[float], None]  # called with the share of the work that is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Replay of a record, to be compared with the record."""
+    """Replay of a record, with the errors of its figures."""
 
     scene: Scene
     requests: int  # served requests that figures count
-    refused: int  # requests that only the figures of a change count
+    refused: int  # refused requests, which only the figures of a change count
     fits: dict[str, Fit]  # by kind of time
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class ChangeEffect:
     change: str  # in words
     differences: dict[str, dict[str, Difference]]  # by kind of time, and figure
     short: bool  # the record is too short for reliable bounds
-    unserved: tuple[float, float]  # share of requests without a replica, before and after
+    unserved: tuple[float, float]  # share of requests that no replica serves: unchanged, changed
 
     def to_json(self) -> dict[str, Any]:
         differences = {
@@ -171,8 +171,8 @@ def changed(scene: Scene, change: Change) -> Scene:
 
 
 def replay(scene: Scene, show: Show) -> Replayed:
-    """Play the record with each request on its recorded replica; raises ValueError if that
-    fails."""
+    """Play each request on its recorded replica. Raises ValueError if the replicas are overloaded,
+    or the record has no completed request, except near its ends."""
     played = play(scene, SEEDS[0], forced=True, show=show)
     among = counted(scene)
     refused = sum(not scene.requests[index].replica for index in among.tolist())
@@ -180,7 +180,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Play the scene without and with a change; raises ValueError if that fails."""
+    """Play the scene without and with a change; raises ValueError if replicas are overloaded."""
     runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
     def part(number: int) -> Show:
@@ -208,7 +208,7 @@ def _address(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Hardware of a profile; with learned step times, if a replica of the record has this
+    """Hardware of a profile; also its learned step times, if a replica of the record has this
     profile."""
     profile = hardware_profile(name)
     for replica in scene.replicas.values():

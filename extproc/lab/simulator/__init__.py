@@ -1,4 +1,4 @@
-"""A replica that schedules as vLLM does: an engine and an OpenAI-compatible server around it.
+"""Simulated replica: an engine that schedules as vLLM does, behind an OpenAI-compatible server.
 
 A request that vLLM would refuse raises ``RequestError``.
 """

@@ -39,7 +39,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
 
 @dataclass
 class Reply(ABC):
-    """Writer of an endpoint's answers."""
+    """Writer of the answer to one request, in the form of its endpoint."""
 
     id_prefix: ClassVar[str]
 
@@ -47,7 +47,7 @@ class Reply(ABC):
     model: str
     created: int  # seconds since the epoch
     prompt_tokens: int
-    details: bool  # True: the usage has cached prompt tokens, as vLLM's option makes it
+    details: bool  # True: the usage reports cached prompt tokens, an option of vLLM
 
     def __post_init__(self) -> None:
         self.id = self.id_prefix + self.key
@@ -74,7 +74,7 @@ class Reply(ABC):
 
 
 class ChoicesReply(Reply):
-    """Answer with OpenAI's choices."""
+    """Answer with OpenAI's list of ``choices``."""
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -123,7 +123,7 @@ class ChoicesReply(Reply):
 
 
 class ChatReply(ChoicesReply):
-    """``/v1/chat/completions``."""
+    """Answer of ``/v1/chat/completions``."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -142,7 +142,7 @@ class ChatReply(ChoicesReply):
 
 
 class CompletionReply(ChoicesReply):
-    """``/v1/completions``."""
+    """Answer of ``/v1/completions``."""
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
@@ -153,7 +153,7 @@ class CompletionReply(ChoicesReply):
 
 
 class MessagesReply(Reply):
-    """``/v1/messages``."""
+    """Answer of ``/v1/messages``."""
 
     id_prefix = "msg_"
 
@@ -193,7 +193,7 @@ class MessagesReply(Reply):
 
 
 class ResponsesReply(Reply):
-    """``/v1/responses``."""
+    """Answer of ``/v1/responses``."""
 
     id_prefix = "resp_"
 
@@ -269,7 +269,7 @@ def compact(value: object) -> bytes:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """Encode a server-sent event with its type as its name."""
+    """Encode a server-sent event of type ``kind``, which is also the event's name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), compact({"type": kind, **fields}))
 
 
@@ -303,7 +303,7 @@ class ResponseStore:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
     def store(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
-        """Store a complete response if its request asks for that."""
+        """Store the response if it is complete and its request has ``store`` set."""
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.answers[0].text)
             conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
@@ -311,7 +311,7 @@ class ResponseStore:
             self._stored[reply.id] = _Stored(whole, conversation)
 
     def queue(self, reply: Reply, work: asyncio.Task[None]) -> dict[str, Any]:
-        """Store a background response until its ``work`` is done."""
+        """Store a background response as queued, and return it; ``work`` completes it."""
         assert isinstance(reply, ResponsesReply)
         self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
         return self.response(reply.id)

@@ -7,7 +7,7 @@ from itertools import islice
 
 
 class BlockPool:
-    """Blocks of ``block_size`` tokens, shared by prefix.
+    """KV blocks of ``block_size`` tokens; sequences share the blocks of common prefixes.
 
     A block is *blank* (free and without content), *in use*, or *idle*: free, but found by the hash
     of its content until it is evicted. Blank blocks are taken first, then idle blocks, the least
@@ -61,7 +61,7 @@ class BlockPool:
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
         """Register taken blocks by their hashes, and return the hashes that are new. A block whose
-        hash is already registered keeps no hash."""
+        hash is already registered stays without a hash."""
         unknown = (key for key in hashes if key not in self._users and key not in self._idle)
         new = [*dict.fromkeys(unknown)]
         self._users.update(dict.fromkeys(new, 1))
@@ -72,7 +72,7 @@ class BlockPool:
         self._idle.clear()
 
     def release(self, private: int, hashes: Collection[int]) -> None:
-        """Free ``private`` blocks without a hash, and end a use of each hashed block.
+        """Free ``private`` blocks that have no hash, and end one use of each block in ``hashes``.
 
         The last block is released first, so that it is evicted before the blocks of its prefix.
         """
@@ -86,8 +86,8 @@ class BlockPool:
 
 
 def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:
-    """Return the hashes of the full blocks of ``content``; each hash covers the seed and all blocks
-    before."""
+    """Return the hash of each full block of ``content``. A hash covers the seed, its own block and
+    all blocks before."""
     hashes: list[int] = []
     parent = seed
     for end in range(block_bytes, len(content) + 1, block_bytes):

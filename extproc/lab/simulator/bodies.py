@@ -48,9 +48,9 @@ class Body(BaseModel):
 
 
 class GenerateBody(Body, ABC):
-    """Request that generates text."""
+    """Body of a request that generates text."""
 
-    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields; the first given field counts
+    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # field names; the first one given counts
     default_bound: ClassVar[int | None] = None
 
     stream: bool | None = False
@@ -111,7 +111,7 @@ class Message(BaseModel):
 
 
 class ChatBody(OpenAIBody):
-    """``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     bounds = ("max_completion_tokens", "max_tokens")
     messages: list[Message] = Field(min_length=1)
@@ -124,7 +124,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    """``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     default_bound = 16
     prompt: Prompts
@@ -135,7 +135,7 @@ class CompletionBody(OpenAIBody):
 
 
 class MessagesBody(GenerateBody):
-    """``/v1/messages``."""
+    """Body of ``/v1/messages``."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: Bound
@@ -147,7 +147,7 @@ class MessagesBody(GenerateBody):
 
 
 class ResponsesBody(GenerateBody):
-    """``/v1/responses``."""
+    """Body of ``/v1/responses``."""
 
     bounds = ("max_output_tokens",)
     input: str | list[dict[str, Any]]
@@ -175,7 +175,7 @@ class ResponsesBody(GenerateBody):
 
 
 class TokenizeBody(Body):
-    """``/tokenize``, of a text or a conversation."""
+    """Body of ``/tokenize``: a text or a conversation."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -196,7 +196,7 @@ class AudioBody(GenerateBody):
     file: bytes
 
     def prompts(self) -> list[bytes]:
-        """Prompts of the clips, half a minute each."""
+        """Return a prompt for each half minute of the file."""
         starts = range(0, len(self.file), _CLIP_BYTES)
         clips = [self.file[start : start + _CLIP_BYTES][::_SAMPLED] for start in starts]
         return [clip + bytes(-len(clip) % 4) for clip in clips]
@@ -207,7 +207,7 @@ class AudioBody(GenerateBody):
 
 
 def encode_chat(messages: list[Message], tools: Tools = None) -> bytes:
-    """Encode a conversation, up to where the assistant continues."""
+    """Encode a conversation, up to the point at which the assistant answers."""
     return _encode_turns([(message.role, message.encoded()) for message in messages], tools)
 
 

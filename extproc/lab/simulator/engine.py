@@ -31,15 +31,15 @@ class Engine:
     sequence gets a token, and the unfinished prefill gets a chunk. The step then admits waiting
     sequences in order, until the token budget or the number of sequences is used up, or until a
     sequence does not fit into the free KV blocks. If blocks run out, the sequences admitted last
-    are preempted: they lose their blocks and wait at the head of the queue. Such a step admits no
-    sequence. Scheduling by priority sorts the queue, and preempts the sequences that rank last;
-    waiting sequences never preempt running ones. If the adapter of a waiting sequence finds no
-    slot, the sequences behind it may be admitted before it.
+    are preempted: they lose their blocks and wait at the head of the queue. A step that preempts
+    admits no sequence. Scheduling by priority sorts the queue, and preempts the sequences that rank
+    last; waiting sequences never preempt running ones. If the adapter of a waiting sequence finds
+    no slot, the sequences behind it may be admitted before it.
 
-    Simulating a decoding step takes the same time for any number of sequences: KV tokens are kept
-    as a sum, needed blocks are counted by position modulo block size, and the step at which each
-    sequence ends is known. With speculative decoding, a random number is drawn for each sequence.
-    If no block is left, a draft is shortened; vLLM would preempt.
+    Simulating a decoding step takes the same time for any number of sequences: the engine keeps the
+    sum of KV tokens, how many sequences need a block in each of the next steps, and the last step
+    of each sequence. Speculative decoding takes longer, because each sequence draws random numbers.
+    If no block is left for a draft, the draft is shortened; vLLM would preempt.
 
     Single steps (:meth:`schedule`, then :meth:`complete`) and :meth:`advance` have equal results.
     """
@@ -58,7 +58,7 @@ class Engine:
         cold_steps: int = 0,
         old_counters: bool = False,
     ) -> None:
-        """Create an idle engine; None: the value of the profile.
+        """Create an idle engine. ``kv_tokens`` and ``max_num_seqs`` default to the profile.
 
         Args:
             cold_steps: number of first steps that take :data:`COLD` times as long, because kernels
@@ -67,14 +67,14 @@ class Engine:
                 of the prefix cache, and at every attempt to admit a sequence.
 
         Raises:
-            ValueError: the token budget is below the number of sequences with their drafts, or
+            ValueError: the token budget is below ``max_num_seqs`` × (1 + drafted tokens), or
                 the KV cache is smaller than a block.
         """
         self.profile = profile
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
         self.token_budget = profile.token_budget
         self.speculation = speculation
-        self._drafted = speculation.tokens if speculation else 0  # for each sequence in a step
+        self._drafted = speculation.tokens if speculation else 0  # for a sequence in a step
         if self.token_budget < self.max_num_seqs * (1 + self._drafted):
             drafts = f", each with {self._drafted} drafts" if self._drafted else ""
             raise ValueError(
@@ -94,10 +94,10 @@ class Engine:
         self.adapters = adapters  # None: no LoRA adapters
         self.counters = Counters()
         self.steps = 0  # completed steps, including those that vLLM does not count
-        self.step: Step | None = None  # in progress
+        self.step: Step | None = None  # step in progress
         self.gauges = Gauges()
         self._prefix_queries = self._prefix_hits = 0  # copied to the counters after a step
-        self.freezing_gauges = False  # vLLM up to 0.10.1: only steps with a token set gauges
+        self.freezing_gauges = False  # as vLLM up to 0.10.1: steps without a token set no gauges
         self.sleep_level: int | None = None  # None: awake
         self._model: StepModel = profile.step
         self._slow = 1.0
@@ -105,12 +105,12 @@ class Engine:
         self._now = 0.0
         self._decode_steps: DecodeSteps | None = None
         self._waiting: deque[Sequence] = deque()
-        self._deferred = 0  # waiting sequences passed by others in the last step
+        self._deferred = 0  # waiting sequences whose adapter found no slot in the last step
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
-        self._kv = 0  # tokens in KV cache of the decoding sequences
+        self._kv = 0  # tokens of the decoding sequences in the KV cache
         self._needing = [0] * block_size  # sequences that need a block, by step % block_size
-        self._ends: list[tuple[int, int, Sequence]] = []  # heap of last steps, some outdated
+        self._ends: list[tuple[int, int, Sequence]] = []  # heap by last step; some are outdated
 
     @property
     def slow(self) -> float:
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the KV cache: the longest possible sequence."""
+        """Tokens that fit into the KV cache; no sequence may be longer."""
         return self.pool.blocks * self.pool.block_size
 
     @property
@@ -158,8 +158,7 @@ class Engine:
         return sequence.generated
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence for the next step. The caller has to advance the engine to ``now``
-        before.
+        """Queue a sequence for the next step. The caller must first advance the engine to ``now``.
 
         Raises:
             ValueError: the sequence has no prompt, or never fits into the KV cache.
@@ -205,8 +204,8 @@ class Engine:
                 self.events.cleared()
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``, after :meth:`complete` of the last; return None if no sequence
-        can run."""
+        """Begin a step at ``now``; return None if no sequence can run. Call :meth:`complete` before
+        the next step."""
         self._now = now
         return self._begin(now)
 
@@ -242,7 +241,7 @@ class Engine:
     def advance(self, until: float) -> list[StepOutcome]:
         """Run every step that ends by ``until``, many at once if they only decode.
 
-        The last step stays in progress: sequences added afterwards wait for its end.
+        A step that ends after ``until`` stays in progress; sequences added now wait for its end.
         """
         outcomes: list[StepOutcome] = []
         while (step := self.step or self._begin(until)) and step.ends_at <= until:
@@ -250,8 +249,8 @@ class Engine:
         return outcomes
 
     def _begin(self, until: float) -> Step | None:
-        """Schedule a step that begins now or, if it only decodes, all such steps that end by
-        ``until``."""
+        """Begin the next step. If it only decodes, also include the following steps that only
+        decode and end by ``until``."""
         if self.sleep_level is not None:
             return None
         preempted = False
@@ -272,7 +271,7 @@ class Engine:
             ends_at = self._now + load_s + self._step_time(chunks)
             self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            counts_attempts = self.old_counters and self.waiting > 0  # in each step
+            counts_attempts = self.old_counters and self.waiting > 0  # each step counts attempts
             single = preempted or self._cold or self._drafted > 0 or counts_attempts
             self.step = self._decode(until, single)
         return self.step
@@ -292,8 +291,8 @@ class Engine:
         return min(sequence.context - sequence.computed, self._budget_left())
 
     def _preempt(self) -> None:
-        """Return the sequence admitted last to the head of the queue. Scheduling by priority
-        returns the sequence that ranks last to its place in the queue."""
+        """Move the sequence admitted last back to the head of the queue. Scheduling by priority
+        moves the sequence that ranks last back to its place in the queue."""
         if self.by_priority:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
@@ -384,15 +383,15 @@ class Engine:
         token costs as much as a prefilled token."""
         prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
         context = sum(sequence.computed for sequence, _ in chunks)
-        # A token of a chunk attends to all tokens before it: on average to half the chunk.
+        # Each token of a chunk attends to the computed tokens and, on average, half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * self._kv
         time = self._model.step_time(prefill, self.running, self._kv + context, attention)
         return time * COLD if self._cold else time
 
     def _decode(self, until: float, single: bool) -> Step:
-        """Schedule a step that only decodes, and the next steps until a sequence ends or blocks run
-        out. Until then no waiting sequence can be admitted."""
+        """Begin a step that only decodes; unless ``single``, also include the next steps until a
+        sequence ends or blocks run out. Until then no waiting sequence can be admitted."""
         planned = self._decode_steps
         warmed_up = self.steps <= self._cold_steps
         if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
@@ -402,7 +401,7 @@ class Engine:
             self._decode_steps = planned
         last = self.steps
         if not single and planned.end(last) < until:
-            # All steps until a sequence ends, or those of them that end by `until`.
+            # The steps until a sequence ends, except those that end after `until`.
             following = range(last + 1, self._last_end())
             last += bisect_right(following, until, key=planned.end)
         more = self._take_blocks_ahead(last - self.steps)
@@ -422,7 +421,7 @@ class Engine:
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
-        # In block_size steps every sequence needs a block.
+        # In block_size steps every sequence needs one block.
         cycles = min(steps // size, free // len(self._decoding))
         taken, ahead = cycles * len(self._decoding), cycles * size
         while ahead < steps:
@@ -505,7 +504,7 @@ class Engine:
         self._kv -= tokens
         self._needing[-sequence.offset % self.pool.block_size] -= 1
         self._decode_steps = None
-        # The step in progress has taken a block for its token, if needed.
+        # The step in progress has taken the block of the sequence's next token, if needed.
         sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
         self._publish(sequence, sequence.prompt_tokens, tokens)
 

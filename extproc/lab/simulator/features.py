@@ -6,11 +6,11 @@ from random import Random
 
 
 class LoadedAdapters:
-    """Slots for LoRA adapters: those of the batch, and those of adapters that stay loaded after
+    """LoRA adapters in the slots of an engine: those of the batch, and those that stay loaded after
     their last use.
 
-    A step takes ``load_s`` longer for each adapter that has to be loaded; the least recently used
-    adapter is unloaded.
+    A step takes ``load_s`` seconds longer for each adapter that it has to load. If no slot is free,
+    the least recently used adapter is unloaded.
     """
 
     def __init__(self, slots: int, load_s: float) -> None:
@@ -20,7 +20,7 @@ class LoadedAdapters:
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
     def admits(self, adapter: str, batch: Collection[str]) -> bool:
-        """Return True if a sequence of ``adapter`` may join a batch with these adapters."""
+        """Return True if a sequence with ``adapter`` may join a batch that uses these adapters."""
         return adapter in batch or len(batch) < self.slots
 
     def use(self, adapters: Iterable[str]) -> float:
@@ -37,16 +37,16 @@ class LoadedAdapters:
 
 COLD = 2.0
 """Factor of a cold step's time. On a CPU the first step of vLLM 0.32 takes twice as long as later
-steps, and the first prompt of each length 1.02 to 1.17 times; a GPU that compiles kernels may take
-seconds longer."""
+steps, and the first prompt of each length 1.02 to 1.17 times as long as later ones. A GPU that
+compiles kernels may take seconds longer."""
 
-ACCEPTANCE = 0.7  # approximately what vLLM reports of EAGLE drafts on conversations
+ACCEPTANCE = 0.7  # about as vLLM reports for EAGLE drafts in conversations
 
 
 class Speculation:
     """Speculative decoding: each step drafts ``tokens`` tokens for every decoding sequence.
 
-    A drafted token is accepted with a fixed probability if all drafted tokens before it are. So a
+    A drafted token is accepted with a fixed probability if all drafted tokens before it were. So a
     step gives a sequence one token plus the accepted ones, at most ``tokens + 1``.
     """
 

@@ -20,7 +20,7 @@ _MEDIUM = "GPU"
 
 
 class BlockEvents:
-    """Queue of the events that are not published yet."""
+    """Queue of KV cache events that are not published yet."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -28,7 +28,7 @@ class BlockEvents:
         self._added = asyncio.Event()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
-        """Add events for the blocks of a sequence, from ``first`` on, that have these hashes."""
+        """Add an event for each run of a sequence's blocks with these hashes, from ``first`` on."""
         new, end = set(hashes), sequence.hashes.index(hashes[-1]) + 1
         for is_new, run in groupby(range(first, end), lambda at: sequence.hashes[at] in new):
             if is_new:
@@ -66,7 +66,7 @@ class BlockEvents:
         self._added.set()
 
 
-_BUFFERED_BATCHES = 10_000  # that can be replayed: the default of vLLM's `buffer_steps`
+_BUFFERED_BATCHES = 10_000  # last batches for replays: the default of vLLM's `buffer_steps`
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -74,7 +74,7 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 async def publishing(
     events: BlockEvents, host: str, port: int, replay_port: int
 ) -> AsyncIterator[None]:
-    """Publish numbered batches of events, and replay the last batches, until closed.
+    """Publish numbered batches of events, and replay the last batches for clients that ask.
 
     Raises:
         OSError: a port cannot be bound.

@@ -22,10 +22,10 @@ MAX_LAG_S = 1.0  # longest delay that the engine makes up for by running steps b
 
 
 class Lateness:
-    """Delays of steps behind the times at which they were due.
+    """Delays from the due end of each step to its actual end.
 
     A simulated step ends late if its process gets no CPU. Reports show the lateness, so that
-    figures from an overloaded machine can be recognised.
+    figures from an overloaded machine can be recognized.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Lateness:
         """Count a step whose tokens were delivered ``late_s`` seconds after its end."""
         self._late.observe(late_s)
         self._most = max(self._most, late_s)
-        self._lost += max(late_s - MAX_LAG_S, 0.0)  # the engine was slower than its profile
+        self._lost += max(late_s - MAX_LAG_S, 0.0)  # which later steps do not make up
 
     def to_json(self) -> dict[str, Any]:
         """Return the lateness as JSON, in seconds. The p99 is the upper bound of a bucket, so it
@@ -63,7 +63,7 @@ class GeneratedAnswer:
 
     sequence: Sequence
     bound: int  # most tokens to generate; 0: only the prompt is computed
-    start: int  # index of the first word in the vocabulary
+    start: int  # index of the answer's first word in the vocabulary
 
     @property
     def text(self) -> str:
@@ -77,13 +77,13 @@ class GeneratedAnswer:
 class Token(NamedTuple):
     """Tokens that an answer got from one step."""
 
-    answer: int  # its index
+    answer: int  # index of the answer
     text: str
     reason: FinishReason | None  # None: the answer continues
 
 
 class Generation:
-    """Answers to a request that are being generated; each prompt has ``choices`` answers."""
+    """Generation of the answers to a request; each prompt gets ``choices`` answers."""
 
     def __init__(self, answers: list[GeneratedAnswer], choices: int, streamed: bool) -> None:
         self.answers = answers
@@ -142,8 +142,7 @@ class Generation:
 
 
 class LiveEngine:
-    """Engine whose steps end in real time, ``speed`` times as fast as the profile says, while
-    :meth:`run` runs."""
+    """Engine that :meth:`run` steps in real time, ``speed`` times as fast as the profile says."""
 
     def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float) -> None:
         self.engine = engine
@@ -189,7 +188,7 @@ class LiveEngine:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the sequences that have no token yet."""
+        """Prompt tokens of all sequences without a first token."""
         sequences = (answer.sequence for answer, _, _ in self._unfinished())
         return sum(sequence.prompt_tokens for sequence in sequences if sequence.first_token is None)
 
@@ -230,7 +229,7 @@ class LiveEngine:
             self._metrics.sequence_finished(sequence, answer.bound, self.speed)
 
     def _end(self, sequence: Sequence) -> GeneratedAnswer:
-        """End a sequence; with the last sequence of a request, count its prompts."""
+        """End a sequence. With the last sequence of a request, count the request's prompts."""
         generation, index = self._owners.pop(sequence.id)
         generation.end()
         if generation.complete:

@@ -45,7 +45,7 @@ _HISTOGRAMS = {
     "request_num_preemptions": PREEMPTIONS,
     "request_prefill_kv_computed_tokens": TOKENS,
 }
-LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")  # of the queue
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")  # options that limit the queue
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -71,8 +71,8 @@ class Metrics:
     def sequence_finished(self, sequence: Sequence, bound: int, speed: float) -> None:
         """Count a sequence that was not aborted; its times are ``speed`` times real seconds.
 
-        A late step counts as begun on time, and may admit requests that arrived later. Such a
-        negative wait counts as 0.
+        A late step counts as begun on time, but may admit requests that arrived after that time.
+        Their negative waits count as 0.
         """
         arrived, admitted, first, finished = _times(
             sequence.arrived, sequence.admitted, sequence.first_token, sequence.finished
@@ -193,7 +193,7 @@ class Metrics:
 
 
 def _times(*times: float | None) -> list[float]:
-    """Return the times of events, none of which may be None; narrows their type."""
+    """Narrows the type of times that are never None."""
     return [time for time in times if time is not None]
 
 

@@ -1,8 +1,7 @@
-"""Requests whose prompts are computed without output: embeddings, pooling, classes, scores and
-ranks.
+"""Requests that only compute prompts: embeddings, pooling, classes, scores and ranks.
 
-The values depend only on the prompt: all replicas give a prompt the same answer. Only embeddings
-have vLLM's form in full; all other replies have a score for each prompt.
+The values depend only on the prompt, so all replicas answer a prompt alike. Only embeddings have
+vLLM's form in full; all other replies have a score for each prompt.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +43,7 @@ class PoolingBody(Body, ABC):
 
 
 class InputBody(PoolingBody):
-    """``/pooling`` and ``/classify``."""
+    """Body of ``/pooling`` and ``/classify``."""
 
     input: Prompts
 
@@ -53,7 +52,7 @@ class InputBody(PoolingBody):
 
 
 class EmbeddingBody(InputBody):
-    """``/v1/embeddings``."""
+    """Body of ``/v1/embeddings``."""
 
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -67,7 +66,7 @@ class EmbeddingBody(InputBody):
 
 
 class PairsBody(PoolingBody):
-    """``/v1/score`` and ``/v1/rerank``: each pair of texts is a prompt; 1:1, 1:N or N:N."""
+    """Body of ``/v1/score`` or ``/v1/rerank``: pairs of texts (1:1, 1:N or N:N), each a prompt."""
 
     left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1", "query"))
     right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))

@@ -38,34 +38,34 @@ DEFAULT_MODEL_LEN = 32_768  # context length in tokens, unless the KV cache hold
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Options of a replica, named as in vLLM; None: the value of the hardware profile."""
+    """Options of a simulated replica, mostly named as in vLLM."""
 
     model: str = "simulated"
     profile: str = DEFAULT_PROFILE
     speed: float = 1.0  # times as fast as the profile
-    kv_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    max_num_queued_reqs: int | None = None  # most sequences that run or wait
-    max_num_queued_tokens: int | None = None  # prompt tokens to compute, from which on it refuses
+    kv_tokens: int | None = None  # None: as in the hardware profile
+    max_num_seqs: int | None = None  # None: as in the hardware profile
+    max_model_len: int | None = None  # None: `DEFAULT_MODEL_LEN`, at most the KV cache
+    max_num_queued_reqs: int | None = None  # most sequences that run or wait; None: no limit
+    max_num_queued_tokens: int | None = None  # waiting prompt tokens at which requests get 503
     scheduling_policy: str = "fcfs"  # or `priority`
     block_size: int = 16
     output_median: int = 120  # median output length in tokens, before any bound
     seed: int = 0  # of output lengths and of the acceptance of drafts
-    draft_tokens: int = 0  # drafted for a sequence in each step; 0: no speculative decoding
+    draft_tokens: int = 0  # drafts of a sequence in a step; 0: no speculative decoding
     acceptance: float = ACCEPTANCE  # probability that a drafted token is accepted
     prefix_caching: bool = True
     adapters: tuple[str, ...] = ()  # names of LoRA adapters
     max_loras: int = 1  # most adapters in a batch
     adapter_load_s: float = 0.1  # seconds to load an adapter, at the profile's speed
     enable_prompt_tokens_details: bool = False  # True: answers report cached prompt tokens
-    cold_steps: int = 0  # first steps, which take longer
+    cold_steps: int = 0  # number of steps at the start that take longer
     old_counters: bool = False  # True: counters of vLLM up to 0.15
     kv_events_ports: tuple[int, int] | None = None  # to publish and to replay; None: no events
 
 
 class Replica:
-    """Model on an engine; turns requests into sequences."""
+    """Model on an engine; turns requests into sequences of the engine."""
 
     def __init__(self, settings: ReplicaSettings, clock: Clock = monotonic) -> None:
         """Create a replica; its engine runs with :meth:`LiveEngine.run`.
@@ -126,7 +126,7 @@ class Replica:
         return self._submit(Generation(answers, 1, streamed=False))
 
     def _submit(self, generation: Generation) -> Generation:
-        """Queues a request, or refuses it in the cases of vLLM's ``AsyncLLM.check_admission``."""
+        """Queues a request, or refuses it as vLLM's ``AsyncLLM.check_admission`` does."""
         most, most_tokens = self.settings.max_num_queued_reqs, self.settings.max_num_queued_tokens
         if most is not None and self.live.unfinished + len(generation.answers) > most:
             self._refuse("max_num_queued_reqs", "is currently busy and cannot accept new requests")

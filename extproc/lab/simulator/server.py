@@ -29,7 +29,8 @@ MAX_BODY_BYTES = 256 << 20
 BACKLOG = 2048  # connections waiting to be accepted, as in vLLM's server
 VLLM_VERSION = "0.32.0"  # simulated version
 
-# Tokens to generate, within the request's bound; `tracestate` passes proxies that drop headers.
+# Output tokens, within the request's bound: a header, and a `tracestate` key for proxies that
+# drop such headers.
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 # The client's id of a request, in `tracestate`: some gateways overwrite `x-request-id`.
@@ -60,9 +61,9 @@ class Faults(BaseModel):
     hang: bool = False
     # Status of all inference requests; /health and /metrics are not affected; 0: no fault.
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
-    # Close the connection of every inference request, as an engine that dies of the request.
+    # Close the connection of every inference request, as if the engine died of the request.
     reset: bool = False
-    # Keep the gauges after all requests were aborted, until the next request: vLLM up to 0.10.1.
+    # As vLLM up to 0.10.1, keep the gauges if all requests are aborted, until the next request.
     freezing_gauges: bool = False
     # Shortest and longest delay of /metrics, drawn for each answer.
     metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
@@ -334,8 +335,8 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     """
     server = ReplicaServer(replica, Random(replica.settings.seed))
     app = server.app()
-    # A disconnected client must leave the batch: its handler is cancelled. Bodies are not
-    # decompressed, as in vLLM.
+    # If a client disconnects, its handler is cancelled, and its sequences leave the batch. Bodies
+    # are not decompressed, as in vLLM.
     runner = web.AppRunner(
         app, shutdown_timeout=0.5, access_log=None, handler_cancellation=True, auto_decompress=False
     )

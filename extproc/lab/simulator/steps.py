@@ -30,7 +30,7 @@ class Histogram:
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended, as vLLM counts reasons."""
+    """Reason why a sequence ended, as in vLLM's metrics."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,8 +44,8 @@ class Sequence:
     id: int
     prompt_tokens: int
     output_tokens: int  # to generate; 0: only the prompt is computed, as for an embedding
-    # Hashes of the full blocks of prompt and output, as far as they are known. Blocks of the prompt
-    # can be hit once they are scheduled, blocks of the output once the sequence has ended.
+    # Hashes of the full blocks of prompt and output, as far as they are known. Other sequences can
+    # share blocks of the prompt once scheduled, and blocks of the output after this sequence's end.
     hashes: Items[int] = ()
     adapter: str = ""  # LoRA adapter; empty: none
     content: bytes = b""  # encoded tokens; empty without KV events
@@ -56,15 +56,15 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None  # end of the prefill
     finished: float | None = None
-    generated: int = 0  # until the end or the last preemption; `Engine.generated` is up to date
+    generated: int = 0  # outdated while the sequence decodes: see `Engine.generated`
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
 
-    # Set by the engine: the first three during prefill, the last two during decoding.
+    # Set by the engine: `offset` and `last_step` while the sequence decodes, the others in prefill.
     computed: int = 0  # tokens in KV cache
     held: list[int] = field(default_factory=list)  # hashes of blocks in use
     blocks: int = 0  # number of blocks in use
-    offset: int = 0  # tokens in KV cache minus engine steps: a constant
+    offset: int = 0  # tokens in KV cache − engine steps
     last_step: int = 0  # step that generates the last token
 
     @property
@@ -80,8 +80,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Consecutive steps of the same decoding sequences. Each is longer than the last, because
-    contexts grow.
+    """Consecutive steps of the same decoding sequences. Each step is longer than the step before,
+    because contexts grow.
 
     All end times are computed from the start, so that they do not depend on how often the caller
     advances the engine.
@@ -109,7 +109,7 @@ class Step:
     ends_at: float
     waiting: int  # sequences that were not admitted
     steps: int = 1
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # prompt tokens computed
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with their prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class StepOutcome:
     steps: int
     decoded: list[Sequence]  # generated a token in each step
     accepted: dict[int, int]  # additional tokens from drafts, by sequence id
-    prefilled: list[Sequence]  # ended their prefill, and generated the first token, if any
-    first: list[Sequence]  # those of `prefilled` that were never preempted
+    prefilled: list[Sequence]  # ended their prefill, and generated a token, if any
+    first: list[Sequence]  # sequences of `prefilled` without an earlier first token
     finished: list[Sequence]
 
 
@@ -137,7 +137,7 @@ class Gauges(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, counted when vLLM counts them."""
+    """Totals since the start, increased at the moments at which vLLM increases its counters."""
 
     prompt_tokens: int = 0  # counted at the end of a prefill, including cached tokens
     cached_tokens: int = 0
@@ -145,14 +145,14 @@ class Counters:
     generated_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # of drafts; as in vLLM also those beyond the end of a sequence
+    accepted_tokens: int = 0  # drafted tokens; as in vLLM also beyond the end of a sequence
     preemptions: int = 0
     # Tokens looked up and tokens found in the prefix cache, counted when a sequence is admitted;
-    # by old counters at each attempt to admit the sequence.
+    # with `old_counters` at each attempt to admit the sequence.
     prefix_queries: int = 0
     prefix_hits: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by reason, without aborted sequences
-    # Tokens generated and prompt tokens computed, of each step that decoded or ended a prefill.
+    # Generated plus computed prompt tokens of each step that decoded or ended a prefill.
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(ITERATION_TOKENS))
 
     @property

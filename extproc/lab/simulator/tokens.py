@@ -1,4 +1,4 @@
-"""Simulated tokenizer and vocabulary: a token is four bytes of UTF-8, the last one padded.
+"""Simulated tokenizer and vocabulary: a token is four bytes of UTF-8, padded at a text's end.
 
 Encoded tokens stay bytes, so that their blocks can be hashed without a list of ids. Generated
 tokens are words of three letters and a space. So their text encodes to the same tokens again, and
@@ -49,7 +49,7 @@ def count(tokens: bytes) -> int:
 def encode_content(content: Any) -> bytes:
     """Encode a message's content: a string, or a list of parts.
 
-    Parts other than text and images, tool calls for example, count as their JSON.
+    Parts other than text and images, for example tool calls, are encoded as JSON.
     """
     if content is None or isinstance(content, str):
         return encode(content or "")

@@ -186,7 +186,7 @@ async def test_run_continues_while_its_server_restarts(tmp_path: Path) -> None:
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
 
     def plan() -> Iterator[TimedRequest]:
-        """Yields 100 requests a second, and ten after the restart."""
+        """Yields 100 requests a second, of which only ten after the restart."""
         left = 10
         for planned in requests(100_000, every_s=0.01):
             left -= back

@@ -44,7 +44,7 @@ def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object)
 
 
 def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[RequestLine]:
-    """Yield requests; ``shared`` of the keys of each prompt are common to all."""
+    """Yield requests whose prompts begin with the same ``shared`` keys."""
     random, at = Random(1), BEGAN
     beginning = [random.getrandbits(64) for _ in range(shared)]
     while (at := at + random.expovariate(rate)) < BEGAN + seconds:

@@ -60,7 +60,7 @@ def what_if(capsys: pytest.CaptureFixture[str]) -> WhatIf:
 
 
 def edited(every: Sequence[Line], edit: Edit) -> list[Line]:
-    """Returns the lines; ``edit`` gives the fields to change in the request of each line number."""
+    """Returns edited lines; ``edit(number, line)`` returns the fields to change in a request."""
     return [
         replace(line, **edit(number, line)) if isinstance(line, RequestLine) else line
         for number, line in enumerate(every)
@@ -103,7 +103,7 @@ def test_replica_has_its_first_measured_step_times_before_they_are_measured(
 
 
 def swapped(every: Sequence[Line]) -> list[Line]:
-    """Completions given to other requests, so that all percentiles are right."""
+    """Swap the completions of requests: percentiles stay right, single requests become wrong."""
     seconds = iter([line.seconds for line in [*served(every)[10:], *served(every)[:10]]])
     return edited(every, lambda _, line: {"seconds": next(seconds), "ttft_s": None})
 

@@ -72,7 +72,7 @@ def test_cold_steps_take_twice_as_long() -> None:
 
 @pytest.mark.parametrize(("old", "attempts"), [(False, 1), (True, 16)])
 def test_old_counters_count_cache_hits_at_each_attempt_to_admit(old: bool, attempts: int) -> None:
-    """As in vLLM before the fix of its issue 43736."""
+    """Count as vLLM did before the fix of its issue 43736."""
     engine = engine_with(Sequence(1, 64, 1, range(4)), kv_tokens=160, old_counters=old)
     run(engine)
     engine.add(Sequence(2, 80, 16), 1.0)  # needs the 6 blocks that are not cached
@@ -265,7 +265,7 @@ def test_slowdown_applies_from_the_next_step() -> None:
 def test_accepted_drafts_end_with_the_sequence() -> None:
     sequence = Sequence(1, 10, 11)
     engine = engine_with(sequence, speculation=Speculation(3, 1.0, Random(0)))
-    # 1, 4, 4 and 2 of 4 tokens.
+    # The steps give 1, 4 and 4 tokens, and 2 of 4 at the end.
     assert [outcome.accepted.get(1, 0) for outcome in run(engine)] == [0, 3, 3, 1]
     counters = engine.counters
     assert sequence.generated == counters.generated_tokens == 11

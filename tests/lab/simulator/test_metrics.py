@@ -41,7 +41,7 @@ async def complete(
 
 
 async def values(client: ClientSession) -> dict[str, float]:
-    """Values by name and labels, as in ``request_success_total.length``."""
+    """Return values by name and labels, such as ``request_success_total.length``."""
 
     def key(sample: Sample) -> str:
         labels = [sample.labels[label] for label in KEYS if label in sample.labels]
