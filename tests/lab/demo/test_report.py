@@ -34,7 +34,7 @@ def decision_record(
 
 
 def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
-    """Run of (upstream, predicted seconds, whether there was a decision)."""
+    """Run whose requests are given as (upstream, predicted seconds, decided by a router)."""
     entries = {}
     for number, (upstream, predicted, decided) in enumerate(served):
         name = str(number)

@@ -103,7 +103,7 @@ def test_replica_has_its_first_measured_step_times_before_they_are_measured(
 
 
 def swapped(every: Sequence[Line]) -> list[Line]:
-    """Completions given to other requests, so that all percentiles are right."""
+    """Gives completions to other requests, which changes no percentile."""
     seconds = iter([line.seconds for line in [*served(every)[10:], *served(every)[:10]]])
     return edited(every, lambda _, line: {"seconds": next(seconds), "ttft_s": None})
 

@@ -115,7 +115,7 @@ bodies = st.dictionaries(
 
 @pytest.fixture(scope="module")
 def status_of() -> Iterator[Callable[[str, bytes], int]]:
-    """Posts to a replica from synchronous tests."""
+    """Function with which synchronous tests post to a replica; returns the status."""
     with asyncio.Runner() as loop:
         replica = Replica(ReplicaSettings(speed=1000, max_model_len=256))
         runner, port, _ = loop.run(start(replica, "127.0.0.1", 0))
