@@ -1,13 +1,11 @@
-"""Switches off each part of the prediction and of the policy in turn, and prints what the part is
-worth.
+"""Measures how much longer requests take without each part of the prediction and the policy.
 
     python -m benchmarks.ablation --json DIR [--cells equal,lone] [--parts "near ties,adapters"]
 
-A part is a function or a constant, and a neutral function or constant replaces it. A cell is ten
-disjoint segments of a trace, each with its own seed. Each segment is played with every part, and
-then without each part. The table shows how much longer requests take without a part, with the 95%
-interval over the ten pairs. DIR stores finished runs by commit, and a stored run is not played
-again.
+To switch off a part, a neutral function or constant replaces it. A cell is a fleet and a trace,
+which is cut into ten segments, each with its own seed. Each segment is played once with all parts,
+and once without each part. The table has the differences in %, with the 95% interval over the ten
+segments. DIR stores finished runs by commit; a stored run is not played again.
 """
 
 import argparse
@@ -36,7 +34,7 @@ from extproc.lab.replay.figures import progress
 from extproc.predict.inputs import Floats
 
 PAIRS = 10
-_T95 = 2.262  # two-sided, 9 degrees of freedom
+_T95 = 2.262  # quantile of Student's t: two-sided, 9 degrees of freedom
 _REQUESTS = 500  # of a segment, at most
 _HERE = Path(__file__).parent
 _FIGURES = (("e2e_s", "mean"), ("e2e_s", "p99"), ("ttft_s", "mean"), ("ttft_s", "p99"))
@@ -70,18 +68,18 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 
 def _passing(at: int) -> Callable[[Any], Any]:
-    """Returns a replacement that returns its argument number ``at``."""
+    """Returns a replacement that only returns its argument number ``at``."""
     return lambda _: lambda *args: args[at]
 
 
 def _zeros(_: Any) -> Callable[..., Floats]:
-    """Replacement that returns zero for every candidate of its first argument, a view."""
+    """Replacement whose first argument is a view: returns a zero for each candidate."""
     return lambda view, *_: np.zeros(len(view))
 
 
 def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement of the weight of the cost to others, for requests whose first token
-    matters."""
+    """Returns a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)``, or still 1 if
+    the first token does not matter."""
 
     def weight(prediction: Any) -> Any:
         return weight_of(prediction) if prediction.first_token_matters else 1.0
@@ -95,7 +93,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement that predicts the same, except for the field ``name``."""
+    """Returns a replacement of ``predict`` that sets a prediction's field to ``value`` of it."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -176,13 +174,13 @@ class Cell:
     trace: str
     fleet: str
     speed: float
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the simulation
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `FleetSimulation`
     events: float = 1.0  # factor of the times of the fleet's events: segments are short
     frontend: float = 0.0  # seconds that a request spends outside the engine's steps
     longest: tuple[float, float] = (inf, inf)  # tokens of a prompt and of an answer, at most
 
     def requests(self, pair: int, most: int) -> list[TracedRequest]:
-        """First requests of a segment, with times from the beginning of the segment."""
+        """First ``most`` requests of a segment; times count from the beginning of the segment."""
         every = trace.read([_HERE / f"traces/{self.trace}.jsonl.gz"], self.speed)
         length = every[-1].at / PAIRS
         prompt, output = self.longest
@@ -230,11 +228,11 @@ CELLS = {
     "mooncake": Cell("mooncake-synthetic", "a100", 1),
 }
 Task = tuple[str, int]  # cell and pair
-Figures = dict[str, dict[str, Any]]  # of a segment, by the part that was off; "": none
+Figures = dict[str, dict[str, Any]]  # of a segment, by the part that was off; "": no part
 
 
 def play(folder: Path | None, most: int, parts: Sequence[str], task: Task) -> Figures:
-    """Plays a segment with every part, and without each part."""
+    """Plays a segment once with all parts, and once without each of ``parts``."""
     cell, pair = task
     requests = CELLS[cell].requests(pair, most)
     figures = {}
@@ -251,7 +249,7 @@ def play(folder: Path | None, most: int, parts: Sequence[str], task: Task) -> Fi
 
 
 def worth(pairs: Sequence[Figures], part: str) -> Floats:
-    """Logarithms of figures without a part ÷ figures with all parts; shape (pairs, figures)."""
+    """Logarithms of (figure without a part ÷ figure with all parts); shape (pairs, figures)."""
 
     def figures(off: str) -> Floats:
         return np.array([[pair[off][times][name] for times, name in _FIGURES] for pair in pairs])
@@ -270,8 +268,8 @@ def difference(logs: Floats) -> str:
 
 
 def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterator[list[str]]:
-    """Rows of the table: for each part the mean over all cells, and each cell in which the part
-    makes a difference."""
+    """Rows of the table. For each part: the mean over all cells, each cell in which the part makes
+    a difference, and the number of other cells."""
     for part in parts:
         logs = {cell: worth(pairs, part) for cell, pairs in found.items()}
         mean = np.mean([*logs.values()], axis=0)
@@ -298,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[cell].append(figures)
             show(done / len(tasks), cell)
     print("\n".join(table_of(_HEAD, rows(found, args.parts))))
-    print(f"\nIn % longer (95% interval), {origin['date'][:10]}, commit {origin['commit']}.")
+    print("\n% by which requests take longer without the part (95% interval),")
+    print(f"{origin['date'][:10]}, commit {origin['commit']}.")
     return 0
 
 
@@ -309,7 +308,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", type=arguments.some_of(PARTS), default=[*PARTS], metavar="a,b", help="[all]")
     most = f"requests of a segment, at most [{_REQUESTS}]"
     add("--requests", type=arguments.count, default=_REQUESTS, metavar="N", help=most)
-    add("--jobs", type=arguments.count, default=2, metavar="N", help="segments at a time [2]")
+    add("--jobs", type=arguments.count, default=2, metavar="N", help="segments in parallel [2]")
     add("--json", type=Path, metavar="DIR", help="store the figures of finished runs")
     return parser.parse_args(argv)
 

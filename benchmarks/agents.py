@@ -1,12 +1,11 @@
-"""Makes a trace of agent sessions, in which the prompt begins with a system prompt and grows with
-each turn.
+"""Makes a trace of agent sessions: prompts begin with a system prompt and grow with each turn.
 
     python -m benchmarks.agents agents.jsonl.gz
 
 Sessions arrive as a Poisson process. The application of a session is drawn by Zipf's law; each
 application has a system prompt. The prompt of a turn is the prompt of the turn before, its answer,
-and new text. Pauses between turns are log-normal. As in the Mooncake traces, a hash id stands for
-512 full prompt tokens.
+and new text. Pauses between turns are log-normal. As in the Mooncake traces, each full 512 prompt
+tokens have a hash id.
 """
 
 import gzip

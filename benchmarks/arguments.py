@@ -126,7 +126,7 @@ def counts(text: str) -> list[int]:
 
 
 def address(text: str) -> str:
-    """The address ``ip:port`` of a server, for argparse; ``http://`` may come before it."""
+    """Type of an argument: the address ``ip:port`` of a server, with or without ``http://``."""
     found = text.removeprefix("http://").rstrip("/")
     try:
         host, _ = split_address(found)

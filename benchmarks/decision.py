@@ -6,9 +6,9 @@ decision.
 A decision turns a request's profile into a ``Decision``: it updates the fleet, predicts the request
 on each replica, and chooses. Further columns time the request's entry and release in the ledger,
 and the poll of a replica. Learning from answers is not timed. A second table has the time from the
-body of a chat to its profile, and the share of the prefix keys. A third table has the time of the
-arrival and of the end of a request, by the number of queued requests. With LoRA adapters, the
-adapter of each request is drawn at random.
+body of a chat to its profile, and the part of it that computes prefix keys. A third table has the
+time of the arrival and of the end of a request, by the number of queued requests. With LoRA
+adapters, the adapter of each request is drawn at random.
 """
 
 import gc
@@ -46,7 +46,7 @@ REPLICAS = (8, 100, 1000)
 _IN_FLIGHT = 30  # requests per replica
 _ADAPTERS = 500
 _MAX_LORAS = 8  # adapters in a batch
-LOADED = ((100, 30), (100, 50))  # replicas, requests per replica: lines with adapters
+LOADED = ((100, 30), (100, 50))  # (replicas, requests per replica) of lines with adapters
 _RATE = 300.0  # requests per second, for any size of the fleet
 _POLL_INTERVAL = 0.2  # seconds between two polls of a replica
 _MODEL = "model"
@@ -56,9 +56,9 @@ _SHARED_TOKENS = 200
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS = 200.0
 _BOUNDS = (256, 512, 1024, 2048, None)
-_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # vLLM's output lengths
+_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # buckets of vLLM, in tokens
 _HARDWARE = "llama-8b-h100"
-_STEP = 0.01  # seconds of one step of every replica
+_STEP = 0.01  # seconds of a step, on every replica
 _KV_USAGE = 0.02
 _FULL = 1.0
 _CHATS = (1_000, 10_000, 100_000)  # bytes of text
@@ -76,7 +76,7 @@ Line = dict[str, Any]  # settings and times of a line of the output; times end i
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.command("decision", __doc__)
-    parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
+    parser.add_argument("--decisions", type=int, default=3000, help="decisions timed for each line")
     arguments.add_json(parser)
     args = parser.parse_args(argv)
     print(
@@ -125,7 +125,7 @@ def measure(
 ) -> Line:
     """Times ``decisions`` decisions, after a tenth of that number as a warm-up.
 
-    ``full``: no KV cache has room for another prompt. ``adapters``: LoRA adapters of the requests.
+    ``full``: no KV cache has room for another prompt. ``adapters``: number of LoRA adapters.
     """
     load = SteadyRouter(policy, replicas, _FULL if full else _KV_USAGE, adapters, in_flight)
     for _ in range(decisions // 10):
@@ -151,8 +151,8 @@ def measure(
 
 
 def measure_chat(text_bytes: int, times: int) -> Line:
-    """Times the parsing of a chat of a few messages. The shortest of several repeats counts, as
-    ``timeit`` advises."""
+    """Times the parsing of a chat of a few messages. The shortest repeat counts, as ``timeit``
+    advises."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]

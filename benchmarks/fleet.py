@@ -15,7 +15,7 @@ from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 Action = Literal["down", "up", "hang"]
 
-_BATCH, _CONTEXT_TOKENS = 16, 1200  # sequences, KV tokens of each: decode step that is the speed
+_BATCH, _CONTEXT_TOKENS = 16, 1200  # sequences and KV tokens of each, in the step of :func:`speed`
 
 Stay = tuple[str, float, float]  # replica, start and end of a request in seconds
 
@@ -36,7 +36,7 @@ class ReplicaGroup(_Section):
     acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)
     """Probability that a drafted token is accepted if all tokens before it are."""
     cold_steps: int = Field(default=0, ge=0)  # first steps of a process, which take longer
-    old_counters: bool = False  # of vLLM up to 0.15
+    old_counters: bool = False  # counters as of vLLM up to 0.15
     max_loras: int = Field(default=0, ge=0)  # LoRA adapters in a batch; 0: no adapter is served
     adapter_load_s: float = Field(default=0.1, ge=0)
 
@@ -150,7 +150,7 @@ def speed(step: StepModel) -> float:
 
 
 def imbalance(stays: Iterable[Stay], speeds: Mapping[str, float]) -> float | None:
-    """Load of the busiest replica ÷ its share of all requests by speed.
+    """Requests on the busiest replica ÷ its fair share of all requests, in proportion to speed.
 
     Mean over time, weighted by the requests in flight at each moment: 1 if requests are always
     spread in proportion to the speeds; None without requests.

@@ -27,7 +27,7 @@ _POLL_INTERVAL_S = 0.2  # between two polls of a replica
 class RequestLoad:
     """Requests that a router reads, decides, dispatches and ends, one at each step.
 
-    A constant number is in flight, and Envoy does not forward their responses.
+    ``in_flight`` requests stay in flight. Envoy does not forward responses to the router.
     """
 
     def __init__(self, replicas: int, in_flight: int) -> None:
@@ -47,7 +47,7 @@ class RequestLoad:
         self._in_flight: deque[tuple[_EnvoyStream, asyncio.Task[None]]] = deque()
 
     async def step(self) -> None:
-        """Serves a new request until its reply; if enough are in flight, ends the oldest."""
+        """Serves a new request up to the router's reply; then ends the oldest if too many run."""
         self._wait()
         envoy = _EnvoyStream(next(self._messages))
         context = cast("grpc.aio.ServicerContext[Any, Any]", envoy)

@@ -1,4 +1,4 @@
-"""Counts the instructions of a routing decision and of a whole request: a guard without a clock.
+"""Counts the instructions of a decision and of a whole request: a guard that needs no idle machine.
 
     python -m benchmarks.instructions            # compares with instructions.json
     python -m benchmarks.instructions --update   # writes the counts of this Python and numpy
@@ -38,7 +38,7 @@ _FIXED = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBY
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions")
     parser.add_argument("--update", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)  # of the program counted
+    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)  # for the process under valgrind
     args = parser.parse_args(argv)
     if args.play is not None:
         played, steps = args.play

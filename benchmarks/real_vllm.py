@@ -100,7 +100,7 @@ def accuracy(predicted: Sequence[float], actual: Sequence[float]) -> Accuracy | 
 
 
 def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
-    """Accuracy of the completion, of the first token, and of the time between first and last."""
+    """Accuracy of the completion, of TTFT, and of the time from the first to the last token."""
     streamed = [row for row in served if row["ttft_s"] is not None]
 
     def accuracy_of(rows: Sequence[Row], key: str) -> Accuracy | None:

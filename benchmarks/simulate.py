@@ -153,11 +153,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
     add("--policy", type=arguments.some_of(POLICIES), default=["completion"], metavar="a,b,c")
     arguments.add_part(parser, "--skip")
-    routers = "routers that requests are sent to at random [1]"
+    routers = "number of routers; each request goes to one at random [1]"
     add("--routers", type=arguments.count, default=1, metavar="N", help=routers)
     lag = "seconds until a digest reaches the other routers [digests are lost]"
     add("--share-lag", type=number, metavar="S", help=lag)
-    interval = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
+    interval = "seconds between two scrapes [0.05 for queue_kv and least_kv, else 0.2]"
     add("--poll-interval", type=above_zero, metavar="S", help=interval)
     hold = "queue requests at the router while no replica can take them [off]"
     add("--hold", choices=("on", "off"), default="off", help=hold)

@@ -16,17 +16,16 @@ _TTL_S = 10.0
 _TICK_S = 0.02  # states are written in batches, as pollers write them
 _STEPS_A_SECOND = 100.0
 _ANSWERS_A_SECOND = 2.0
-_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # tokens of an answer, as vLLM
+_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # edges of buckets, in tokens
 
 
 def addresses(replicas: int, port: int) -> list[str]:
-    """Different loopback addresses, so that one server on all interfaces answers at each of
-    them."""
+    """Loopback address for each replica; a single server on 0.0.0.0 answers at all of them."""
     return [f"127.0.{1 + number // 250}.{1 + number % 250}:{port}" for number in range(replicas)]
 
 
 def state(address: str, at: float, random: Random) -> ReplicaState:
-    """State of a busy replica, scraped ``at`` seconds after its start."""
+    """State of a busy replica, scraped ``at`` seconds after the replica started."""
     running = random.randint(4, 20)
     steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
     return ReplicaState(
@@ -52,8 +51,7 @@ def state(address: str, at: float, random: Random) -> ReplicaState:
 
 
 async def write(url: str, pool: str, replicas: int, port: int, interval_s: float) -> None:
-    """Writes until cancelled: the state of each replica once an interval, evenly spread over the
-    interval."""
+    """Writes a state of each replica per interval, evenly spread over time, until cancelled."""
     random, names = Random(1), addresses(replicas, port)
     started = time.monotonic()
     written = 0

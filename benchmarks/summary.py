@@ -35,7 +35,7 @@ class CountedPhase:
 def summary(
     simulation: FleetSimulation, served: Sequence[Served], phase: CountedPhase | None = None
 ) -> Run:
-    """Figures of a run; those of first tokens count streamed requests: nobody sees the others.
+    """Figures of a run. TTFT is that of streamed requests: clients see no other first token.
     Raises ValueError if no request of the phase was answered."""
     phase = phase or CountedPhase()
     served = [request for request in served if phase.has(request.traced)]
@@ -77,7 +77,7 @@ def summary(
 def requests_of(
     simulation: FleetSimulation, served: Iterable[Served], phase: CountedPhase
 ) -> list[dict[str, Any]]:
-    """Requests for the JSON. Requests outside the phase only make load, and are left out."""
+    """Records of all requests for the JSON; ``counted`` is false for those outside the phase."""
     records = [(request.traced, _served(request, simulation.policy)) for request in served]
     for failed in simulation.failed:
         at_s = failed.traced.at

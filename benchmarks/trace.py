@@ -18,13 +18,13 @@ ID_TOKENS = 512  # prompt tokens that one hash id stands for
 class TracedRequest:
     at: float  # seconds from the start
     prompt_tokens: int
-    output_tokens: int  # that will be generated; no policy may see them
+    output_tokens: int  # length of the answer: no policy may see it
     max_tokens: int | None
-    hash_ids: tuple[int, ...] = ()  # for each 512 prompt tokens: equal leading ids share a prefix
+    hash_ids: tuple[int, ...] = ()  # one per 512 prompt tokens; equal leading ids: equal prefix
 
     def block_hashes(self, block_size: int) -> list[int]:
-        """Hashes of the prompt's full blocks, which are equal for equal prefixes; ``block_size``
-        must divide 512."""
+        """Hashes of the prompt's full blocks; equal prefixes have equal hashes. ``block_size`` must
+        divide 512."""
         per_id = ID_TOKENS // block_size
         full = min(self.prompt_tokens // block_size, len(self.hash_ids) * per_id)
         return [self.hash_ids[block // per_id] * per_id + block % per_id for block in range(full)]
@@ -39,8 +39,8 @@ def read(
 ) -> list[TracedRequest]:
     """Merges traces by time, ``speed`` times as fast; returns the first ``most`` requests.
 
-    ``start`` and ``duration`` select seconds at that speed; time counts from ``start``. Raises
-    OSError or ValueError, which names the file, if a file cannot be read or has no request.
+    ``start`` and ``duration`` select a part, in seconds at that speed; time counts from ``start``.
+    Raises OSError or ValueError, with the name, if a file is unreadable or no request is left.
     """
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)

@@ -17,8 +17,8 @@ _Pair = tuple[bytes, bytes]  # PEM texts of a certificate and its key
 class Authority:
     """Certificate authority with its files in ``directory``; self-signed without ``parent``.
 
-    What it is made of is made once in a process: authorities whose directories have the same name
-    have the same key, and sign equal certificates.
+    Keys and certificates are made once per process: authorities whose directories have the same
+    name have the same key, and sign equal certificates.
     """
 
     def __init__(self, directory: Path, parent: "Authority | None" = None) -> None:

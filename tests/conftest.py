@@ -33,15 +33,15 @@ settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers for each core: two if real processes run, as their tests mostly wait; 16 in all."""
+    """Two workers per core, because tests with processes mostly wait, else one; at most 16."""
     cores = len(os.sched_getaffinity(0))
     return min(cores if config.option.markexpr else 2 * cores, 16)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keeps the garbage collector from modules and tests, which are never garbage: it would scan
-    them for a third of the time of the collection of tests, and again and again later."""
+    """Keeps the garbage collector from scanning modules and tests, which are never garbage: that
+    would take a third of pytest's collection, and more time in every later scan."""
     gc.disable()
     try:
         return (yield)
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_of_commands_ends() -> Iterator[None]:
-    """Undoes what a command sets up: its level would hide later log lines, and its handler writes
-    to a stderr that is closed after the test."""
+    """Undoes the logging that a command sets up: its level would hide later log lines, and its
+    handler writes to a stderr that is closed after the test."""
     root, package = logging.getLogger(), logging.getLogger("extproc")
     levels = root.level, package.level
     yield
@@ -71,7 +71,7 @@ def _logging_of_commands_ends() -> Iterator[None]:
 
 
 class Logged(logging.Handler):
-    """Log lines of the package, to inspect or to wait for."""
+    """Log lines of the package, which tests inspect or wait for."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -88,7 +88,7 @@ class Logged(logging.Handler):
         return [vars(line) for line in self._records if message in ("", line.getMessage())]
 
     async def line(self, message: str, times: int = 1) -> dict[str, object]:
-        """Waits until the message was logged that often; returns the fields of the first line."""
+        """Waits until the message was logged ``times`` times; returns the first line's fields."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.lines(message)) < times:
                 self._added.clear()
@@ -98,7 +98,7 @@ class Logged(logging.Handler):
 
 @contextmanager
 def too_many_open_files() -> Iterator[None]:
-    """Lets this process open no file within the block."""
+    """Makes every opening of a file fail within the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

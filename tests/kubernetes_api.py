@@ -1,7 +1,7 @@
 """API server of Kubernetes that lists and watches objects like kube-apiserver.
 
 Every change has a version. A watch sends all changes after the version in its query, and nothing
-while that version is yet to come. Items of a list have no kind.
+before that version exists. Items of a list have no kind.
 """
 
 import asyncio
@@ -151,12 +151,12 @@ class ApiServer:
         self._changes.clear()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends all watches an event that is no change."""
+        """Sends an event that is no change to all watches."""
         for watch in self.watches:
             watch.put_nowait(_line(kind, {**KIND, **fields}))
 
     def end_watches(self, last: bytes = b"", how: str = _END) -> None:
-        """Ends all watches like their timeout or a proxy, perhaps within a line."""
+        """Ends all watches, as a timeout or a proxy does; ``last`` may be part of a line."""
         for watch in self.watches:
             watch.put_nowait(last)
             watch.put_nowait(how)
@@ -165,7 +165,7 @@ class ApiServer:
         self.end_watches(last, _HANG_UP)
 
     async def watched(self, times: int = 1) -> dict[str, str]:
-        """Waits for the watch of that number to be open; returns the last query."""
+        """Waits until this many watches have been opened; returns the query of the last."""
         await until(lambda: len(self.queries_of("watch")) >= times and self.watches)
         return self.queries_of("watch")[-1]
 

@@ -59,7 +59,7 @@ def _hits(node: ast.AST, classes: Counter[str]) -> Iterator[tuple[str, str]]:
 
 
 def _first_line(node: ast.AST) -> str:
-    """First line of a definition's docstring; empty where the node has none."""
+    """First line of a definition's docstring; empty if the node has none."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     text = ast.get_docstring(node) if isinstance(node, documented) else None
     return (text or "").partition("\n")[0]
@@ -67,8 +67,7 @@ def _first_line(node: ast.AST) -> str:
 
 @cache
 def _name_fields(fields: tuple[str, ...]) -> list[str]:
-    """Those of a node's fields that name variables, attributes, parameters, definitions and
-    imports."""
+    """Fields of a node that name variables, attributes, parameters, definitions or imports."""
     return [field for field in ("id", "attr", "arg", "name", "asname") if field in fields]
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \\
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
-Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and a
-process for each simulated replica. vLLM servers that run already take the place of the simulated
-replicas with `--servers`. By default a turn is 16 s of arrivals at 4 times the trace's speed, from
+Everything except the GPUs is real: Envoy, Redis, router, the peers that `make peers` installed, and
+a process for each simulated replica. With `--servers`, running vLLM servers take the place of the
+simulated replicas. By default a turn is 16 s of arrivals at 4 times the trace's speed, from
 the third minute of the trace on. Each turn begins with fresh replicas. A router starts with the
 hardware profiles of the fleet file (``believed``, right or wrong) and nothing else. The exit status
 is 0 when every contender applied its own policy and answered every request, 1 when a turn went
@@ -54,7 +54,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 @dataclass(slots=True)
 class _Turns:
-    without_part: list[str] = field(default_factory=list)  # contenders that the fault spares
+    without_part: list[str] = field(default_factory=list)  # contenders without the part that fails
     runs: list[dict[str, Any]] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ def contender_named(name: str, programs: Path | None = None) -> Contender:
 def _with_part(
     fault: Fault | None, every: Sequence[Contender]
 ) -> tuple[list[Contender], list[str]]:
-    """Contenders that have the part at which the fault aims, and the names of those without it."""
+    """Contenders that have the part which fails, and the names of the other contenders."""
     if fault is None or fault.part == "replica":
         return [*every], []
     having = [contender for contender in every if fault.part in contender.parts]

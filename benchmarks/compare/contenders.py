@@ -28,8 +28,8 @@ class ComparedFleet(ABC):
     """Replicas that serve each turn of each contender."""
 
     model: str  # served by all replicas
-    profiles: Mapping[str, str]  # names of the hardware profiles that a router is configured with
-    speeds: Mapping[str, float]  # true decode steps a second, in any unit; empty if unknown
+    profiles: Mapping[str, str]  # hardware profiles in the router's configuration, by replica
+    speeds: Mapping[str, float]  # true decode speeds by replica, in any unit; empty if unknown
     load_options: Sequence[str]  # of the load client
 
     @abstractmethod
@@ -43,7 +43,7 @@ class RunningServers(ComparedFleet):
     def __init__(
         self, addresses: Sequence[str], model: str, profile: str, speeds: Sequence[float]
     ) -> None:
-        """Raises ValueError unless there is a speed for each of the addresses, or none."""
+        """Raises ValueError if there are speeds, but not one for each address."""
         self.model = model
         self._servers = servers_by_name(addresses)
         self.profiles = dict.fromkeys(self._servers, profile)
@@ -128,8 +128,8 @@ class Front:
 
 class Contender(Protocol):
     name: str  # `kind:policy`, for example `envoy:round_robin`
-    about: str  # description of a line
-    parts: tuple[str, ...]  # processes of its own among `picker`, `poller` and `redis`
+    about: str  # description in one line
+    parts: tuple[str, ...]  # those of `picker`, `poller` and `redis` that it runs
 
     def running(
         self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int

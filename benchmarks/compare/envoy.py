@@ -32,14 +32,14 @@ OBSERVED = "round_robin", "least_request", "random"  # policies that need no wei
 
 _OBSERVE = Path(__file__).parents[2] / "envoy" / "observe.yaml"
 _FASTEST = 100  # weight of the fastest replica
-_WORKERS = 2  # as many as the demo's stack gives the Envoy beside a router
+_WORKERS = 2  # as in the demo's stack, whose Envoy runs beside a router
 _READY_S = 30.0
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # part → process of the stack
 
 
 class EnvoyContender:
-    """Envoy alone: the project's file without the router."""
+    """Envoy alone, with the project's Envoy file from which the router is removed."""
 
     parts: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class EnvoyContender:
             found = await replica_complaints(admin, len(servers))
             lines = (await get_text(f"{admin}/clusters")).splitlines()
             sent = [int(line.split("::")[-1]) for line in lines if "::rq_total::" in line]
-            # Each worker goes round on its own.
+            # Each worker of Envoy takes turns on its own: counts may differ by 1 per worker.
             uneven = max(sent, default=0) - min(sent, default=0) > _WORKERS
             if self._policy == "round_robin" and uneven:
                 found.append(f"round robin was uneven: it sent the replicas {sent} requests")
@@ -129,7 +129,7 @@ def _balancing(policy: str) -> dict[str, Any]:
 
 
 async def replica_complaints(admin: str, replicas: int) -> list[str]:
-    """Retries, overflows, failed connections and missing replicas, as Envoy counts them."""
+    """Complaints about retries, overflows, failed connections and missing replicas."""
     stats = await envoy_stats(admin)
     if not stats:
         return [f"Envoy's statistics are missing: {admin}/stats does not answer"]

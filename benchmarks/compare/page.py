@@ -2,8 +2,8 @@
 
     python -m benchmarks.compare.page
 
-``--measure DIR`` first measures all but the tables made by hand or on a GPU, with the contenders
-that are installed: some 50 minutes on two idle cores. After an interruption, the same command
+``--measure DIR`` first measures all tables except those made by hand or on a GPU, with the
+installed contenders: some 50 minutes on two idle cores. After an interruption, the same command
 continues where it stopped: files in DIR are reused.
 """
 
@@ -129,9 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(folder: Path, programs: Path | None) -> bool:
-    """Makes the missing measurements, and stores the figures of all.
+    """Makes the measurements that have no file in the folder, and stores the figures of all.
 
-    Returns False after a measurement that could not be made; the figures before it are stored.
+    Returns False if a measurement fails; the figures of earlier measurements are stored.
     """
     folder.mkdir(parents=True, exist_ok=True)
     where = ["--programs", str(programs)] if programs else []
@@ -155,7 +155,7 @@ def measure(folder: Path, programs: Path | None) -> bool:
 
 
 def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of a ``--json`` file without its requests."""
+    """Figures to store of a ``--json`` file: all but its requests."""
     origin = measured["overhead" if "setups" in measured else "compare"]
     about = {key: origin[key] for key in ("date", "commit")}
     about["machine"] = origin["machine"].rpartition(", ")[0]  # without its kernel
@@ -193,7 +193,7 @@ def _installed(measurement: Measurement, programs: Path | None) -> Iterator[str]
 
 
 def parts(text: str) -> tuple[str, str, str]:
-    """Splits a page into the text before, in and after the generated lines."""
+    """Splits a page into the text before the generated lines, these lines, and the text after."""
     before, _, rest = text.partition(BEGIN + "\n")
     generated, _, after = rest.partition(END)
     return before, generated.removesuffix("\n"), after
@@ -286,7 +286,7 @@ def _cost() -> Iterator[str]:
 
 
 def _elsewhere() -> Iterator[str]:
-    """Figures of programs that must be built from source; they were measured elsewhere."""
+    """Tables of programs that must be built from source; they were measured once, by hand."""
     measured = _ELSEWHERE.figures()
     yield f"### {measured['heading']}\n\n{measured['about']}\n"
     for table in measured["tables"]:

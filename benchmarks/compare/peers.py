@@ -20,7 +20,7 @@ INSTALLED = Path(__file__).parents[2] / ".peers"  # of `make peers`
 
 _READY_S = 60.0
 
-# Endings of counters of requests that bypassed the policy: retries, circuit breakers, shed load.
+# Endings of metrics that are 0 unless requests bypass the policy: retries, shed load, …
 _ALWAYS_ZERO = (
     *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
     *("overload_shed_total", "overload_fallback_total", "liveness_fallback_total"),
@@ -31,7 +31,7 @@ _ALWAYS_ZERO = (
 class ProxyProduct:
     name: str  # of the package and of the command
     best: str  # policy that considers the load of the replicas
-    decisions: str  # counter of decisions, by policy
+    decisions: str  # metric that counts decisions by policy
     words: tuple[str, ...] = ()  # words of the command line before the options
     options: tuple[str, ...] = ()
 

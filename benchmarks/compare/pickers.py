@@ -51,7 +51,7 @@ class PickerAccount:
 
 
 class PickerProduct(ABC):
-    """Endpoint picker, run as its makers publish the program."""
+    """Endpoint picker of another project, run as its makers publish the program."""
 
     name: ClassVar[str]
     program: ClassVar[str]
@@ -66,13 +66,13 @@ class PickerProduct(ABC):
     def command(
         self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of the program, whose files go to ``directory``."""
+        """Arguments and environment of the program; writes its configuration to ``directory``."""
 
     @abstractmethod
     def account(
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
     ) -> PickerAccount:
-        """Reads the account from the picker's metrics and, for what they lack, from its log."""
+        """Reads the account from the picker's metrics or, if they lack something, from its log."""
 
 
 class PickerContender:
@@ -132,7 +132,7 @@ class PickerContender:
 
 
 def find_program(product: PickerProduct, programs: Path | None) -> Path | None:
-    """Path of a picker's program in the directory or on PATH; None if missing."""
+    """Path of a picker's program, in ``programs`` or on PATH; None if missing."""
     at = programs and shutil.which(product.program, path=str(programs))
     path = at or shutil.which(product.program)
     return Path(path) if path else None

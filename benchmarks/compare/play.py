@@ -1,5 +1,4 @@
-"""Turns of a contender: it is started anew, put under load and observed. Some turns have a fault
-midway."""
+"""Turns: a contender is started anew, put under load and observed, in some turns with a fault."""
 
 import argparse
 import asyncio
@@ -36,7 +35,7 @@ class FaultInjection:
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
-        self.complaints: list[str] = []  # of the contender, before the fault
+        self.complaints: list[str] = []  # about the contender, before the fault
         self.spared = dict(servers)  # replicas that the fault does not hit
         self._fault = fault
         self._front = front
@@ -71,10 +70,10 @@ class FaultInjection:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns the time of the fault in seconds after the start, and the requests marked with
-        ``struck``.
+        """Returns the fault, with its time in seconds after the start, and the requests with
+        ``struck`` added.
 
-        Struck requests were in flight on the part at the time of the fault. For a picker these are
+        A struck request was in flight on the part at the time of the fault. For a picker these are
         all requests in flight.
         """
         at_s = self._at_s - started_s
@@ -101,7 +100,7 @@ def _ended_s(request: Mapping[str, Any]) -> float:
 
 _BEGINS_S = 60.0  # until the load client, which reads the trace first, sends a request
 _SOME_FAILED = 1  # exit status of the load client
-_TIMEOUT_S = 120.0  # of an answer: round robin on the mixed fleet takes 60 s for some
+_TIMEOUT_S = 120.0  # of an answer: under round robin on the mixed fleet some take 60 s
 
 
 def load_arguments(args: argparse.Namespace, repeat: int) -> list[str]:

@@ -18,7 +18,7 @@ _PROFILES: Mapping[str, Mapping[str, int | None]] = {
     "affinity": {"prefix-cache-affinity-filter": None, "token-load-scorer": 1},
     "active": {"active-request-scorer": 1},
 }
-# Plugins that compute the inputs of these scorers, if they do not start by themselves.
+# Plugins that compute inputs of these scorers and do not start by themselves.
 _PRODUCERS: Mapping[str, tuple[str, ...]] = {
     "scorers": (),
     "affinity": ("approx-prefix-cache-producer", "inflight-load-producer"),
@@ -101,9 +101,9 @@ def _config(policy: str, endpoints: Path) -> dict[str, Any]:
     }
 
 
-# Its log has a line for each request; its metrics do not name policies.
+# AIBrix names the policy in its log, which has a line for each request, but not in its metrics.
 _DECIDED = re.compile(r'routing_strategy="?([\w-]+).*?target_pod_ip="?([\d.:]+)')
-_NO_REDIS = "1"  # a port without Redis: AIBrix would use a Redis that runs on this machine
+_NO_REDIS = "1"  # a port without Redis, or AIBrix would use a Redis of this machine
 
 
 class AIBrix(PickerProduct):

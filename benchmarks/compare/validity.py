@@ -1,7 +1,6 @@
-"""Checks that the machine was fast enough while requests arrived. Otherwise figures show the limits
-of the machine.
+"""Checks that the machine was fast enough: figures should show the contender, not the machine.
 
-The time after the last arrival does not count, because it would lower the mean use of the CPU.
+Only the time until the last arrival counts; later times would lower the mean use of the CPU.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ class Observation:
     prompt_tokens: float = 0.0  # of all replicas so far
     cached_tokens: float = 0.0  # prompt tokens from prefix caches
     late: Mapping[str, Any] = field(default_factory=dict)
-    """Lateness of each simulated replica's steps so far; None for one that does not answer."""
+    """Lateness of each simulated replica's steps so far; None if the replica does not answer."""
 
 
 Observations = Sequence[Observation]  # in order
@@ -63,8 +62,8 @@ def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]
     doubts = {
         f"CPU {busy:.0%} busy": busy > MOST_BUSY,
         f"other processes used {busy - own:.0%} of the CPU": bool(late) and busy - own > MOST_OTHER,
-        f"the client's p99 was {1e3 * client_late_p99_s:.0f} ms late": client_late_p99_s > LATE_S,
-        f"steps' p99 was {1e3 * steps_late:.0f} ms late": steps_late > LATE_S,
+        f"the client sent {1e3 * client_late_p99_s:.0f} ms late at p99": client_late_p99_s > LATE_S,
+        f"steps were {1e3 * steps_late:.0f} ms late at p99": steps_late > LATE_S,
         f"replicas lost {lost:.1f} s": lost > 0,
         f"{silent} did not answer how late its steps were": bool(silent),
     }
@@ -72,7 +71,7 @@ def validity(observed: Observations, client_late_p99_s: float) -> dict[str, Any]
 
 
 def around(observed: Observations, start_s: float, end_s: float) -> list[Observation]:
-    """Observations of a period, with the last one before it and the first one after it."""
+    """Observations during a period, the last observation before it, and the first after it."""
     before = sum(moment.at_s <= start_s for moment in observed)
     until = sum(moment.at_s < end_s for moment in observed)
     return list(observed[max(before - 1, 0) : until + 1])
@@ -125,7 +124,7 @@ def ticks(proc: Path = Path("/proc")) -> Ticks:
         first = (proc / "stat").read_text().partition("\n")[0]
     except OSError:
         return 0, 0, 0
-    counts = [int(word) for word in first.split()[1:9]]  # user time includes that of guests
+    counts = [int(word) for word in first.split()[1:9]]  # user time includes guests'
     return sum(counts), sum(counts) - counts[3] - counts[4], _own(proc)
 
 

@@ -1,15 +1,15 @@
 """Compares the simulator with a real vLLM server, request by request.
 
-With a recording of ``benchmarks/recordings``, or with another one:
+With an existing recording, by default one of ``benchmarks/recordings``:
 
     python -m benchmarks.fit [--recording FILE]
 
-Or with a new recording of a server that does nothing else:
+With a new recording of a server that does nothing else:
 
     python -m benchmarks.fit --server IP:PORT --model NAME --hardware "one H100" --recording FILE
 
-The step times of the simulated server are measured on requests that are not compared, or learned
-from polled counters during a run, as a router learns them.
+Each run is simulated twice: with step times measured on other requests, and with step times learned
+from the counters polled during the run, as a router learns them.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from extproc.poll.scrape import ScrapeError, open_session, scrape
 from extproc.predict.windows import EngineCounts
 
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context
-_TOKEN_IDS = range(16, 1000)  # in every vocabulary; beginnings, ends and padding are below
+_TOKEN_IDS = range(16, 1000)  # in every vocabulary; special tokens have lower ids
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
 _PAUSE_S = 0.2  # between two bursts, until the server is idle
@@ -58,17 +58,17 @@ _PAUSE_S = 0.2  # between two bursts, until the server is idle
 class RecordingPlan:
     trace: Path
     requests: int  # of each run
-    speeds: Sequence[float]  # of consecutive slices of the trace, each a run
-    shrink_prompts: int  # divisor of the prompts of the trace
-    shrink_answers: int  # divisor of the answers of the trace
+    speeds: Sequence[float]  # one for each run, which plays the next slice of the trace
+    shrink_prompts: int  # divisor of the lengths of prompts
+    shrink_answers: int  # divisor of the lengths of answers
 
     def __str__(self) -> str:
         prompts, answers = self.shrink_prompts, self.shrink_answers
         return f"{self.trace.name}, prompts ÷ {prompts}, answers ÷ {answers}"
 
     def runs(self) -> list[list[TracedRequest]]:
-        """Requests of each run, with times from its first request. Raises OSError or ValueError for
-        a bad trace."""
+        """Requests of each run; times count from the run's first request. Raises OSError or
+        ValueError for a bad trace."""
         slices = [
             trace.read([self.trace], speed, (number + 1) * self.requests)[number * self.requests :]
             for number, speed in enumerate(self.speeds)
@@ -86,7 +86,7 @@ class RecordingPlan:
 
 
 async def record(args: argparse.Namespace) -> Recording:
-    """Records the answers of ``args.server``, and its counters meanwhile."""
+    """Sends requests to ``args.server``, and records the answers and the server's counters."""
     server, plan = args.server, RecordingPlan(args.trace, args.requests, args.speed, *args.shrink)
     planned, here = plan.runs(), about("benchmarks.fit", [])
     async with open_session(_GIVE_UP_S) as session:
@@ -125,10 +125,10 @@ class RecordingClient:
     random: Random  # draws the prompts
 
     async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> RecordedRun:
-        """Sends the requests of each part at their times, each part after the end of the last.
+        """Sends the parts one after the other, and the requests within a part at their times.
 
-        The server must be idle at first; it is polled during the run. Raises RuntimeError if a
-        request fails.
+        The server must be idle before the run, and is polled during the run. Raises RuntimeError if
+        a request fails.
         """
         served: list[RecordedRequest] = []
         prepared = [[self._request(*numbered) for numbered in enumerate(part)] for part in parts]
@@ -232,9 +232,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--token-budget", type=arguments.count, default=8192, metavar="N", help=budget)
     add("--trace", type=Path, default=_TRACE, metavar="FILE")
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
-    speeds, runs = [1.0, 1.6], "speeds of the trace, each a run [1 1.6]"
+    speeds, runs = [1.0, 1.6], "a run for each speed of the trace [1 1.6]"
     add("--speed", type=above_zero, nargs="+", default=speeds, metavar="X", help=runs)
-    by, names = "divisors of the trace's prompts and answers [1 1]", ("P", "A")
+    by, names = "divide lengths of prompts by P, of answers by A [1 1]", ("P", "A")
     add("--shrink", type=arguments.count, nargs=2, default=[1, 1], metavar=names, help=by)
     args = parser.parse_args(argv)
     if args.server and (args.recording == RECORDED or not args.hardware):

@@ -1,9 +1,9 @@
-"""Compares a recording with its simulation.
+"""Compares the recorded times of a real server with a simulation of the same requests.
 
-The simulation of a run uses no latency of the run. Its step times are either learned from the
-counters of the run, as a router learns them, or measured on the requests of :func:`bursts`: Solo
-prompts show the cost of a prompt token, of attention and of the front end. Answers generated
-together show the cost of a step, of a sequence in a step, and of its KV cache.
+The simulation of a run does not use the run's latencies. The step times are either learned from the
+counters of the run, as a router learns them, or measured on the requests of :func:`bursts`. Among
+these, solo prompts show the cost of a prompt token, of attention and of the front end. Answers
+generated together show the cost of a step, of a sequence in a step, and of the KV cache.
 """
 
 import gzip
@@ -34,14 +34,14 @@ class EngineLimits:
     max_num_seqs: int
     token_budget: int  # `max_num_batched_tokens`
     block_size: int  # tokens in a KV block
-    kv_tokens: int  # tokens the KV cache holds
+    kv_tokens: int  # capacity of the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    at_s: float  # when it was sent, in seconds from the first of its run
+    at_s: float  # time of sending, in seconds from the start of the run
     prompt_tokens: int
-    output_tokens: int  # generated; the request asked for exactly this number
+    output_tokens: int  # of the answer; the request asked for exactly this number
     ttft_s: float
     completion_s: float
 
@@ -50,14 +50,14 @@ class RecordedRequest:
 class RecordedRun:
     name: str
     requests: list[RecordedRequest]  # in the order of sending
-    polls: list[EngineCounts]  # times are in seconds from the first request
+    polls: list[EngineCounts]  # times are in seconds from the start of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    about: dict[str, str]  # origin: server, model, machine, date
+    about: dict[str, str]  # origin, such as server, machine and date
     limits: EngineLimits
-    calibration: RecordedRun  # of :func:`benchmarks.fit.replay.bursts`
+    calibration: RecordedRun  # requests of :func:`bursts`
     runs: list[RecordedRun]
 
 
@@ -86,7 +86,7 @@ _SOLO = (16, 64, 128, 256, 512, 1024, 2048) * 2  # tokens of the prompts
 _TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))  # sequences, prompts
 # Sequences, prompt tokens and answer tokens of each.
 _BURSTS = (*((1, prompt, 16) for prompt in _SOLO), *((*burst, 64) for burst in _TOGETHER))
-_START = PROFILES["llama-8b-a10"].step  # wrong assumption before the first poll
+_START = PROFILES["llama-8b-a10"].step  # before the first poll: step times of another GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class Simulated:
     step: StepModel
     requests: list[RecordedRequest]
     comparisons: dict[str, dict[str, Any]]
-    """Figures by kind of time: ``real``, ``simulated``, their ``errors`` (0.1: 10% too long), and
-    ``request_error``, the median of the requests' absolute errors."""
+    """For each of :data:`TIMES`: figures ``real`` and ``simulated``, relative ``errors`` of the
+    figures (0.1: 10% too long), and ``request_error``, the median error of single requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
     run: RecordedRun
-    simulated: dict[str, Simulated]  # with step times from :data:`MEASURED` and :data:`LEARNED`
+    simulated: dict[str, Simulated]  # by origin of the step times
 
     def to_json(self) -> dict[str, Any]:
         requests = [asdict(request) for request in self.run.requests]
@@ -125,19 +125,19 @@ def fit(recorded: Recording) -> list[Fitted]:
 
 def bursts() -> list[list[TracedRequest]]:
     """Bursts of requests for an idle server. All requests of a burst are sent at once, after the
-    end of the burst before."""
+    previous burst has ended."""
     return [[TracedRequest(0.0, prompt, output, None)] * batch for batch, prompt, output in _BURSTS]
 
 
 def measured(requests: Items[RecordedRequest]) -> StepModel:
-    """Step times that best fit the requests of :func:`bursts`, by relative errors."""
+    """Step times with the least relative errors on the requests of :func:`bursts`."""
     rest = iter(requests)
     rows: list[tuple[tuple[float, ...], float]] = []
     for batch, prompt, output in _BURSTS:
         burst = list(islice(rest, batch))
         if batch == 1:
             rows.append(((1.0, prompt, 1.0, 0.0, prompt * prompt / 2, 1.0), burst[0].ttft_s))
-        # All sequences decode together from the last first token on.
+        # Once every sequence has its first token, all decode together.
         last = max(burst, key=lambda request: request.ttft_s)
         later = output - 1
         kv_tokens = batch * (prompt + output / 2)
@@ -159,8 +159,7 @@ def learned(polls: Iterable[EngineCounts]) -> StepModel:
 def replay(
     requests: Items[RecordedRequest], step: StepModel, limits: EngineLimits
 ) -> list[RecordedRequest]:
-    """Simulates the requests. Each reaches the engine only after the time that the front end
-    takes."""
+    """Simulates the requests; each reaches the engine ``step.frontend`` seconds after sending."""
     budget = limits.token_budget, limits.max_num_seqs
     profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)
@@ -202,7 +201,7 @@ def _compare(run: RecordedRun, simulated: Items[RecordedRequest], kind: str) -> 
 
 
 def _non_negative(terms: Floats, wanted: Floats) -> Floats:
-    """Least squares, in which terms with a negative coefficient are left out."""
+    """Least squares; drops terms with a negative coefficient and solves again."""
     solution: Floats = np.zeros(terms.shape[1])
     used = np.arange(terms.shape[1])
     while True:
@@ -217,6 +216,7 @@ def described(step: StepModel) -> str:
     """Step times in words, with units."""
     return (
         f"{step.c0 * 1e3:.1f} ms a step, {step.c_prefill * 1e6:.0f} µs a prompt token, "
-        f"{step.c_att * 1e6:.2f} µs for each before it, {step.c_batch * 1e6:.0f} µs a sequence, "
-        f"{step.c_kv * 1e6:.2f} µs a KV token; {step.frontend * 1e3:.1f} ms before the engine"
+        f"{step.c_att * 1e6:.2f} µs for each token before it, "
+        f"{step.c_batch * 1e6:.0f} µs a sequence, {step.c_kv * 1e6:.2f} µs a KV token; "
+        f"{step.frontend * 1e3:.1f} ms before the engine"
     )

@@ -130,7 +130,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.add_part(parser, "--from")
     share = "share of the requests that are streamed, 0 to 1 [1]"
     add("--stream-share", type=probability, default=1.0, metavar="F", help=share)
-    add("--policy-header", metavar="P", help="policy to request of the router")
+    add("--policy-header", metavar="P", help="policy to ask the router for")
     urgent = f"share of the requests with the header {OBJECTIVE_HEADER}: {URGENT} [0]"
     add("--urgent", type=probability, default=0.0, metavar="SHARE", help=urgent)
     add("--model", metavar="NAME", help="needed if the server has several models")
@@ -140,8 +140,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=arguments.count, metavar="N", help=context)
     known = "ask for the trace's answer lengths (max_tokens, ignore_eos): for real vLLM servers"
     add("--known-lengths", action="store_true", help=known)
-    add("--timeout", type=above_zero, default=300.0, metavar="S", help="for an answer [300]")
-    drawn = "of prompts' words, and of the choice of streams and chats [0]"
+    add("--timeout", type=above_zero, default=300.0, metavar="S", help="longest answer [300]")
+    drawn = "seed of the prompts' words and of the choice of streams and chats [0]"
     add("--seed", type=int, default=0, help=drawn)
     arguments.add_outputs(parser)
     return parser.parse_args(argv)

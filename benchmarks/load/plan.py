@@ -1,5 +1,5 @@
-"""Requests for a server: their prompts and times, and what the client asks the server before the
-run."""
+"""Plan of a run: requests with prompts and times, for which the client first asks the server for
+its model, its context and its way of counting tokens."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ DECK = len(_WORDS)
 class Counting:
     """Number of tokens that a server counts in a prompt: ``overhead + per_word·words``."""
 
-    overhead: float = 0.0  # tokens of the chat template, or of the beginning of every text
+    overhead: float = 0.0  # tokens beside the words: chat template, mark of the beginning
     per_word: float = 1.0
 
     @classmethod
     def of(cls, fewer: tuple[int, int], more: tuple[int, int]) -> "Counting":
-        """Solves the formula for the words and tokens of two prompts; raises ValueError if the
-        longer prompt has no more tokens."""
+        """Solves the formula for two prompts, each given by its words and tokens; raises ValueError
+        unless the longer prompt has more tokens."""
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:
@@ -42,7 +42,7 @@ class Counting:
         return cls(tokens - per_word * words, per_word)
 
     def words(self, tokens: int) -> int:
-        """Number of words, at least 1, that has this number of tokens."""
+        """Number of words, at least 1, of a prompt with this number of tokens."""
         return max(round((tokens - self.overhead) / self.per_word), 1)
 
 
@@ -56,7 +56,7 @@ def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -
 
 
 def some_words(key: str, count: int) -> str:
-    """Words drawn by the key, each followed by a space: a smaller count gives a prefix.
+    """Draws words by the key, each followed by a space. A smaller count gives a prefix.
 
     The words come in blocks of :data:`DECK`, each a permutation of all words. So texts of equal
     length have nearly equal token counts, even if the vocabulary splits some words.
@@ -98,7 +98,7 @@ class LoadTarget:
 async def ask_server(
     url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str
 ) -> LoadTarget:
-    """Asks for model and context, and sends two short prompts to each endpoint.
+    """Asks for model and context, and for the token counts of two short prompts.
 
     Raises TargetError if the server cannot be put under load.
     """
@@ -121,7 +121,7 @@ def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, An
 
 
 async def _served(url: str) -> dict[str, int | None]:
-    """Context lengths of the server's models, by model, as far as the server lists them."""
+    """Context length of each model that the server lists; None if the server does not say."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
             page = await response.json(content_type=None)
@@ -157,12 +157,12 @@ async def _counting(client: Client, endpoint: Endpoint, model: str, salt: str) -
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"  # of the Gateway API Inference Extension
 URGENT = "urgent"
-_ROOM_TOKENS = 64  # of the context, left free since token counts of prompts are estimates
+_ROOM_TOKENS = 64  # left free in the context: token counts of prompts are estimates
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    number: int  # in the plan, from 1
+    number: int  # in the trace, from 1
     traced: TracedRequest
     endpoint: Endpoint
     streamed: bool
@@ -176,16 +176,16 @@ class Planned:
 
     @property
     def conversation(self) -> tuple[int, ...]:
-        """Key that is equal for requests with equal beginnings of their prompts."""
+        """Key that is equal for requests whose prompts begin alike."""
         return self.traced.hash_ids[:1] or (-self.number,)
 
     def request(
         self, target: LoadTarget, salt: str, run: str, headers: Mapping[str, str]
     ) -> TimedRequest:
-        """Request for the client.
+        """Request as the client sends it.
 
-        ``tracestate``, which other routers forward, has the length of the answer and the name of
-        the request for a simulated replica.
+        The header ``tracestate`` tells simulated replicas the length of the answer and the name of
+        the request. Other routers forward this header.
         """
         name, tokens = f"{run}-{self.number:05}", self.traced.output_tokens
         state = f"{OUTPUT_TOKENS_STATE}={tokens},{REQUEST_STATE}={name}"
@@ -217,8 +217,8 @@ def plan(
     """Plans the requests that fit into the target's context; ``stream_share`` (0…1) of them are
     streamed.
 
-    With ``known_lengths`` an answer has exactly the trace's length. Otherwise the trace gives the
-    bound, and the target the length.
+    With ``known_lengths`` an answer has exactly the trace's length. Otherwise the trace gives only
+    a bound, and the target decides on the length.
     """
     planned = []
     endpoints = list(target.counting)

@@ -17,9 +17,9 @@ from extproc.lab.replay.figures import FIGURES, distribution
 Figures = dict[str, Any]  # in the form of the JSON report; times in seconds
 Record = Mapping[str, Any]  # of a request, made by :func:`record`
 
-LATE_S = 0.02  # p99 of lateness, a few engine steps: above, arrivals are not those of the trace
-BUSY = 0.9  # share of a core in a second: above, times are partly the client's
-_OFF = 0.05  # relative difference from the trace's token counts
+LATE_S = 0.02  # limit of p99 of lateness, a few engine steps: beyond it, arrivals are not as traced
+BUSY = 0.9  # share of a core in a second: beyond it, the client's own delays count
+_OFF = 0.05  # tolerated relative difference from the trace's token counts
 
 _ROWS = (
     ("time to first token", "ttft_s"),
@@ -32,7 +32,7 @@ _ROWS = (
 @dataclass(frozen=True, slots=True)
 class Effort:
     cpu_s: float
-    busiest_second: float  # the largest share of a core in any second
+    busiest_second: float  # share of a core in the second with the most use
 
 
 def record(planned: Planned, answer: Answer) -> Figures:
@@ -155,8 +155,8 @@ def _gaps(seconds: Sequence[float]) -> Figures | None:
 
 
 def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
-    """Sums of tokens as the trace plans them and as the server counts them, over answers with a
-    count."""
+    """Sums of planned tokens and of tokens that the server counted; answers without a count are
+    left out."""
     known = [entry for entry in answered if entry[counted] is not None]
     keys = {"planned": planned, "counted": counted}
     return {name: sum(entry[key] for entry in known) for name, key in keys.items()}
@@ -171,8 +171,8 @@ def _warnings(figures: Figures) -> Iterable[str]:
         )
     if client["busiest_second"] > BUSY:
         yield (
-            f"the client used {client['busiest_second']:.0%} of a core in its busiest second: "
-            "times are partly the client's: do not trust the figures; use a lower --speed"
+            f"the client used {client['busiest_second']:.0%} of a core in its busiest second, "
+            "so answers look slower than they are: do not trust the figures; use a lower --speed"
         )
     for kind, reason in (
         ("prompt", "the server counts words differently"),

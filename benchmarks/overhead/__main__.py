@@ -25,7 +25,7 @@ from extproc.lab.harness.processes import ProcessError
 _CLOSED_LOOP = 64  # requests in flight while the throughput is measured
 _RATE = 300  # requests a second while the latency is measured
 _RAMP = 1000  # requests a second until all requests of the memory measurement are in flight
-HELD_S = 3.0  # all of them stay in flight together for so long
+HELD_S = 3.0  # time for which all of them stay in flight together
 WARM_UP_S = 2.0
 _SAMPLE_EVERY_S = 0.1
 _HEADER = (
@@ -59,7 +59,7 @@ class SetupFigures:
 
     @property
     def load(self) -> float:
-        """Share of its core that the router used, at a fixed number of requests in flight."""
+        """Busy share of the router's core, at a fixed number of requests in flight."""
         return self.cpu_s_at_once / self.at_once.seconds
 
     def line(self, alone: "SetupFigures") -> str:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=10.0, metavar="S", help="length of each measurement")
     held = "requests in flight while the memory is measured"
     add("--in-flight", type=int, default=5000, metavar="N", help=held)
-    other = "also measure an Envoy with this file, by turns with the project's own"
+    other = "also measure Envoy with this file, in alternation with the project's own"
     add("--envoy", type=Path, action="append", default=[], metavar="FILE", help=other)
     add("--rounds", type=int, default=1, metavar="N", help="measure everything N times")
     arguments.add_json(parser)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setups = [Setup("none", first), *(Setup("proceed", first, file) for file in files)]
     setups += [Setup("extproc", size, file) for size in args.replicas for file in files]
     setups *= args.rounds
-    allow_many_connections()  # each request takes two of Envoy's
+    allow_many_connections()  # a request takes two of Envoy's connections
     try:
         arguments.check_outputs(args)
         measured = asyncio.run(_measure_all(setups, args.seconds, args.in_flight))
@@ -141,8 +141,8 @@ async def _measure(stack: OverheadStack, name: str, seconds: float, in_flight: i
 
 
 async def _hold(stack: OverheadStack, count: int) -> tuple[ClientReport, float]:
-    """Keeps ``count`` requests in flight for a while; also returns by how many kB the router's
-    memory grew."""
+    """Keeps ``count`` requests in flight for a while; returns the client's report, and the growth
+    of the router's memory in kB."""
     before = most = stack.memory_kb()
     load = asyncio.create_task(stack.load("--hold", "--rate", str(_RAMP), "--requests", str(count)))
     while not load.done():

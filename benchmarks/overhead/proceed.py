@@ -1,4 +1,4 @@
-"""Process with an ext_proc server that changes nothing. It shows what any such server costs."""
+"""Process with an ext_proc server that changes nothing, to show what any such server costs."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""Stack of a measurement, with a single server in place of all replicas, and the cores of its
-processes."""
+"""Stack of a measurement: one server replaces all replicas, and the router has its own core."""
 
 import json
 import os
@@ -24,7 +23,7 @@ _INTERVAL_S = 0.2  # between two states of a replica, as pollers are configured 
 _STARTED = {
     "none": ["upstream", "envoy"],
     "proceed": ["upstream", "router", "envoy"],
-    "extproc": ["upstream", "states", "router", "envoy"],  # states start Redis
+    "extproc": ["upstream", "states", "router", "envoy"],  # `states` starts Redis, too
 }
 
 
@@ -110,7 +109,7 @@ class OverheadStack(Stack):
         return 0.0 if self._setup.router == "none" else memory_kb(self.process("router").pid)
 
     async def start(self, name: str) -> None:
-        """Start Redis before the states, whose process ends if it cannot connect."""
+        """Starts Redis before ``states``, a process that ends if it cannot connect to Redis."""
         if name == "states":
             await super().start("redis")
         await super().start(name)

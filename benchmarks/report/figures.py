@@ -1,5 +1,4 @@
-"""Figures of a comparison, for terminal, page and JSON: of each contender, and relative to the best
-other one."""
+"""Figures of each contender, and their ratios to the best other contender."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +73,7 @@ class Beside:
 
     @property
     def better(self) -> bool | None:
-        """True or False if all turns agree; None if turns differ, or if there is only one."""
+        """True if better in all turns, False if worse in all; None if mixed or a single turn."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None
@@ -117,8 +116,8 @@ class ContenderRuns:
 
 
 def measured(run: RunResult, attribute: str) -> list[float]:
-    """Values of an attribute of the answered requests. None values are dropped, and so are first
-    tokens that no client saw, because the response came whole."""
+    """Values of an attribute of the answered requests, without None. First tokens of responses that
+    came whole are left out, because no client saw them."""
     seen = (each for each in run.answered if attribute != "ttft_s" or each.streamed is not False)
     return [value for each in seen if (value := getattr(each, attribute)) is not None]
 
@@ -139,8 +138,8 @@ def spread(contender: ContenderRuns, metric: Metric) -> TurnSpread | None:
 def beside_best(
     contender: ContenderRuns, others: Iterable[ContenderRuns], metric: Metric
 ) -> Beside | None:
-    """Compares a contender with the lowest figure of the others in the same turn; None if there is
-    none."""
+    """Compares a contender with the lowest figure of the others in the same turn; None if no turn
+    can be compared."""
     own = contender.sound(metric)
     sound = [(other.name, other.sound(metric)) for other in others if other is not contender]
     candidates = {
@@ -164,7 +163,7 @@ def beside_best(
 def rivals(
     every: Sequence[ContenderRuns], ours: Sequence[str]
 ) -> tuple[ContenderRuns | None, list[ContenderRuns]]:
-    """Returns the contender that sentences are about (None if it has no run), and its rivals."""
+    """Returns the contender to compare (None if it has no run), and its rivals."""
     named = (contender for contender in every if contender.name in ours[:1])
     subject = next(named, None if ours else every[0])
     own = {subject and subject.name, *ours}
@@ -173,7 +172,7 @@ def rivals(
 
 
 def to_json(measured_runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of every contender and ratios of ours, from the object that ``--json`` writes."""
+    """Figures of every contender and ratios of this router, from the object of ``--json``."""
     results = read(measured_runs)
     every = contenders(results)
     subject, others = rivals(every, results.ours)

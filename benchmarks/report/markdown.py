@@ -35,7 +35,7 @@ _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder; raises OSError if that fails, ValueError without matplotlib."""
+    """Makes the folder. Raises OSError if it is not writable, ValueError without matplotlib."""
     if find_spec("matplotlib") is None:
         raise ValueError("the report needs matplotlib: pip install 'extproc[bench]'")
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,8 +105,8 @@ def _figures(results: Results, every: Sequence[ContenderRuns]) -> str:
 def _harm(results: Results, every: Sequence[ContenderRuns]) -> str:
     rows = (map(escaped, row) for row in harm_rows(results, every))
     note = (
-        "Counts are sums over all turns, until and slowest the most of any turn, other times "
-        "medians."
+        "Counts are sums over all turns, until and slowest the highest of all turns, and other "
+        "times medians."
     )
     return "\n".join([*table_of(["", *HARM_HEAD], rows), "", note])
 
@@ -115,12 +115,12 @@ def _notes(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
     turns = max(len(contender.runs) for contender in every)
     yield "Times are in seconds."
     if turns > 1:
-        yield f"They are the median of {turns} turns, then the least and the greatest."
+        yield f"Each is the median of {turns} turns (least…greatest)."
         yield "Requests are those of a single turn, failed requests those of all turns."
     if any(contender.doubtful for contender in every):
         yield "!: some turns are in doubt. They are in the figures, but in no comparison."
     if len(results.ours) > 1:
-        yield "The sentences above do not compare with this router's other policies."
+        yield "The sentences above compare with other routers, not with this router's policies."
     for contender in every:
         if contender.reference:
             yield f"{contender.name} cannot exist in production: no contender is compared with it."

@@ -1,4 +1,4 @@
-"""Bars of a report and of the README: a PNG on white. Needs matplotlib."""
+"""Draws the bar charts of a report and of the README as PNG; needs matplotlib."""
 
 import io
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ def draw(results: Results) -> bytes | None:
 def bars(panels: Panels, highlighted: str) -> bytes:
     """PNG with a panel for each title, and in each panel a bar from zero for each name.
 
-    The bar with the name ``highlighted`` is in colour. Each bar shows the median, with the figure
-    and the mark at its end, and a line from the lowest to the highest turn.
+    The bar named ``highlighted`` is blue, the others are grey. A bar ends at the median, where its
+    figure and mark stand. A line spans the lowest and the highest turn.
     """
     names = list(dict.fromkeys(name for rows in panels.values() for name in rows))
     figure = Figure((1.8 + 2.9 * len(panels), 0.9 + 0.32 * len(names)), layout="compressed")

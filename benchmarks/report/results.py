@@ -9,7 +9,7 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, PositiveFloat
 class RequestResult(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
-    at_s: float  # planned arrival, from the start
+    at_s: float  # planned arrival, in seconds from the start
     streamed: bool | None = None  # None: unknown
     late_s: float = 0.0  # from the planned arrival until the request was sent
     ttft_s: PositiveFloat | None = None
@@ -17,8 +17,8 @@ class RequestResult(BaseModel):
     gaps_s: dict[str, float] | None = None  # between the chunks of the response: `mean`, …
     error: str | None = None
     failed_after_s: float | None = None
-    counted: bool = True  # false: the request is load on its replica, but in no figure
-    struck: bool = False  # in flight on the failing part when the fault fell
+    counted: bool = True  # false: the request loads its replica, but is in no figure
+    struck: bool = False  # in flight on the failing part at the time of the fault
 
     @property
     def answered(self) -> bool:
@@ -64,7 +64,7 @@ class RunResult(BaseModel):
     fault: Fault | None = None
     warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
     complaints: list[str] = []  # deviations from the plan, including failed requests
-    # Reasons why figures may be the machine's rather than the contender's.
+    # Reasons to believe that the machine, not the contender, made the figures worse.
     doubts: list[str] = Field([], validation_alias=AliasPath("validity", "doubts"))
 
     @property
@@ -86,7 +86,7 @@ class Results(BaseModel):
     kind: str
     about: dict[str, Any]
     runs: list[RunResult] = Field(min_length=1)
-    ours: list[str] = []  # this project's contenders, the main one first; empty: the first of all
+    ours: list[str] = []  # this router's contenders, the main one first; empty: the first run's
     fault: Fault | None = Field(None, validation_alias=AliasPath("about", "fault"))  # of every run
     without_part: list[str] = Field([], validation_alias=AliasPath("about", "without_part"))
 

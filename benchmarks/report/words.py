@@ -25,10 +25,11 @@ HARM_HEAD = (
     *("before: mean", "p99", "after: mean", "p99"),
 )
 _TERMS = (
-    "Failed requests: lost, of those hit; elsewhere, of the others in flight at the fault; later, "
-    "of those sent after the fault. Until: from the fault to the last of these. Slowest: from "
-    "sending to the end, answered or failed. Before and after: completion of the answered requests "
-    "sent before and after the fault, without those hit. !: some turns are in doubt."
+    "Lost: hit requests that failed. Elsewhere: other requests in flight at the fault that failed. "
+    "Later: requests sent after the fault that failed; until: time from the fault to the last of "
+    "them. Slowest: longest request that ended after the fault, failed or not. Before and after: "
+    "completion of answered requests sent before (without hit requests) and after the fault. "
+    "!: some turns are in doubt."
 )
 
 
@@ -36,12 +37,12 @@ _TERMS = (
 class Harm:
     """Harm that a fault did in a turn; times in seconds."""
 
-    hit: int  # requests in flight on the part when the fault fell
+    hit: int  # requests in flight on the part at the time of the fault
     lost: int  # hit requests that failed
     elsewhere: int  # other requests in flight at the fault that failed
     later: int  # requests sent after the fault that failed
-    until_s: float | None  # from the fault until the last of the later requests was sent
-    slowest_s: float | None  # of the requests that ended after the fault, failed or not
+    until_s: float | None  # from the fault until the last of `later` was sent
+    slowest_s: float | None  # longest request that ended after the fault, failed or not
     before_s: list[float]  # completions of requests sent before the fault and not hit
     after_s: list[float]  # completions of requests sent after the fault
 
@@ -79,8 +80,8 @@ def _completions(requests: Sequence[RequestResult]) -> list[float]:
 
 
 def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list[str]]:
-    """Rows with a name and figures. Counts are sums over turns, ``until`` and ``slowest`` are the
-    highest of all turns, and other times are medians."""
+    """Rows of a contender's name and figures. Counts are sums over turns, ``until`` and ``slowest``
+    the highest of all turns, and other times medians."""
     for contender in every:
         yield [marked(contender), *_cells([harm(run) for run in contender.runs if run.fault])]
     for name in results.without_part:
@@ -110,7 +111,7 @@ def _median(values: Sequence[float]) -> str:
 
 _KNOWN_LENGTHS = (
     "Warning: requests said how long their answers would be (max_tokens with ignore_eos). Real "
-    "callers seldom do: a router that predicts from it predicts better here than for them."
+    "callers seldom say it: a router that uses it predicts better here than in production."
 )
 
 

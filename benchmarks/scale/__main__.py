@@ -3,7 +3,7 @@
     python -m benchmarks.scale --replicas 10,100,1000 --routers 1,8
 
 The command runs Redis, a process that writes states in place of the pollers, and routers without
-Envoy on one machine. As long as the CPU suffices, the median age of a state is half an interval.
+Envoy on one machine. As long as the CPU suffices, the median age of a state is ``--interval`` ÷ 2.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ async def _start(module: str, words: Sequence[str], directory: Path, number: int
 
 
 async def _connected(redis: Redis, routers: int, processes: Sequence[Process]) -> None:
-    """Waits until every router has subscribed to changes, and then for some polls more."""
+    """Waits until every router has subscribed to changes, and then a little longer."""
     channel = f"{{{_POOL}}}:changes"
     while dict(await redis.pubsub_numsub(channel)).get(channel.encode(), 0) < routers:
         if ended := [router for router in processes if not router.running]:

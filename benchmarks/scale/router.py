@@ -1,5 +1,4 @@
-"""Process of a router without Envoy, which decides requests that it makes itself; prints its
-figures as JSON."""
+"""Process of a router without Envoy: decides on requests of its own, and prints figures as JSON."""
 
 import asyncio
 import json
@@ -29,10 +28,10 @@ _ANSWER_S = 2.0
 async def route(
     url: str, pool: str, replicas: int, rate: float, seconds: float
 ) -> dict[str, float]:
-    """Follows the state of the pool and decides ``rate`` requests a second.
+    """Follows the state of the pool and decides ``rate`` requests a second; returns figures.
 
-    Prints ``cpu`` in cores, ``age`` of a replica's state, ``late`` for the lateness of timers,
-    ``digests`` of other routers received a second, and ``digest_age``, their mean age on arrival.
+    ``cpu`` is in cores, ``age`` that of replicas' states, ``late`` the lateness of timers,
+    ``digests`` the number received per second, and ``digest_age`` their mean age on arrival.
     """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()

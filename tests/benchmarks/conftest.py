@@ -19,7 +19,7 @@ async def replica_url() -> AsyncIterator[str]:
 def complaint_of(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str], *given: str | Path
 ) -> str:
-    """Last line of the error of a command that must refuse its arguments."""
+    """Runs a command that must refuse its arguments; returns the last line of its error."""
     with pytest.raises(SystemExit) as ended:
         sys.exit(main([*map(str, given)]))
     output = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``benchmarks.ablation``: every part finds its target and matters; finished runs are stored."""
+"""``benchmarks.ablation``: every part exists and changes decisions; finished runs are stored."""
 
 import json
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"share_lag": 0.02},
     "adapters": {"adapters": 6},
 }
-"""In the order in which they are played: the fastest first."""
+"""Options of the simulation, in the order of play: the fastest variant first."""
 DECISIONS = {"not shared": 60, "shared": 60, "adapters": 160}
-"""Decisions of each variant that are compared: every part shows within them."""
+"""Decisions of each variant to compare: enough for every part to change one."""
 SHOWN_BY = {
     "prior of the fleet": "adapters",
     "solo rows": "adapters",
@@ -37,7 +37,7 @@ SHOWN_BY = {
     "digests of other routers": "shared",
     "prompts of other routers": "shared",
 }
-"""The variant to play first: it shows the part earlier than "not shared", which may never."""
+"""Variant to play first for a part: "not shared" shows the part later or never."""
 _LORAS = {"max_loras": 2}
 FLEET = FleetFile.model_validate(
     {
@@ -56,7 +56,7 @@ FLEET = FleetFile.model_validate(
 
 
 def scene() -> list[trace.TracedRequest]:
-    """Conversations, then agents and prompts that fill the caches at the same time."""
+    """Conversations, then at the same time agents and prompts that fill the caches."""
     mixed = [
         replace(request, at=request.at + later)
         for later, name, speed, most in (
@@ -84,7 +84,7 @@ def test_each_part_changes_decisions_and_is_restored() -> None:
     whole = {variant: [*decisions(requests, variant)] for variant in VARIANTS}
 
     def differs(variant: str) -> bool:
-        """Plays the scene up to the first decision that differs."""
+        """Plays the scene up to the first decision that differs; returns True if there is one."""
         pairs = zip(decisions(requests, variant), whole[variant], strict=True)
         return any(one != other for one, other in pairs)
 

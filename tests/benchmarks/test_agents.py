@@ -1,4 +1,4 @@
-"""``benchmarks.agents``: its trace depends on nothing but the seed."""
+"""``benchmarks.agents``: its trace depends only on the seed."""
 
 import gzip
 from pathlib import Path

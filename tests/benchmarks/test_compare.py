@@ -1,4 +1,4 @@
-"""``benchmarks.compare``: its arguments, its judgement of turns and machine, and a whole run."""
+"""``benchmarks.compare``: its arguments, its verdicts on turns and machine, and a whole run."""
 
 import asyncio
 import json
@@ -159,8 +159,8 @@ def test_busy_machine_is_doubted() -> None:
     assert bad["doubts"] == [
         "CPU 95% busy",
         "other processes used 75% of the CPU",
-        "the client's p99 was 200 ms late",
-        "steps' p99 was 300 ms late",
+        "the client sent 200 ms late at p99",
+        "steps were 300 ms late at p99",
         "replicas lost 1.5 s",
         "c did not answer how late its steps were",
     ]
@@ -213,7 +213,7 @@ def fake_turns(
     errors: Mapping[tuple[str, int], BaseException] | None = None,
     complaints: Mapping[str, list[str]] | None = None,
 ) -> list[tuple[str, int]]:
-    """Names and repeats of the turns that begin; none of them is real."""
+    """Replaces turns by fakes; returns the name and repeat of each turn that begins."""
     begun: list[tuple[str, int]] = []
 
     async def play(contender: Any, fleet: Any, traffic: Any, repeat: int, directory: Path) -> Any:

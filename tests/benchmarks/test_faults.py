@@ -134,7 +134,7 @@ class FaultTurn:
         assert not [text for text in run["complaints"] if "router's answer" not in text]
 
     def ids(self, **fields: Any) -> set[str]:
-        """Requests with these fields."""
+        """Ids of the requests with these fields."""
         every = self.run["requests"]
         return {each["request_id"] for each in every if fields.items() <= each.items()}
 

@@ -1,4 +1,4 @@
-"""Imbalance of a fleet: weights of moments, speeds of replicas, replicas without requests."""
+"""Imbalance of a fleet: its mean over time, unequal speeds, replicas without requests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Speeds of replicas that routers learn in simulation, and the requests that follow from them."""
+"""Speeds that routers learn in simulation, and how they spread requests by these speeds."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class ObservedSimulation(FleetSimulation):
                 self.ratios[at] = {name: self._compare(name) for name in self.fleet.view(MODEL).ids}
 
     def _compare(self, name: str) -> tuple[float, float]:
-        """Decode speed, and time of a prefill of 1,000 tokens, learned ÷ true."""
+        """Learned ÷ true decode speed, and learned ÷ true time of a prefill of 1,000 tokens."""
         view, truth = self.fleet.view(MODEL), self.machines[name].step_model
         row = view.ids.index(name)
         each = view.c0, view.c_prefill, view.c_batch, view.c_kv

@@ -1,4 +1,4 @@
-"""Other endpoint pickers: their command lines, their Envoy files, and the checks of their work."""
+"""Other endpoint pickers: their command lines, their Envoy files, and checks of their decisions."""
 
 from collections import Counter
 from pathlib import Path

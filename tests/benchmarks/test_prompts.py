@@ -1,4 +1,4 @@
-"""Prompts with the tokens and the shared prefixes of the trace, as the server counts them."""
+"""Prompts have the trace's token counts, as the server counts, and the trace's shared prefixes."""
 
 from collections.abc import Sequence
 from itertools import combinations

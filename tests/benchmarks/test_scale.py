@@ -1,4 +1,4 @@
-"""``benchmarks.scale``: routers know every replica, and Redis counts its work."""
+"""``benchmarks.scale``: routers know every replica, and all figures are measured."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ LIVE_MIXED = HERE / "fleets" / "live-mixed.yaml"
 
 
 class _LiveGauges:
-    """Gauges that show the current state instead of the end of the last step."""
+    """Gauges of an engine as they are now, instead of at the end of the last step."""
 
     def __get__(self, engine: Engine, _: object) -> Gauges:
         return Gauges(engine.running, engine.waiting, engine.kv_usage)
@@ -220,7 +220,7 @@ def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
 
 
 def test_first_tokens_of_streamed_requests_alone_are_counted(tmp_path: Path) -> None:
-    """Clients see no other first token, so the router delays the others."""
+    """The router may delay first tokens of other requests, because no client sees them."""
     output = tmp_path / "out.json"
     options = ["--fleet", str(MIXED), "--trace", str(CONVERSATION), "--requests", "200"]
     assert main([*options, "--speed", "4", "--no-oracle", "--json", str(output)]) == 0

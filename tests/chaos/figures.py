@@ -1,4 +1,4 @@
-"""Figures of a scene's requests, and the problems they show."""
+"""Figures of a scene's requests, and the problems that the figures show."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class SceneRequest:
 
     @property
     def begun(self) -> bool:
-        """The client had received headers with status 200."""
+        """True if the client received headers with status 200."""
         return self.answer.status == 200
 
     @property
@@ -71,8 +71,8 @@ class SceneFigures:
 
     @property
     def excused(self) -> list[SceneRequest]:
-        """Failed requests that the killed or stopped replica was answering. If no replica was left:
-        begun answers, and requests with 503 until the recovery."""
+        """Failed requests that are no problem: the failed replica was answering them. If no replica
+        was left: those with a begun answer or a 503, until the recovery."""
         if self.scene.loses_requests:
             end = self.times.recovered or self.times.ended
             return [
@@ -107,7 +107,7 @@ class SceneFigures:
 
     @property
     def unrouted(self) -> int:
-        """Number of requests that Envoy placed without a router."""
+        """Number of requests for which Envoy chose the replica itself."""
         accesses = [request.access for request in self.requests]
         return sum(not access.destination and bool(access.upstream) for access in accesses)
 

@@ -1,4 +1,4 @@
-"""Requests at a steady rate, by the demo's load client."""
+"""Requests at a steady rate, sent by the demo's load client."""
 
 import asyncio
 from collections.abc import Iterator

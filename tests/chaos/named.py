@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.named [SCENE …]``: each fault of the scenes is named in time.
+"""``python -m tests.chaos.named [SCENE …]``: the system names each fault in time.
 
 Each scene breaks a part of the running system and repairs it only after everything has named the
 fault: page, ``extproc top``, a metric and the log within 60 s, and the alert within its ``for:``. A

@@ -1,7 +1,7 @@
-"""A poller whose host names and service account are files of the scenes.
+"""A poller whose host names and service account depend on files that scenes change.
 
 ``python -m tests.chaos.poller FOLDER ARG …`` runs ``extproc ARG …``. Host names under ``.test``
-resolve to loopback while ``FOLDER/hosts`` exists; then no name server answers.
+resolve to loopback while ``FOLDER/hosts`` exists; without it, no name server answers.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""Faults of parts, the conditions under which the system has recovered, and how it names them.
+"""Scenes: the fault of a part, how the system names the fault, and when it has recovered.
 
 The table :data:`SCENES` has the same names as the table in docs/failure-modes.md.
 """
@@ -17,7 +17,7 @@ from tests.e2e.stack import cluster_of
 
 Act = Callable[[FaultySystem], Awaitable[None]]
 Recovered = Callable[[FaultySystem, float], Awaitable[bool]]
-"""Condition of recovery since a monotonic time."""
+"""True once the system has recovered since a monotonic time."""
 
 
 async def _nothing(system: FaultySystem) -> None: ...
@@ -43,7 +43,7 @@ class Signs:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A fault, repaired ``hold_s`` seconds later."""
+    """Fault that is repaired after ``hold_s`` seconds."""
 
     name: str
     fault: Fault

@@ -6,7 +6,7 @@ Needs `kubectl` and `helm` on PATH, a cluster whose nodes have the images or can
 and 4 GiB, and clocks that agree within a tenth of a second. Works in the namespace
 `extproc-trial`, which it makes and removes. `--api-server-kill COMMAND` is a shell command that
 kills the API server; without it that step is not run. With `--inference-pool`, for which the
-cluster needs the definition of InferencePools, pollers find the fast replicas through one.
+cluster needs the definition of InferencePools, pollers find the fast replicas through such a pool.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Log:
 
 
 class Logs:
-    """Requests as the load and as Envoy's access log tell them."""
+    """Requests in the logs of the load and of Envoy."""
 
     def __init__(self) -> None:
         self._load = Log("load")
@@ -115,14 +115,14 @@ class Outcome:
 
     @property
     def elsewhere(self) -> int:
-        """Routed requests that another replica than the first choice served."""
+        """Number of routed requests that another replica than the first choice served."""
         logged = (item["envoy"] for item in self.requests if item["envoy"])
         choices = ((entry["choice"], entry["upstream"]) for entry in logged if entry["choice"])
         return sum(choice.split(",")[0] != upstream for choice, upstream in choices)
 
     @property
     def unrouted_s(self) -> float:
-        """Longest time between unrouted requests with no routed one in between."""
+        """Longest time from an unrouted request to the last before a routed request."""
         longest = 0.0
         first: float | None = None
         missed = {item["id"] for item in self.unrouted}
@@ -169,7 +169,7 @@ class Trial:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Parts, load and chart, until the block ends."""
+        """Installs parts, chart and load, until the block ends."""
         kubectl("create", "namespace", NAMESPACE)
         try:
             load = f"--from-file=load.py={HERE / 'load.py'}"
@@ -269,7 +269,7 @@ class Trial:
         self.helm("upgrade", "--set", changed, "--wait", "--timeout=4m")
 
     def stuck_upgrade(self) -> None:
-        """New routers cannot reach Redis, and never get ready."""
+        """Upgrades to routers that cannot reach Redis and never get ready."""
         self.helm("upgrade", "--set", "redis.url=redis://nowhere:6379/0", "--wait",
                   "--timeout=25s", check=False)  # fmt: skip
 
@@ -296,7 +296,8 @@ def main() -> int:
     parser.add_argument("--redis", default="redis:7", help="image of Redis")
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--api-server-kill", default="", metavar="COMMAND")
-    parser.add_argument("--inference-pool", action="store_true", help="find replicas through one")
+    pool = "find replicas through an InferencePool"
+    parser.add_argument("--inference-pool", action="store_true", help=pool)
     parser.add_argument("steps", nargs="*", help="only the steps whose names have these words")
     args = parser.parse_args()
     if not os.environ.get("KUBECONFIG"):

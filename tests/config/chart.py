@@ -1,8 +1,8 @@
-"""Renders the Helm chart in ``docs/helm``, and writes those of its files that repeat others.
+"""Renders the Helm chart in ``docs/helm``, and generates files from other files.
 
     python -m tests.config.chart
 
-writes these files again: the schema of ``config``, rules and dashboard, and the plain manifests.
+writes the chart's schema of ``config``, its rules and dashboard, and the plain manifests.
 """
 
 import json
@@ -41,7 +41,7 @@ def files(name: str = "extproc", namespace: str = "default", **values: Any) -> d
 
 @cache
 def _rendered(name: str, namespace: str, values: str) -> dict[str, str]:
-    """Render once in a process what several tests look at; ``values`` is JSON."""
+    """Render the chart, for equal arguments once per process; ``values`` is JSON."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
         made: dict[str, str] = chart.render(json.loads(values), name=name, namespace=namespace)

@@ -1,4 +1,4 @@
-"""The Helm chart fits what people have: each file in ``values/`` is a real set-up."""
+"""The Helm chart works in real set-ups: each file in ``values/`` is such a set-up."""
 
 import asyncio
 import json

@@ -243,7 +243,7 @@ ADDRESSES = ("serve.listen", "serve.admin", "poll.admin", "eds.listen")
 
 
 def elsewhere(**addresses: str) -> list[str]:
-    """Returns flags of a service without Redis: these addresses, and free ports for the others."""
+    """Returns flags of a service without Redis: ``addresses``, and free ports for all others."""
     free = dict.fromkeys(ADDRESSES, "127.0.0.1:0")
     return flags({"redis.url": "redis://127.0.0.1:1", **free, **addresses})
 

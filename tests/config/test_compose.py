@@ -1,4 +1,4 @@
-"""compose.yaml sets valid settings and fits their defaults."""
+"""compose.yaml sets valid settings, and agrees with the defaults of others."""
 
 import os
 import re
@@ -16,7 +16,7 @@ COMPOSE = Path(__file__).parents[2] / "compose.yaml"
 
 
 def service(name: str) -> dict[str, Any]:
-    """The service as Docker reads it while no variable is set."""
+    """Returns the service as Docker reads it if no variable is set."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text(encoding="utf-8"))
     found: dict[str, Any] = yaml.safe_load(text)["services"][name]
     return found

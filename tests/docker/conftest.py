@@ -165,7 +165,7 @@ class ComposeSystem:
 
 @pytest.fixture(scope="package")
 def system() -> Iterator[ComposeSystem]:
-    """Start the services of the profile ``simulated``; skip where the machine cannot run them."""
+    """Start the services of the profile ``simulated``; skip if the machine cannot run them."""
     compose = _command()
     if compose is None:
         pytest.skip("docker compose is not installed")

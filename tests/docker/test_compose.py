@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 
 class Load:
-    """Eight clients; each sends its next request when the last one is answered."""
+    """Eight clients; each sends its next request when its last request is answered."""
 
     def __init__(self, system: ComposeSystem) -> None:
         self._system, self._answered, self._over = system, 0, asyncio.Event()

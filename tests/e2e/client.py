@@ -130,7 +130,7 @@ class Client:
         return next(one for one in replicas if one["name"] == name)
 
     async def measured(self, *names: str) -> bool:
-        """Send requests until polls have measured these replicas: before, none waits or is late."""
+        """Return true if polls have measured these replicas; otherwise send requests first."""
         replicas = [await self.replica(name) for name in names]
         if all(one["healthy"] and one["measured"] for one in replicas):
             return True

@@ -34,8 +34,8 @@ _HERE: tuple[str, ...] = ()
 
 
 def here(replicas: Iterable[SimulatedReplica], *apart: str) -> tuple[SimulatedReplica, ...]:
-    """Let replicas run in the test's process, where they start faster; ``apart``: names of those
-    that hang or die with requests in flight, which stay processes."""
+    """Let replicas run in the test's process, where they start faster. Replicas in ``apart`` stay
+    processes, because they hang or die with requests in flight."""
     return tuple(
         replica if replica.name in apart else replace(replica, program=_HERE)
         for replica in replicas
@@ -160,7 +160,7 @@ async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
 def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
     """Raise the timeouts of messages to the router, of health checks and of connections.
 
-    Of many connections at once the kernel drops some, which are then tried again: 30 s.
+    Connections get 30 s: the kernel drops some of many at once, which are then tried again.
     """
     shorter = r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s"
     text = re.sub(shorter, rf"\1\g<2>{seconds}s", envoy_file)

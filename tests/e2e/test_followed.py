@@ -59,7 +59,7 @@ CHANGES: dict[str, Callable[[Bootstrap], None]] = {
 
 
 class Disobeying(Behind):
-    """A stack whose Envoy breaks decisions in one of these ways."""
+    """A stack whose Envoy does not follow decisions, by a change of :data:`CHANGES`."""
 
     def _router_constants(self) -> dict[str, object]:
         # The next case waits for a line, too.

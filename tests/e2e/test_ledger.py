@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class BodyModeStack(Behind):
-    """A stack whose Envoy sends request bodies in a mode: the headers first, except BUFFERED."""
+    """A stack whose Envoy sends bodies in the mode ``name``, unless BUFFERED after the headers."""
 
     name = "BUFFERED"
 

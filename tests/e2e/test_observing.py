@@ -98,7 +98,7 @@ def system(directory: Path) -> Stack:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def accesses(stack: Stack) -> AccessLog:
-    """Envoy's access log from the test's begin."""
+    """Envoy's access log since the test began."""
     log = AccessLog(stack.access_log)
     log.new()
     return log
@@ -122,7 +122,7 @@ def recorded(client: Client, answer: Answer) -> ReceivedRequest:
 
 
 async def in_turn(client: Client, requests: int = 8) -> list[ReceivedRequest]:
-    """Send requests; assert that Envoy's own policy chose and that nothing else was changed."""
+    """Send requests; assert that Envoy's own policy chose, and that requests arrived unchanged."""
     body, found = odd_body(), []
     for _ in range(requests):
         answer = await send(client, body)

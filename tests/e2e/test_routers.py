@@ -39,7 +39,7 @@ _AFFINITY: dict[str, dict[str, object]] = {
 
 
 class Routers(Stack):
-    """Two routers and four equal replicas in turn; Envoy sends the headers that name sessions."""
+    """Two routers and four equal replicas; Envoy sends the headers that name sessions."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, here(REPLICAS), _AFFINITY, routers=2)

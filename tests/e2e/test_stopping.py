@@ -1,4 +1,4 @@
-"""A router of two is stopped, as at an upgrade; routers and pollers are killed."""
+"""Stops one of two routers, as an upgrade does, and kills routers and pollers."""
 
 import signal
 from functools import partial

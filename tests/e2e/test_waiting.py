@@ -34,7 +34,7 @@ class WaitingStack(Behind):
         super().__init__(directory, here(REPLICAS, "one"), {"serve": serve})
 
     async def behind(self, name: str) -> None:
-        """Restart Envoy; ``IMPATIENT`` has a short timeout, which the test waits for."""
+        """Restart Envoy; timeouts of ``IMPATIENT`` are short, because its test waits for one."""
         self.patience_s = 4 if name == IMPATIENT else Stack.patience_s
         await super().behind(name)
 
@@ -55,7 +55,7 @@ def behind(*names: str) -> pytest.MarkDecorator:
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def measured_and_empty(client: Client) -> None:
-    """Wait until replicas are measured, or requests would not wait; and until they are empty."""
+    """Wait until the replicas are measured, because before that no request waits, and empty."""
 
     async def empty() -> bool:
         replicas = (await client.fleet())["replicas"]

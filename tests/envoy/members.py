@@ -1,4 +1,4 @@
-"""EnvoyMembers of a running Envoy's clusters, as its admin address shows them."""
+"""Members of a running Envoy's clusters, as its admin address shows them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from tests.waiting import until_read
 
 
 class EnvoyMembers:
-    """The cluster of replicas; members have the names of their ``ip:port``, if any."""
+    """Members of the cluster of replicas, called by the names given for their ``ip:port``."""
 
     def __init__(self, admin: str, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self._admin = admin
@@ -24,7 +24,7 @@ class EnvoyMembers:
         return {cluster["name"]: cluster.get("host_statuses", []) for cluster in found}
 
     async def have(self, **health: str) -> None:
-        """Wait until these are the members, with this health."""
+        """Wait until exactly these members exist, each with this health."""
         await until_read(self.health, lambda now: now == health)
 
     async def health(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The Envoy files equal their templates; the demo, the Helm chart and Envoy Gateway use them.
+"""Envoy files: equal to their templates, used by the demo, and valid for Envoy Gateway.
 
 ``python -m tests.envoy.test_templates`` writes the files again.
 """

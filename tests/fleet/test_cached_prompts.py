@@ -1,4 +1,4 @@
-"""Requests whose prompt is in a prefix cache in part, in the ledger and after polls."""
+"""Requests with partly cached prompts, in the ledger and after polls."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Digests are due in time, and routers count each other's requests by them."""
+"""Digests are due in time, and let routers count each other's requests."""
 
 import pytest
 from msgspec.structs import replace

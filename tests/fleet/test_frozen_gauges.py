@@ -1,5 +1,4 @@
-"""Gauges that do not move are ignored once an answer or an empty ledger refutes them, and no others
-are: a steady load on a virtual clock."""
+"""Only gauges that do not move, and that an answer or an empty ledger refutes, are ignored."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -83,7 +83,7 @@ _DESTINATION = "x-gateway-destination-endpoint"
 
 @dataclass(frozen=True)
 class Step:
-    """Message, with the number of replies that the router sends before it reads the next."""
+    """Message, with the number of replies before the router reads the next message."""
 
     message: ProcessingRequest
     replies: int = 1
@@ -177,7 +177,7 @@ def response(
     end: bool = False,
     served: str = "",
 ) -> Step:
-    """Response headers; Envoy names the replica as upstream, a gateway as served."""
+    """Response headers; Envoy names the replica in ``upstream``, a gateway in ``served``."""
     message = ProcessingRequest(
         response_headers=_headers({":status": str(status), "content-type": kind}, end),
         attributes={} if served else {_EXT_PROC: _fields({"upstream.address": upstream})},

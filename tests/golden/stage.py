@@ -1,4 +1,4 @@
-"""Golden files' texts, from routers, a poller and constant replicas as processes."""
+"""Texts of the golden files, from processes: routers, a poller and replicas that never change."""
 
 import io
 import json
@@ -302,7 +302,7 @@ def _there(reply: bytes) -> bytes:
 
 
 def _shown_reply(reply: bytes) -> dict[str, Any]:
-    """A reply as text and, where nothing of it was measured, as bytes."""
+    """A reply as text and, if it contains no measured number, as bytes."""
     text = _shown(ProcessingResponse.parse(reply))
     fixed = _fixed(text)
     return {"reply": fixed} | ({"bytes": _digest(reply)} if fixed == text else {})

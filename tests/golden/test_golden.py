@@ -1,6 +1,6 @@
-"""Compares what the processes do now with the golden files.
+"""Outputs of the running processes equal the golden files.
 
-``python -m tests.golden.record`` rewrites the files where a change is meant.
+``python -m tests.golden.record`` rewrites the files after an intended change.
 """
 
 import difflib

@@ -94,7 +94,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def log_events() -> list[tuple[str, str, str]]:
-    """Event, level and module of each line that the package logs, without the laboratory."""
+    """Event, level and module of each line that the package logs, except ``lab``."""
     found = set[tuple[str, str, str]]()
     for path in (ROOT / "extproc").rglob("*.py"):
         module = str(path.relative_to(ROOT / "extproc"))

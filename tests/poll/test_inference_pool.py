@@ -37,7 +37,7 @@ async def found(api: ApiServer) -> AsyncIterator[Found]:
 
 @pytest.fixture
 async def watched(api: ApiServer, found: Found) -> Found:
-    """Both pods were found, and pool and pods are watched."""
+    """Waits until both pods are found, and pool and pods are watched."""
     await found.has(vllm_0="serves", vllm_1="serves")
     await until(lambda: len(api.watches) == 2)
     return found

@@ -42,7 +42,7 @@ async def found(api: ApiServer) -> AsyncIterator[Found]:
 
 @pytest.fixture
 async def watched(api: ApiServer, found: Found) -> Found:
-    """Both pods were found, and a watch has begun."""
+    """Waits until both pods are found, and a watch has begun."""
     await found.has(vllm_0="serves", vllm_1="serves")
     await api.watched()
     return found

@@ -284,7 +284,7 @@ async def test_unchanged_blocks_are_not_saved_again(
 
 
 async def skip_a_number(engine: Engine) -> None:
-    """Does as vLLM if it cannot encode a batch."""
+    """Skips a sequence number, as vLLM does if it cannot encode a batch."""
     engine._number += 1
     await engine.publish(stored(1, [12], parent=11))
 

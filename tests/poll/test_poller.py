@@ -48,7 +48,7 @@ MODELS = ("tiny", "adapter")  # listed by the replica
 
 
 async def write_states(settings: Config, *states: ReplicaState) -> None:
-    """Writes states as an earlier poller."""
+    """Writes states as if an earlier poller had."""
     async with connect(settings.redis, settings.pool) as redis:
         await StateWriter(redis, settings.pool, ttl_s=10).put(states)
 

@@ -55,7 +55,7 @@ async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(
 
 
 class Calls(Destination):
-    """Records the poller's calls."""
+    """Destination that records the poller's calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -299,7 +299,7 @@ class SoloReplica:
     ) -> None:
         """Serves equal requests between two idle polls.
 
-        ``at_once``: requests whose times in vLLM overlap; ``aborted``: further ones without times.
+        ``at_once``: requests whose times in vLLM overlap; ``aborted``: requests without times.
         """
         prefill = A10.step_time(prompt - cached, 1, 0)
         decode = (tokens - 1) * A10.step_time(0, 1, prompt + tokens / 2)

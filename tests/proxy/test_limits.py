@@ -1,4 +1,4 @@
-"""Slow, silent and vanished peers hold a bounded part of the router."""
+"""Slow, silent and vanished clients and Envoys take a bounded part of the router."""
 
 import tracemalloc
 from dataclasses import replace

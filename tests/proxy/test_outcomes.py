@@ -1,4 +1,4 @@
-"""A response updates metrics, the learned figures and the replica's standing."""
+"""A response updates metrics, learned figures and failures of the replica."""
 
 import gc
 from collections.abc import Mapping
@@ -237,7 +237,7 @@ async def test_steps_counted_during_unread_stream_teach_its_length(
 
 
 def expected_length(services: Services) -> float:
-    """Expected output tokens, after a dispatch to each replica: no later request runs alone."""
+    """Expected output tokens; occupies each replica, so that no later request runs alone."""
     for number in (1, 2):
         services.fleet.dispatch(replica(number), chat(100, 10_000))
     return services.fleet.lengths.expected(0, 10_000.0)

@@ -81,7 +81,7 @@ def text_in(folder: Path) -> str:
 
 
 def cut(folder: Path) -> None:
-    """Cuts the last line, as a process that is killed while it writes."""
+    """Cuts the last line, as a process does that is killed while it writes."""
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-9])
 
@@ -97,7 +97,7 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Files can be created, and nothing can be written."""
+    """Imitates a full disk: files can be created, but nothing can be written."""
     really = Path.open
 
     def to_open(file: Path, mode: str) -> None:
@@ -110,14 +110,14 @@ def full_disk() -> Iterator[None]:
 
 
 def hanging_disk(folder: Path) -> Path:
-    """Opening the record's file blocks until a reader opens it."""
+    """Imitates a hanging disk: opening the record blocks until a reader opens the pipe."""
     pipe = folder / "default-50051.jsonl"
     os.mkfifo(pipe)
     return pipe
 
 
 async def many(services: Services, requests: int = 400) -> None:
-    """Writes requests; a file may hold 400."""
+    """Writes records of requests, by default as many as a file may hold."""
     assert services.recorder is not None
     for number in range(requests):
         services.recorder.ended(chat(number), RequestOutcome(status=200), replica(1), 0.0, 5.0)

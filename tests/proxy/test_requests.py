@@ -62,7 +62,7 @@ def config() -> Config:
 
 
 def without(**sections: Any) -> pytest.MarkDecorator:
-    """Runs the test with a configuration of these sections, without ``route.models``."""
+    """Runs the test with a configuration that has these sections, and no ``route.models``."""
     settings = {"hold": {"empty_s": 0}, "route": ROUTE, "serve": SERVE} | sections
     return pytest.mark.parametrize("config", [config_of(**settings)])
 

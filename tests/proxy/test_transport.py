@@ -44,7 +44,7 @@ def in_use() -> int:
 
 
 async def left_by(times: int, ask: Callable[[], Awaitable[None]]) -> float:
-    """Bytes that each call leaves behind, once as many calls have filled caches."""
+    """Bytes that each call leaves behind, after ``times`` calls that fill caches."""
     for _ in range(times):
         await ask()
     before = in_use()
@@ -54,7 +54,7 @@ async def left_by(times: int, ask: Callable[[], Awaitable[None]]) -> float:
 
 
 class _Bytes(CodecBase):
-    """Codec without effect for grpclib, whose client in Python allocates no memory of gRPC."""
+    """Codec that changes nothing, for grpclib: its client in Python allocates no memory of gRPC."""
 
     __content_subtype__ = "proto"
 
@@ -77,7 +77,7 @@ async def test_reply_leaks_no_memory() -> None:
 
 
 async def left_by_streams(port: int, reset: bool) -> float:
-    """Bytes that each closed stream leaves behind, in its client, too; perhaps reset at once."""
+    """Bytes that each stream, perhaps reset by the client, leaves behind in client and server."""
     raw = bytes(ProcessingRequest(request_body=HttpBody(body=b"{}", end_of_stream=True)))
     channel = Channel("127.0.0.1", port, codec=_Bytes())
 

@@ -39,7 +39,7 @@ def words(name: str, count: int) -> str:
 
 
 def shared(one: Prefix, other: Prefix) -> int:
-    """Count the equal units at the beginning; all later ones have to differ."""
+    """Count the equal units at the beginning; all later units have to differ."""
     size = min(one.keys.size, other.keys.size)
     differ = np.flatnonzero(one.keys[:size] != other.keys[:size])
     equal = int(differ[0]) if differ.size else size

@@ -1,4 +1,4 @@
-"""The delay of first tokens beside the engine's steps is learned from observed first tokens."""
+"""The delay of first tokens outside the engine's steps is learned from observed first tokens."""
 
 from dataclasses import replace
 from random import Random
@@ -18,7 +18,7 @@ def router() -> Router:
 
 
 def answer(router: Router, profile: RequestProfile, times: int, by_steps: float) -> None:
-    """Let the chosen replica answer, each time a little later than its steps take."""
+    """Let the chosen replica answer ``times`` requests, each ``LATE_S`` later than ``by_steps``."""
     for _ in range(times):
         decision = decided(router, profile)
         ttft = by_steps + LATE_S

@@ -57,7 +57,7 @@ class OfferedRequest:
 
 @dataclass
 class DecidedRequest:
-    """The last decision about a request, and the queue at its router then."""
+    """Last decision about a request, and the queue of its router at that time."""
 
     request: OfferedRequest
     since: float
@@ -71,7 +71,7 @@ class DecidedRequest:
 
 
 class LowestIndex(random.Random):
-    """Breaks ties in the same way whatever was decided before."""
+    """Random numbers that are 0, so that earlier decisions do not change how ties are broken."""
 
     def randrange(self, *_: Any, **__: Any) -> int:
         return 0
@@ -91,7 +91,7 @@ class RouterWithQueue:
 
 @dataclass
 class SharedReplicas:
-    """Routers that share replicas; a request ends as predicted, times its ``slower``."""
+    """Routers that share replicas; a request takes ``slower`` times the predicted time."""
 
     models: tuple[tuple[str, ...], ...] = MODELS
     routers: int = 2
@@ -308,7 +308,7 @@ EXAMPLES = settings(
 
 
 def examples(test: Callable[..., None]) -> Callable[..., None]:
-    """Draw the same examples in every run, whatever the source of the test."""
+    """Draw the same examples in every run, even if the test's source changes."""
     return seed(SEED)(EXAMPLES(test))
 
 

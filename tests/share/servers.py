@@ -39,7 +39,7 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
 class SentinelPair:
     """Primary and replica, watched by a Sentinel with a password.
 
-    Its user ``USER`` has the rights that docs/operations/secure.md tells.
+    Its user ``USER`` has the rights that docs/operations/secure.md lists.
     """
 
     SERVICE = "main"
@@ -98,9 +98,9 @@ async def watched(directory: Path) -> AsyncIterator[SentinelPair]:
 
 
 class RedisCluster:
-    """Three primaries; the first holds all slots but two, and has a replica, the fourth.
+    """Three primaries and a replica of the first, which holds all slots but two.
 
-    Each has a second port, 10,000 higher: ``free_port`` leaves room for it.
+    Each server has a second port, 10,000 higher: ``free_port`` leaves room for it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -134,7 +134,7 @@ class RedisCluster:
         await self.miss_after(60.0)
 
     async def miss_after(self, seconds: float) -> None:
-        """Sets the time after which a silent node is taken for failed."""
+        """Sets the seconds after which a silent node counts as failed."""
         for port in self.ports:
             async with Redis(port=port) as client:
                 await client.config_set("cluster-node-timeout", round(seconds * 1000))
@@ -239,7 +239,7 @@ async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIter
 
 @asynccontextmanager
 async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[IntoRedis]:
-    """Writes as a poller, but sends no heartbeats: no pause may count as the end of one."""
+    """Writes as a poller that sends no heartbeats, but counts as alive for ``PATIENCE_S``."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(assignment, "LIFE_S", PATIENCE_S)
         async with connect(url, pool) as redis:

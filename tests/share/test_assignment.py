@@ -1,4 +1,4 @@
-"""Living pollers share the replicas of a pool, and each replica has replica poller."""
+"""Living pollers share the replicas of a pool, and each replica has a single poller."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -24,7 +24,7 @@ LIFE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heartbeat ends because this machine is busy."""
+    """Lets heartbeats live long, because a busy machine renews them late."""
     monkeypatch.setattr(assignment, "LIFE_S", LIFE_S)
 
 

@@ -1,4 +1,4 @@
-"""Models that nothing serves any more, across a router's restart."""
+"""Models that no replica serves any more stay known when a router restarts."""
 
 import pytest
 from redis.asyncio import Redis

@@ -38,7 +38,7 @@ reading = partial(hearing, DigestReader)
 
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No digest ends because this machine is busy."""
+    """Lets digests live long, because a busy machine renews them late."""
     monkeypatch.setattr(digests, "_LIFE_MS", LIFE_MS)
 
 

@@ -1,4 +1,4 @@
-"""Drains: the command, its pollers, and a Redis that lost them."""
+"""Drains: the command, pollers that follow it, and a Redis that lost the drains."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def drained(run: Run, seen: RouterView, replica: Replica) -> str:
 
 @asynccontextmanager
 async def watched(redis: RedisServer, *replicas: Replica) -> AsyncIterator[RouterView]:
-    """Polls these replicas, and yields a router's view of all of them."""
+    """Polls these replicas, and yields a router's view of them."""
     async with watching(config(redis, *replicas)) as seen:
         await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})
         yield seen

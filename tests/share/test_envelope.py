@@ -53,13 +53,13 @@ class Opened:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compares as they are sealed: arrays compare element by element."""
+    """Compares two bodies by their sealed bytes, because arrays have no plain ``==``."""
     kind = next(kind for kind in KINDS if kind.body is type(one))
     return type(one) is type(other) and kind.seal(one) == kind.seal(other)
 
 
 def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:
-    """The same envelope of the next version, with more fields."""
+    """Returns the envelope as of the next version, with more fields."""
     now_tag, version, body = msgpack.decode(data)
     return msgpack.encode([tag or now_tag, version + 1, [*body, *more]])
 

@@ -52,7 +52,7 @@ async def share_through(url: RedisSettings | str) -> None:
 
 
 async def until_known(following: Next, state: ReplicaState) -> None:
-    """Until it is pushed, or found."""
+    """Waits until the state is pushed, or is in a snapshot."""
     while True:
         change = await following()
         if change == Put(state) or (isinstance(change, Snapshot) and state in change.states):

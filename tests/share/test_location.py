@@ -1,4 +1,4 @@
-"""A name of Redis that does not resolve in time."""
+"""A host name of Redis that does not resolve in time."""
 
 import asyncio
 import socket

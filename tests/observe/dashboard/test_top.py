@@ -118,8 +118,8 @@ async def test_reader_that_leaves_ends_a_command_without_an_error(
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Processes that the test starts end on SIGINT: jobs in the background of a shell ignore it,
-    and so do their children."""
+    """Lets child processes end on SIGINT, even if pytest is a background job of a shell, which
+    ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
