@@ -25,8 +25,8 @@ from extproc.replica_state import ReplicaState
 LOAD_S = 0.1  # assumed time to load an adapter, until a replica's loads are measured
 _SAMPLES = 16  # measured loads of a replica, and measured waits of the fleet
 _MAX_OVERRUN = 10.0
-_MAX_SLOTS = 256  # slots, and adapters in use, of a replica: no server has as many
-_MEMORY_S = 60.0  # time without a request after which another request is unlikely, by e to 1
+_MAX_SLOTS = 256  # limit of a replica's slots, and of its adapters in use: no server has as many
+_MEMORY_S = 60.0  # idle time in which the chance of another request falls by a factor e
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Slots:
     """Adapters in use → tickets of this router's requests; empty: only polls report the adapter.
     The first adapters have the slots, and the others wait for a slot in this order."""
     used_at: dict[str, float] = field(default_factory=dict)
-    """Adapters in use or loaded → when the use began or ended, or was polled."""
+    """Adapters in use or loaded → when their use last began, ended, or was seen by a poll."""
     polled_at: float = -inf
     loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _SAMPLES))  # seconds
     starts: dict[str, float] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class _Slots:
 class AdapterSlots:
     """Forecast of each replica's slots, from this router's requests and from polls.
 
-    Each request and each poll renews the replica's forecast. An adapter without a request
-    gives its slot to the next waiting adapter. So the k-th waiting adapter gets a slot when k of
+    Each request and each poll renews the replica's forecast. When the last request for an adapter
+    ends, the next waiting adapter gets its slot. So the k-th waiting adapter gets a slot when k of
     the adapters ahead of it have no request left. Decisions read the forecasts.
     """
 
@@ -60,7 +60,7 @@ class AdapterSlots:
         self._lengths = lengths
         self._slots: dict[int, _Slots] = {}  # by row
         self._overruns: deque[float] = deque([1.0], _SAMPLES)
-        self._overrun = 1.0  # their median
+        self._overrun = 1.0  # median of `_overruns`
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
 
     def clear(self, row: int) -> None:
@@ -74,7 +74,7 @@ class AdapterSlots:
         slots.count = min(state.max_loras, _MAX_SLOTS)
         if not slots.count:
             return
-        # A poll may show a use that this router began or ended since the poll before.
+        # Uses that this router began or ended since the poll before may be newer than this poll.
         names, before = state.adapters_in_use[:_MAX_SLOTS], slots.polled_at
         polled = [name for name in names if slots.used_at.get(name, -inf) <= before]
         own = {name: tickets for name, tickets in slots.in_use.items() if tickets}
@@ -134,7 +134,7 @@ class AdapterSlots:
 
     def _forecast(self, row: int, now: float) -> None:
         slots, table = self._slots[row], self._table
-        # Not by a set: several are used at the time of one poll, and a set has no order.
+        # No set, because it has no order: several adapters may share the time of a poll.
         idle = sorted(
             (name for name in slots.used_at if name not in slots.in_use),
             key=slots.used_at.__getitem__,

@@ -11,18 +11,17 @@ from extproc.request.prefix import NO_PREFIX, Keys, Prefix
 MAX_PROMPT_BATCHES = 4096
 """Batches of prompts that Redis stores for routers that start later: 80 MB at 1,000 requests a
 second with 8,000 tokens each, when a router's batch holds 20 prompts."""
-MAX_OWNERS = 100_000  # owners that a router remembers, the newest: 20 MB
-_MAX_PENDING = 10_000  # announcements that wait for Redis, the newest
+MAX_OWNERS = 100_000  # limit of the owners that a router remembers: 20 MB
+_MAX_PENDING = 10_000  # limit of the announcements that wait for Redis; the oldest are dropped
 _MAX_PENDING_BYTES = 10_000_000  # of pending prompts: a prompt of 8,000 tokens takes 1 kB
-_MAX_BATCH = 100  # prompts: the reader's event loop is blocked for about 5 ms
+_MAX_BATCH = 100  # prompts in a batch, which blocks the reader's event loop for about 5 ms
 
 
 class SentPrompt(Struct, array_like=True, eq=False):
-    """Prompt that a router sent to a replica. Without tokens: the replica's prefix cache is
-    empty."""
+    """Prompt that a router sent to a replica; 0 tokens: the replica's prefix cache is empty."""
 
     replica: str  # ``ip:port``
-    keys: Keys  # this field and the next: as in :class:`~extproc.request.prefix.Prefix`
+    keys: Keys  # this field and those below: as in :class:`~extproc.request.prefix.Prefix`
     unit: float
     tokens: float
     whole: int
@@ -37,7 +36,7 @@ class PromptLog:
 
     def __init__(self) -> None:
         self._pending: deque[SentPrompt] = deque()
-        self._size = 0  # bytes of their keys
+        self._size = 0  # bytes of the pending keys
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -51,7 +50,7 @@ class PromptLog:
         self._add(replica, NO_PREFIX)
 
     def take(self) -> tuple[SentPrompt, ...]:
-        """Removes the oldest prompts and returns them."""
+        """Removes and returns the oldest prompts, at most a batch."""
         return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
 
     def _add(self, replica: str, prefix: Prefix) -> None:
@@ -96,7 +95,7 @@ class OwnerMap:
         self.remember(key, replica)
 
     async def take_announcements(self, most: int) -> list[tuple[str, str]]:
-        """Waits for announcements; removes and returns the oldest keys and owners."""
+        """Waits for announcements; removes and returns the oldest: key and owner of each."""
         await self._has_pending.wait()
         taken = [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
         if not self._pending:

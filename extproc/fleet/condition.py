@@ -7,7 +7,7 @@ from extproc.fleet.ejection import Ejection
 from extproc.fleet.exclusion_reasons import AT_FIRST, FULL_S, HUNG_S, STUCK_S, TRIAL_S
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_FROZEN_S = 2.0  # time for which gauges do not move before and after a sign that they are wrong
+_FROZEN_S = 2.0  # gauges are frozen if unmoved for this time before and after a sign of an error
 _ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
 
 
@@ -18,18 +18,18 @@ class Condition:
     state: ReplicaState  # last polled
     scraped_at: float  # last scrape that succeeded
     moved_at: float  # when a figure of its engine last changed
-    models: frozenset[str] = field(init=False)  # of the state, as the next
+    models: frozenset[str] = field(init=False)  # of ``state``, like ``adapters``
     adapters: frozenset[str] = field(init=False)
     unmoved_s: float = 0.0  # time since ``moved_at`` at the last scrape that succeeded
-    refuted_at: float = inf  # first poll that did not count a prompt prefilled since
+    refuted_at: float = inf  # first poll that lacks a prompt sent since ``moved_at`` and prefilled
     frozen: bool = False  # True: its gauges do not move, and are wrong
-    stalled: str = ""  # why it counts as stalled; empty: it does not
+    stalled: str = ""  # why the replica counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
-    ended: int = 0  # requests that ended there while it was new
+    ended: int = 0  # requests that ended on the replica while it was new
     answered_at: float = -inf  # last sign of an answer to a request of this router
     full_until: float = -inf
-    unhealthy_at: float = inf  # first poll that found it not healthy
-    trial_at: float = inf  # next trial while it is stalled or not healthy
+    unhealthy_at: float = inf  # first poll that found the replica not healthy
+    trial_at: float = inf  # next trial while the replica is stalled or not healthy
     ejection: Ejection = field(default_factory=Ejection)
 
     def __post_init__(self) -> None:
@@ -47,10 +47,10 @@ class Condition:
     ) -> bool:
         """Takes a polled state; returns True if the choice of candidates may change.
 
-        ``idle``, ``prefilled_sent_at``: as in :meth:`Eligibility.polled`. Both are signs that
-        unmoved gauges are wrong. Under load only prompts show that counters should have moved. When
-        all requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until
-        the next step (vllm#22545), and only the ledger shows that no request is there.
+        ``idle``, ``prefilled_sent_at``: as in :meth:`Eligibility.polled`. Both can show that gauges
+        are wrong. Under load, only a prefilled prompt shows that counters should have moved. If all
+        requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until the
+        next step (vllm#22545), and only the ledger shows that the replica is idle.
         """
         before, self.state = self.state, state
         if is_scraped := state.scraped_at != before.scraped_at:
@@ -73,11 +73,11 @@ class Condition:
     def check_stall(self, stale: bool, now: float) -> bool:
         """Determines whether the replica is stalled; returns True if that changes.
 
-        ``stale``: no poll arrived for long, while those of other replicas did.
+        ``stale``: no poll of the replica arrived for long, but polls of other replicas did.
         """
         before, self.stalled = self.stalled, ""
         if stale:
-            self.stalled = f"no poll arrived for {STALE_AFTER_S:.0f} s, while those of others did"
+            self.stalled = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had some"
         elif _has_work(self.state) and not self.frozen and self.unmoved_s > STUCK_S:
             self.stalled = (
                 f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
@@ -156,8 +156,8 @@ def _has_work(state: ReplicaState) -> bool:
 def _figures(state: ReplicaState) -> tuple[float, ...]:
     """Returns the figures that an engine at work changes.
 
-    A step that prefills only a part of a prompt changes no counter of vLLM, but the use of KV
-    blocks.
+    A step that prefills only a part of a prompt changes no counter of vLLM, but changes the use of
+    KV blocks.
     """
     counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
     return *counters, state.kv_usage, state.running, state.waiting

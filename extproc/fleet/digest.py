@@ -28,8 +28,8 @@ ALIVE_S = 0.04
 """Longest time between two digests of a router with requests in flight: other routers discard its
 load after 0.1 s without a digest."""
 WHOLE_EVERY_S = 0.5
-"""Time between two whole digests. They repair lost digests, and show that a router without requests
-is alive."""
+"""Time between two whole digests, which make up for lost digests, and show that a router without
+requests is alive."""
 
 _FLOAT = np.dtype("<f4")
 
@@ -45,8 +45,8 @@ class DigestKind(IntEnum):
 class Digest(msgspec.Struct, eq=False, array_like=True):
     """Requests in flight of one router, by replica, at one moment.
 
-    For each replica the newest digest counts. If a digest is lost, the next whole digest makes up
-    for it.
+    For each replica the newest digest that names it counts. If a digest is lost, the next whole
+    digest makes up for it.
     """
 
     router: str

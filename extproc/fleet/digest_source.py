@@ -13,12 +13,12 @@ from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 
-_SOON = EVERY_S / 2  # seconds: a digest is due if it would fall due before the next call
-_NOTABLE_S = 0.1  # decode seconds for which a replica without requests is in a whole digest
+_SOON = EVERY_S / 2  # seconds by which a digest may be early, rather than late at the next call
+_NOTABLE_S = 0.1  # recent decode seconds that put a replica without requests into a whole digest
 
 
 class DigestSource:
-    """Builds digests of changed replicas, whole digests, and empty ones as signs of life.
+    """Builds digests of changed replicas, whole digests, and empty digests as signs of life.
 
     Decoding is no change: the receivers move decoding requests forward by themselves.
     """
@@ -51,7 +51,7 @@ class DigestSource:
         Args:
             now: seconds on the fleet's clock.
             no_peers: no other router is known. Then whole digests suffice, because a router that
-                starts reads the last one from Redis.
+                starts reads the last whole digest from Redis.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         if no_peers and not overdue:

@@ -17,8 +17,8 @@ class Ejection:
     """Consecutive failures of one replica, and the ejection that they cause.
 
     The replica gets no request until the ejection ends. Then the next request is a trial, and the
-    replica is ejected again until the outcome of the trial is known, or for as long as before. A
-    success ends the ejection; a failed trial doubles its time.
+    replica is ejected again until the outcome of the trial is known, at most for as long as before.
+    A success ends the ejection; a failed trial doubles its time.
     """
 
     failures: int = 0  # since the last success
@@ -43,7 +43,7 @@ class Ejection:
     def failed(self, now: float, may_eject: bool) -> float:
         """Counts a failure; returns the seconds for which it ejects the replica, or 0.
 
-        ``may_eject``: one more replica of the pool may be ejected.
+        ``may_eject``: the pool may have one more ejected replica.
         """
         self.failures += 1
         self.failed_at, self.on_trial = now, False
@@ -53,7 +53,7 @@ class Ejection:
         return self._seconds()
 
     def begin_trial(self, now: float) -> None:
-        """Ejects the replica until the outcome of a trial is known, or for ``_seconds()``."""
+        """Ejects the replica until the outcome of a trial is known, at most for ``_seconds()``."""
         self.on_trial, self.until = True, now + self._seconds()
 
     def _seconds(self) -> float:

@@ -20,7 +20,7 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
-_SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
+_SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica's next trial
 _REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
 _MOST_REMEMBERED = 1_000  # remembered candidates
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
@@ -59,8 +59,8 @@ class Eligibility:
             state: the polled state.
             age: seconds since the poll.
             idle: no router is known to have a request on the replica.
-            prefilled_sent_at: time at which the latest request was sent whose prompt the engine
-                has certainly prefilled. Headers and errors come without the engine.
+            prefilled_sent_at: when the latest request was sent whose prompt the engine has
+                certainly prefilled. Response headers and errors alone do not prove a prefill.
         """
         now = self._clock()
         self.staleness.updated(state.id, now)
@@ -192,9 +192,9 @@ class Eligibility:
         return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
-        """Returns members to which a reason applies for every model: the name of the first reason,
-        and its text for people. An unhealthy member that gives no sign, because it hangs or its
-        machine is away, is named stalled; one that refuses connections stays unhealthy."""
+        """Returns the members that get no requests for any model, each with the name of the first
+        reason and its text for people. If an unhealthy member hangs, or its machine is gone, the
+        name is ``stalled``; a member that refuses connections stays ``unhealthy``."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
             texts = ((reason, rule(member)) for reason, rule in rules)
@@ -222,7 +222,7 @@ class Eligibility:
         return self._members[replica].scraped_at
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
-        """Returns True if a candidate for the model lists it.
+        """Returns True if a candidate for the model lists the model.
 
         ``among``: members to choose from; None: all.
         """
@@ -230,20 +230,20 @@ class Eligibility:
         return any(self._serves(model, self._members[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
-        """Returns the name of the model's LoRA adapter on the member; empty if it is no adapter."""
+        """Returns the LoRA adapter's name on the member; empty if the model is no adapter."""
         member = self._members[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""
 
     def is_up(self, replica: str) -> bool:
-        """Returns True if a member is healthy and not ejected, though it may drain."""
+        """Returns True if a member is healthy and not ejected; it may be draining."""
         member = self._members.get(replica)
         now = self._clock()
         return member is not None and not (member.unhealthy(now) or member.ejection.active(now))
 
     def frozen(self, replica: str) -> bool:
-        """Returns True if a member's gauges do not move, and are wrong: they show requests though
-        none is there, or did not count a prompt that was sent later and is prefilled."""
+        """Returns True if a member's gauges do not move, and are wrong: they show requests although
+        the member has none, or they lack a prompt that was sent since and is prefilled."""
         return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
@@ -317,8 +317,8 @@ class Eligibility:
     def _rules(
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
-        """Returns the rules of all reasons except NEW, in their order. An empty ``model`` leaves
-        out rules that depend on the model."""
+        """Returns the rules of all reasons except NEW, in their order. With an empty ``model`` no
+        member is excluded for the models that it serves."""
         now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
 
         def ejected(member: Condition) -> bool:
@@ -334,7 +334,7 @@ class Eligibility:
             (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
             (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
             (reasons.FULL, lambda member: member.full(now)),
-            # Last, so that a draining member serves before an ejected one.
+            # Last: if no other member is left, a draining member serves rather than an ejected one.
             (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
         )
 
@@ -352,7 +352,7 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy, and ends it when it is measured."""
+        """Begins slow start when a member is first healthy, and ends it once it was measured."""
         was_new = member.new
         if member.state.measured:
             self._any_measured, member.new = True, False

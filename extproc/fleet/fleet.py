@@ -68,8 +68,8 @@ class Fleet:
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
-        """Living pollers by address, each with the sources that it cannot look up, if known."""
-        self.stopped_pollers: Collection[str] = ()  # names; said farewell in the last seconds
+        """Address of each living poller → sources that it cannot look up; None: not known."""
+        self.stopped_pollers: Collection[str] = ()  # names of pollers that stopped lately
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()
@@ -126,9 +126,9 @@ class Fleet:
             self.members.models_removed(before.models, now, state.models)
         self._learn_lengths(state, before)
         is_repeated = before is not None and state.scraped_at == before.scraped_at
-        started_at = before.started_at if before else 0.0  # of its process; 0: not known
+        started_at = before.started_at if before else 0.0  # of the replica's process; 0: not known
         fell = state.steps < self._replicas.polled_steps[row]
-        is_older = fell and 0.0 < started_at == state.started_at  # from another poller
+        is_older = fell and 0.0 < started_at == state.started_at  # a late poll by another poller
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
         if state.measured or restarted:
@@ -140,7 +140,7 @@ class Fleet:
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
         if frozen:
-            self._replicas.sampled_at[row] = -inf  # drops the external load, as of a stale poll
+            self._replicas.sampled_at[row] = -inf  # drops the external load, as after a stale poll
             self._progress.invalidate()
         if ignored:
             return
@@ -186,7 +186,7 @@ class Fleet:
         """Removes replicas without an update for ``after`` seconds while other replicas were
         updated.
 
-        Also forgets dead routers, and KV blocks of replicas that are no members.
+        Also forgets dead peers, and KV blocks of replicas that are no members.
         """
         if self.peers.refresh(self._clock()):
             self._progress.invalidate()
@@ -248,7 +248,7 @@ class Fleet:
         cached: float = 0.0,
         response_visible: bool = True,
     ) -> Ticket:
-        """Adds a request that is sent to ``replica`` now to the ledger.
+        """Adds to the ledger a request that is now sent to ``replica``.
 
         Args:
             replica: ``ip:port``.
@@ -282,13 +282,12 @@ class Fleet:
             self.prompt_log.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
-        """Marks the prompt, and all prompts queued before it on the replica, as prefilled."""
+        """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
     def needs_first_token(self, replica: str) -> bool:
-        """True if a first token of the replica would help to learn its speed, which no poll has
-        measured."""
+        """True if no poll has measured the replica, and more first tokens would tell its speed."""
         row = self._rows.get(replica)
         return row is not None and row in self._unmeasured and self._provisional.wanted(row)
 
@@ -367,7 +366,7 @@ class Fleet:
             self._progress.invalidate()
 
     def receive_prompts(self, router: str, prompts: Iterable[SentPrompt]) -> None:
-        """Adds prompts that another router dispatched to the index."""
+        """Adds to the prefix index the prompts that another router dispatched."""
         if router == self.router:
             return
         for prompt in prompts:
@@ -386,7 +385,7 @@ class Fleet:
     # -- room for requests ------------------------------------------------------------------
 
     def reports_capacity(self, rows: Indices) -> NDArray[np.bool_]:
-        """Returns which replicas report their KV cache size, are measured, and were polled
+        """Returns True for replicas that report their KV cache size, are measured, and were polled
         lately."""
         age = self._clock() - self._replicas.sampled_at[rows]
         return (self._replicas.reports[rows] > 0.0) & (age >= 0.0) & (age <= LATE_S)
@@ -461,7 +460,7 @@ class Fleet:
             column[untried] *= least(decode) / decode[untried]
 
     def _overtake(self, view: FleetView, priority: int) -> None:
-        """Takes requests of lower priority out of the queues that the view shows."""
+        """Removes requests of lower priority from the queues in the view."""
         tokens, requests = self._ledger.behind(priority)
         view.overtaken = tokens[view.rows]
         view.backlog -= view.overtaken
@@ -557,8 +556,8 @@ class Fleet:
 def _beside(
     on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
 ) -> tuple[Indices, Floats]:
-    """Adds an entry for each candidate that has sequences of peers or external ones; their priority
-    is unknown.
+    """Adds an entry for each candidate on which others have sequences, with infinite priority: the
+    priority of these is not known.
 
     Args:
         on: candidate of each entry so far.

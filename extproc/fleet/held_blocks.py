@@ -14,9 +14,9 @@ from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix, seed_of, token_keys
 
-NUMBERS = 2**32  # update numbers of one poller for one replica; the first is a multiple of it
+NUMBERS = 2**32  # each poller numbers its updates of a replica from a multiple of this number
 LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the last update
-_MAX_BLOCKS_AT_ONCE = 2048  # blocks the event loop for a millisecond
+_MAX_BLOCKS_AT_ONCE = 2048  # KV blocks applied in a step, which takes about a millisecond
 _STORED_WITHIN_S = 10.0  # time within which a replica stores a sent prompt and reports the blocks
 _KEY = np.dtype("<u8")
 
@@ -39,8 +39,8 @@ class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
 
 
 def is_up_to(applied: int, number: int) -> bool:
-    """Returns True if both updates are of the same poller, and ``number`` is not newer than
-    ``applied``."""
+    """Returns True if the updates with these numbers are of the same poller, and ``number`` is not
+    newer than ``applied``."""
     return applied // NUMBERS == number // NUMBERS and applied >= number
 
 
@@ -57,10 +57,10 @@ def unpack(_: type, data: bytes) -> Keys:
 @dataclass(slots=True)
 class _ReplicaBlocks:
     bit: int  # in the bitmaps
-    keys: set[int] = field(default_factory=set)  # of blocks that it holds, or is about to store
+    keys: set[int] = field(default_factory=set)  # of blocks that are stored, or about to be stored
     expected: dict[int, float] = field(default_factory=dict)
-    """Keys that it has not reported as stored yet → when this router stops expecting the report."""
-    number: int = 0  # of the last update
+    """Keys not reported as stored yet → when this router stops expecting the report."""
+    number: int = 0  # of the last applied update
     block_size: int = 0
     known_until: float = -inf
 
@@ -77,14 +77,15 @@ class HeldBlocks:
         self._bitmaps = ReplicaBitmaps()
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
-        """Returns True if an update is to be applied: the update is whole and new, or follows the
-        last applied one."""
+        """Returns True if an update can be applied: it is whole and new, or comes directly after
+        the last applied update."""
         blocks = self._replicas.get(replica)
         last = 0 if blocks is None else blocks.number
         return not is_up_to(last, update.number) if update.whole else update.previous == last
 
     def apply(self, replica: str, update: BlockUpdate) -> Iterator[None]:
-        """Applies an update that follows, in steps between which the event loop may run."""
+        """Applies an update in steps, between which the event loop may run; :meth:`follows` must
+        hold."""
         blocks = self._replica(replica)
         for _ in self._steps(blocks, update):
             yield
@@ -134,7 +135,7 @@ class HeldBlocks:
             self._drop(blocks, [*blocks.keys])
 
     def keep(self, replicas: Container[str]) -> None:
-        """Forgets all other replicas."""
+        """Forgets all replicas except ``replicas``."""
         for gone in [name for name in self._replicas if name not in replicas]:
             self.forget(gone)
 
@@ -180,11 +181,11 @@ class HeldBlocks:
         return sum(map(self._is_known, self._replicas.values()))
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns pairs of a bitmap of replicas, and the number of leading blocks that all these
+        """Returns pairs: a bitmap of replicas, and the number of leading blocks that all of these
         replicas hold.
 
         From pair to pair the number of blocks rises and replicas drop out. A replica may hold a
-        block and lack an earlier one, so the bitmaps of all earlier blocks are intersected.
+        block and lack an earlier block, so each bitmap is intersected with those before.
         """
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1

@@ -127,7 +127,7 @@ class Ledger:
         self._progress.invalidate()
 
     def first_token(self, ticket: Ticket) -> None:
-        """Marks the prompt, and all prompts queued before it on the replica, as prefilled."""
+        """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
         self._prefilled(self._row[ticket])
         self._progress.invalidate()
 
@@ -180,7 +180,7 @@ class Ledger:
         return rows[(replicas.by_priority[on] > 0.0) & ~begun]
 
     def _dequeue(self, row: int) -> None:
-        """Removes the part of a prompt that is not prefilled from the replica's backlog."""
+        """Removes from the replica's backlog the part of a prompt that is not prefilled."""
         requests, replicas = self._requests, self._replicas
         replica, prompt_end = requests.replica.item(row), requests.prompt_end.item(row)
         missing = prompt_end - replicas.prefilled.item(replica)

@@ -50,7 +50,7 @@ class ModelNames:
 
         Args:
             requested: the name in the request.
-            among: models of that name that can be served now; if empty, all models are drawn from.
+            among: models of that name that can be served now; empty: all models of that name.
             random: source of the draw.
         """
         weights = self._draws.get(requested, {requested: 1.0})
@@ -87,8 +87,8 @@ class Members:
 
     @property
     def only_model(self) -> str | None:
-        """Model of all members that list their models; None: the lists differ, or no member has
-        one."""
+        """First model in the list that members share; None: their lists differ, or no member has a
+        list."""
         served = {state.models for state in self if state.models}
         names = served.pop() if len(served) == 1 else ()
         return names[0] if names else None

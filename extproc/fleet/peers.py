@@ -26,8 +26,8 @@ from extproc.predict.inputs import Floats
 
 STALE_S = 0.1  # age above which a digest does more harm than good, as simulations show
 DEAD_S = 1.5
-"""Time without a digest of a peer, while the router's own come back, after which the peer is gone:
-three whole digests."""
+"""Time without a digest after which a peer counts as gone, if the router's own digests come back:
+as long as three whole digests."""
 
 POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
 """Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll
@@ -55,7 +55,7 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._numbers: dict[str, int] = {}  # number of each peer's last digest, in array order
+        self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
@@ -116,7 +116,7 @@ class Peers:
         return self.refresh(now) or changed
 
     def connected(self) -> None:
-        """Notes that Redis is back: peers have ``DEAD_S`` to connect, too."""
+        """Notes that Redis is back: from now the peers have ``DEAD_S`` to connect again, too."""
         self._connected_at = self._clock()
 
     def refresh(self, now: float) -> bool:
@@ -141,8 +141,7 @@ class Peers:
         """Moves polled load between unattributed load and the peers: to peers that count again, and
         back from peers that no longer count.
 
-        The load of a peer at a poll at which it did not count is taken from its first digest
-        afterwards.
+        If a peer did not count at a poll, its load then is taken from its first digest afterwards.
         """
         replicas, load = self._replicas, self._load
         unknown = np.isnan(load[POLLED_ROWS]) & to_peer[:, None]
@@ -152,8 +151,8 @@ class Peers:
         replicas.set_external()
 
     def polled(self, row: int, sequences: bool) -> None:
-        """Stores the peers' load on a replica at the moment of a poll. ``sequences``: the replica's
-        page was on time, so that its numbers of sequences can be compared."""
+        """Stores the peers' load on a replica at the moment of a poll. ``sequences``: the poll was
+        on time, so the peers' sequences are stored, too, for comparison with the polled ones."""
         if not len(self):
             return
         load = self._load[:, :, row]

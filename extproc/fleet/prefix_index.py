@@ -23,9 +23,9 @@ _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with the expected ones, so that
 requests sent before the last comparison weigh little."""
 _PLACES_REMEMBERED = 1000
-_PRIOR_TOKENS = 2_000.0  # weight of the prior: all expected tokens are there
-_FULL_TRUST = 5.0  # expected ÷ reported tokens up to which all expected ones count
-_MAX_SHARE = 2.0  # reported ÷ expected tokens that count, so that no surplus outweighs later misses
+_PRIOR_TOKENS = 2_000.0  # weight of the prior: all expected tokens are in the cache
+_FULL_TRUST = 5.0  # expected ÷ reported tokens up to which all expected tokens count
+_MAX_SHARE = 2.0  # bound of reported ÷ expected tokens: a surplus must not outweigh later misses
 _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
 
 
@@ -59,8 +59,8 @@ class ReplicaBitmaps:
 class PrefixHits(Struct, eq=False):
     """Tokens of a prompt in the prefix caches of the candidates, by candidate."""
 
-    expected: Floats  # tokens, by the prompts that were sent there
-    cached: Floats  # expected tokens × trust in the index, see _Trust
+    expected: Floats  # reported by the candidate, or estimated from the prompts sent to it
+    cached: Floats  # reported tokens, or estimated tokens × trust in the index, see _Trust
     estimated: NDArray[np.bool_]  # False: the replica reported the tokens itself
 
 
@@ -68,12 +68,12 @@ class PrefixHits(Struct, eq=False):
 class _Cache:
     recent: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Keys in the cache, the next to be evicted first."""
-    entered: int = 0  # keys, in all
+    entered: int = 0  # keys entered so far
     unit: float = 0.0  # tokens of a key, as the mean of recent prompts
-    capacity: int = 1  # keys
+    capacity: int = 1  # keys that fit
     sent: float = 0.0  # prompt tokens since the last comparison with the replica's counters
-    reported: float = 0.0  # of these, the tokens of prompts whose responses reported their hits
-    expected: float = 0.0  # of the sent tokens, those that were expected to be cached
+    reported: float = 0.0  # part of ``sent``: prompts whose responses reported their hits
+    expected: float = 0.0  # part of ``sent``: tokens that were expected to be cached
     before: ReplicaState | None = None  # the replica's counters at the last comparison
 
     def fit(self, prefix: Prefix, tokens: float) -> None:
@@ -117,7 +117,7 @@ class _Trust:
         self.of_row[row] = 1.0
 
     def observe(self, row: int, expected: float, reported: float) -> None:
-        """Learns from a report of ``reported`` cached tokens where ``expected`` were expected."""
+        """Updates a replica's factor by its expected and its reported cached tokens."""
         if expected <= 0.0:
             return
         sums = self._sums[:, row]
@@ -130,18 +130,18 @@ class PrefixIndex:
     """Units of prompts in each replica's prefix cache: entered when a prompt is sent.
 
     vLLM frees the blocks of a request from its last to its first, and evicts the block that was
-    freed longest ago. So a replica that holds a unit of a prompt holds all units before it, and the
-    replicas that hold a unit are among those that hold the unit before.
+    freed longest ago. So a replica that holds a unit of a prompt also holds all units before it;
+    :meth:`hits` relies on this.
     """
 
     def __init__(self) -> None:
         self._bitmaps = ReplicaBitmaps()  # a bit for each row
         self._caches: list[_Cache] = []
-        self._blocks = np.ones(0)  # by row: tokens in a block; a replica finds whole blocks
+        self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
         self._trust = _Trust()
         self._rows = np.zeros(0, np.intp)
         self._places: dict[int, Indices] = {}
-        """Bitmap of replicas → their places in ``_rows``, the candidates of the last look-up."""
+        """Bitmap of replicas → their indices in ``_rows``, which are the last look-up's rows."""
 
     def clear(self, row: int) -> None:
         """Empties a row: the replica's process restarted, or the row has another replica."""

@@ -10,7 +10,7 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
-_TICK = 0.005  # seconds, shorter than any step; requests move forward by no less
+_TICK = 0.005  # seconds by which requests move forward at least; shorter than any step
 _LONGEST_UNREFRESHED = 0.05  # seconds for which the sums of replicas may stay unchanged
 _ROUNDING = 1e-6  # tokens
 
@@ -49,8 +49,8 @@ class Progress:
     def remove(self, row: int) -> None:
         """Subtracts a request that ends from its replica's sums.
 
-        All sums are computed anew at the next tick. Doing that at each end of a request would be
-        half of a router's work at thousands of requests a second.
+        All sums are computed anew only at the next tick: at thousands of requests a second, doing
+        so at each end of a request would be half of a router's work.
         """
         requests, replicas = self._requests, self._replicas
         if requests.steps_before.item(row) == inf:
@@ -58,7 +58,7 @@ class Progress:
         on, weight = requests.replica.item(row), requests.weight.item(row)
         held = weight * (requests.generated.item(row) + requests.each.item(row))
         shared = replicas.kv_unattributed.item(on)
-        if shared < 0.0:  # blocks that several sequences share count once
+        if shared < 0.0:  # the poll counted shared blocks once
             shared *= held / max(replicas.kv_used.item(on) - shared, held)
             replicas.kv_unattributed[on] -= shared
             held += shared
@@ -132,7 +132,7 @@ class Progress:
         requests = self._requests
         generated = requests.generated[rows]
         requests.context[rows] = requests.each[rows] + generated
-        # To search the distributions for all of 12,000 requests takes 0.3 ms; few have moved on.
+        # Few requests have left their bucket, and a search for 12,000 requests takes 0.3 ms.
         passed = (generated >= requests.until[rows]).nonzero()[0]
         if len(passed):
             passed = passed if isinstance(rows, slice) else rows[passed]
@@ -174,7 +174,7 @@ class Progress:
         done = np.minimum(elapsed * rate, queue)
         part = done / np.maximum(queue, _ROUNDING)
         replicas.prefilled += (replicas.enqueued - replicas.prefilled) * part
-        # vLLM counts no step that generates no token.
+        # vLLM counts only steps that generate a token.
         replicas.steps += done / chunk * (replicas.batch > 0)
         if self._start_decoding():
             self._sum_up()

@@ -11,8 +11,8 @@ from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
-_LATE = 0.3  # seconds of a scrape, above which its figures do not tell external load
-_UNDER_WAY = 0.1  # seconds until the engine has a request, parsed and tokenized
+_LATE = 0.3  # seconds of a scrape above which its figures are too old to tell external load
+_UNDER_WAY = 0.1  # seconds from the dispatch of a request until the engine has it, tokenized
 _TOKENIZED = 5e-6  # more seconds for each token of the prompt
 
 
@@ -86,7 +86,7 @@ class Reconciliation:
         busy = replicas.batch[row] > 0
         steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
         shift = steps - replicas.steps[row]
-        # The counts at which requests began since the last poll were off by as much.
+        # The step counts at which requests began since the last poll were off by the same shift.
         since = own[requests.steps_before[own] > replicas.polled_steps[row] - 1.0]
         requests.steps_before[since] += shift
         requests.until[own] = 0.0
@@ -118,9 +118,9 @@ class Reconciliation:
         """Sets the unattributed KV tokens: the polled tokens without those of running requests of
         this router and of the peers.
 
-        The requests that were sent first are taken to be the running ones. Progress may count a
-        later request as begun that had not reached the replica at the poll. The poll lacks its KV
-        tokens, but the replica will need them as well.
+        The requests that were sent first are taken to be the running ones. A later request may
+        count as begun although it had not reached the replica at the poll. Its KV tokens are not
+        subtracted: the polled tokens lack them, and the replica will need them as well.
         """
         replicas, requests = self._replicas, self._requests
         polled = state.kv_usage * replicas.kv_capacity.item(row)
@@ -147,12 +147,12 @@ class Reconciliation:
         A replica prefills in the order of arrival and counts the sequences that got a first token.
         If all requests are this router's, the count tells which of its numbered sequences was
         prefilled last at the poll. The next prompt was unfinished, so the prefilled tokens end
-        before that prompt's end, or before the end of one step if that is later.
+        before its end, or at most a step's token budget after its start if that is later.
 
-        If other senders have requests on the replica, only the replica's queue tells. Requests that
-        left the queue are prefilled, except for the last prompt or one step. Requests in the queue
-        are not prefilled, except for as many as the other senders may have there. Requests sent
-        after the poll are not corrected.
+        If other senders have requests on the replica, only the replica's queue tells. Prompts that
+        left the queue are prefilled, except for the last prompt or one step. If the queue is longer
+        than all requests of the other senders, the excess is this router's, and not prefilled.
+        Requests sent after the poll are not corrected.
         """
         replicas, requests = self._replicas, self._requests
         counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
@@ -207,8 +207,8 @@ class Reconciliation:
         """Returns the prompt tokens that are certainly prefilled, because their requests left the
         replica's queue.
 
-        Only requests count that had certainly reached the engine: vLLM's gauges show the beginning
-        of a step.
+        Only requests count that had certainly reached the engine when the step at the poll began,
+        because vLLM's gauges date from then.
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)

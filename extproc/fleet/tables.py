@@ -102,25 +102,25 @@ class Replicas(Columns, Table):
     """Table of the replicas."""
 
     steps: Floats  # engine steps, as the replica counts them
-    polled_steps: Floats  # the last count a poll gave
+    polled_steps: Floats  # engine steps at the last poll
     chunk: Floats  # prompt tokens in the prefill step in progress
     # Sequences that this router sent are numbered in the order of prefills:
     sent: Floats  # last number given, counting sequences as the engine does
     begun: Floats  # last number with a first token, by polls
     known: Floats  # last number with a first token that this router observed
     known_before: Floats  # ``known`` at the last poll
-    prefilled_sent_at: Floats  # when the latest of them was sent that is known to be prefilled
+    prefilled_sent_at: Floats  # when the latest sequence known to be prefilled was sent
     polled_firsts: Floats  # the replica's count of first tokens at the last poll
     decoding: Floats  # this router's sequences that decode
-    held: Floats  # prompt tokens of these sequences
-    reports: Floats  # 1: it reports the size of its KV cache, and its speed was measured
+    held: Floats  # prompt tokens of the sequences counted in `decoding`
+    reports: Floats  # 1: the replica reports the size of its KV cache, and its speed was measured
     prefill_slowness: Floats  # seconds per prompt token ÷ those of its profile
     decode_slowness: Floats  # seconds of a decode step ÷ those of its profile
     sampled_at: Floats  # when the last poll's figures were taken
-    adapter_at: Floats  # when another LoRA adapter gets a slot; in the past: now
+    adapter_at: Floats  # when a further LoRA adapter would get a slot; a past time: now
     adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known
     idle_adapter_at: Floats  # last use of the adapter that is evicted next; −∞: a slot is empty
-    # Polled load beyond this router's requests and those of the peers that count; may be negative:
+    # Polled load beyond the requests of this router and of the peers that count; may be negative:
     unattributed: Floats  # sequences, at the last poll
     unattributed_before: Floats  # sequences, at the poll before
     kv_unattributed: Floats  # KV tokens, at the last poll
@@ -184,9 +184,9 @@ class Requests(Table):
     until: Floats  # generated tokens up to which `alive` is valid
     replica: Indices  # row of the replica
     ticket: Indices
-    lengths: Indices  # where the output length distribution begins
-    alive: Indices  # where the distribution reaches the generated tokens
-    cut: Indices  # where the distribution reaches the bound
+    lengths: Indices  # index in the suffix sums at which the output length distribution begins
+    alive: Indices  # index at which the distribution reaches the generated tokens
+    cut: Indices  # index at which the distribution reaches the bound
 
 
 POLICY_COLUMNS = [*Requests.__annotations__].index("generated")  # number of columns for policies

@@ -15,34 +15,34 @@ class Prediction(Struct, eq=False):
 
     output_tokens: float  # expected length of each sequence of the request
     admission: Floats  # wait until enough KV space and a place in the batch are free
-    prefill: Floats  # steps for the prompts ahead and for this prompt, and ``outside_steps``
+    prefill: Floats  # steps that prefill the prompts ahead and this prompt, plus ``outside_steps``
     outside_steps: Floats  # delay of the first token that the engine's steps do not explain
     decode: Floats  # from the first token to the last
     ttft: Floats  # time to first token: admission, prefill, adapter, and the wait at the router
     completion: Floats  # time to the last token
     cost_to_others: Floats  # delay of the requests in flight, summed over them
-    kv_pressure: Floats  # fraction of the KV cache in use after admission and preemption, 0…1
-    growth: Floats  # tokens that the sequences not preempted generate until the request ends
+    kv_pressure: Floats  # fraction of the KV cache in use, with the request and its output, 0…1
+    growth: Floats  # tokens that other sequences, if not preempted, generate until the request ends
     cached: Floats  # prompt tokens in the replica's prefix cache
     avoidable: Floats
-    """Time to prefill tokens that another candidate has in its prefix cache, counted once for each
-    request that the prefill delays and once for the cache that the tokens displace. With a LoRA
-    adapter, also the delay of others by its load (:func:`add_adapter`)."""
+    """Time to prefill tokens that another candidate has cached. It counts once for each request
+    that the prefill delays, and once for the cache space that the tokens take. :func:`add_adapter`
+    adds the delay that loading a LoRA adapter causes to other requests."""
 
     first_token_matters: bool  # the answer is streamed or has a target for its first token
     first_token_share: float  # lowest time to first token ÷ lowest completion, 0…1
-    adapter: Floats  # wait for the LoRA adapter's slot beyond the admission, and its load
+    adapter: Floats  # wait for the LoRA adapter's slot after admission, and time to load it
     queue: Floats  # expected wait at the router; 0: the replica can start the request now
     preemptible: Floats | None
-    """KV tokens of sequences that vLLM preempts before this request; None: no candidate schedules
-    by priority."""
+    """KV tokens of sequences that vLLM would preempt rather than this request; None: no candidate
+    schedules by priority."""
 
     @property
     def cost_weight(self) -> Floats:
         """Weight of the cost to others, 0…1 (:func:`~extproc.route.policies.completion`).
 
-        1 if the first token does not matter; otherwise the square of the KV pressure or, if that is
-        more, the lowest time to first token ÷ the rest of the lowest completion.
+        1 if the first token does not matter. Otherwise ``max(kv_pressure², min(f / (1 − f), 1))``
+        with f = ``first_token_share``.
         """
         if not self.first_token_matters:
             return np.ones(len(self.kv_pressure))
@@ -59,10 +59,10 @@ def predict(
 ) -> Prediction:
     """Predicts a request on every candidate.
 
-    The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled, and
-    sequences of o expected output tokens: the prefill gives the first, and n = o − 1 decode steps
-    follow. The replica has a backlog of W prompt tokens, B sequences decoding with K KV tokens, and
-    sequences i in flight with context k_i and r_i expected tokens to go; m_i = min(r_i, n)::
+    The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled. Its
+    expected output is o tokens: the prefill gives the first, and n = o − 1 decode steps follow. The
+    replica has a backlog of W prompt tokens, and B decoding sequences with K KV tokens. Sequence i
+    in flight has k_i KV tokens, is to generate r_i more, and shares m_i = min(r_i, n) steps::
 
         T_first   = admission + (W + u)·c_prefill + ceil((W + u)/budget)·step + x·step + y + z·p
         T_decode  = s/d·(n·c0 + c_batch·(n + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + n·p + n²/2))
@@ -74,20 +74,20 @@ def predict(
     from a step; x, y and z are the delays outside the steps
     (:class:`~extproc.predict.correction.FirstTokens`).
 
-    On a replica that schedules by priority, W and the queue ahead of the admission leave out
-    requests of a lower priority. The KV pressure leaves out sequences of a lower priority: vLLM
-    preempts them first, but not to admit a request.
+    On a replica that schedules by priority, W and the queue for admission leave out requests of a
+    lower priority. The KV pressure leaves out sequences of a lower priority, because vLLM preempts
+    them first. Admission counts these sequences: vLLM preempts none to admit a request.
 
     A sequence that is about to end hardly delays the request and is hardly delayed by it; a long
     sequence counts for the whole decode time.
 
     Args:
         profile: the request.
-        output_tokens: expected length of each of its sequences.
+        output_tokens: expected output of each of the request's sequences.
         view: the candidates.
         sequences: sequences in flight on the candidates.
-        held: prompt tokens that each candidate should have in its prefix cache. vLLM computes at
-            least one token of a cached prompt.
+        held: prompt tokens that each candidate should have in its prefix cache; p − 1 at most
+            count, because vLLM always computes the last token.
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
@@ -132,7 +132,7 @@ def predict(
 
 
 def _exclude_too_small(view: FleetView, prompt: float, wait: Floats) -> None:
-    """Sets an infinite wait for candidates that cannot hold the prompt, unless no candidate can."""
+    """Sets an infinite wait for candidates that cannot hold the prompt, if any candidate can."""
     if least(view.longest_prompt) < prompt:
         too_long = view.longest_prompt < prompt
         if not too_long.all():
@@ -165,8 +165,8 @@ def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
 def _preemptible(
     priority: int, view: FleetView, sequences: Sequences, out: float
 ) -> tuple[Floats, Floats]:
-    """KV tokens of the sequences that vLLM preempts before the request, and the tokens that these
-    sequences will still generate."""
+    """KV tokens of the sequences that vLLM would preempt rather than the request, and the tokens
+    that these sequences generate until the request ends."""
     on, count = sequences.replica, len(view)
     lower = ((sequences.priority < priority) & (view.by_priority[on] > 0.0)).nonzero()[0]
     on, weight = on[lower], sequences.weight[lower]
@@ -218,7 +218,7 @@ def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | 
     on_full = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
     if not len(on_full):
         return wait
-    # Sorted by replica, and on each replica by the time of their end.
+    # Sequences on full replicas, sorted by replica and then by the time at which they end.
     on_full = on_full[np.lexsort((sequences.remaining[on_full], sequences.replica[on_full]))]
     weight, remaining = sequences.weight[on_full], sequences.remaining[on_full]
     on = sequences.replica[on_full]
@@ -235,8 +235,8 @@ def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | 
 
 
 def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
-    """Returns for each group the index of the amount with which the group's running sum reaches
-    ``wanted``; ``first``: index of each group's first amount."""
+    """Returns for each group the first index at which the running sum of the group's ``amounts``
+    reaches ``wanted``. ``first``: index of each group's first amount."""
     sums = amounts.cumsum()
     before = sums[first] - amounts[first]
     return np.maximum(sums.searchsorted(before + wanted), first)
@@ -248,11 +248,11 @@ class AdapterTimes(Struct, eq=False):
     wait: Floats  # until the batch has a slot for the adapter
     load: Floats  # to load the adapter
     wasted: Floats
-    """Delay of others: all sequences that decode stand still during the load, and the adapter that
-    is evicted may have to be loaded again."""
+    """Delay of other requests: all decoding sequences stand still during the load, and the adapter
+    that is evicted may have to be loaded again."""
     overrun: float
-    """Actual ÷ expected wait for a slot, already in ``wait``. Above 1, because later requests for
-    adapters in the batch overtake the request."""
+    """Learned actual ÷ forecast wait for a slot, by which ``wait`` is already multiplied. Above 1
+    if later requests for adapters in the batch overtake the request."""
 
 
 def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
@@ -272,11 +272,11 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
 def add_queue_wait(
     prediction: Prediction, wait: Floats, queued: Floats | float, batch: Floats
 ) -> None:
-    """Adds the wait at the router to a prediction. The request's wait for admission by the engine
-    shrinks meanwhile.
+    """Adds the wait at the router to a prediction. The wait for admission by the engine passes at
+    the same time, so the longer of the two counts.
 
-    :func:`predict` counts avoidable prefill once for each of the B sequences decoding and once for
-    the cache; the prefill also delays each of the requests ``queued`` for the replica.
+    :func:`predict` counts avoidable prefill once for each of the B decoding sequences and once for
+    the cache. The prefill also delays each of the requests ``queued`` for the replica.
     """
     later = np.maximum(wait - prediction.admission, 0.0)
     prediction.avoidable = prediction.avoidable * (1.0 + queued / (batch + 1.0))
@@ -297,11 +297,11 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
         work  = u·c_prefill + o/d·(share·c0 + c_batch + c_kv·K)
         share = max(m / (0.94·KV capacity), 1 / places in the batch)
 
-    A replica is just at capacity if the work of the requests that arrive in a second adds up to 1:
-    the shares of a full batch add up to 1, so the c0 of each step counts once. (Work is a lower
-    bound: in a batch that is not full a request takes a larger share.) The stretch of decode times
-    is left out, because most of it is the prefill of other requests, which counts as their work. A
-    target for the time per token or for the completion needs faster steps, hence smaller batches,
+    The share is the request's part of each step's c0. The shares of a full batch add up to 1, so a
+    replica is just at capacity if the requests that arrive in a second bring 1 s of work. In a
+    batch that is not full, a request takes a larger share: work is a lower bound. The stretch of
+    decode times is left out, because most of it is prefill of other requests, which is their work.
+    A target for the time per token or for the completion needs faster steps, hence smaller batches,
     hence a larger share.
     """
     own, out = max(profile.sequences, 1), prediction.output_tokens

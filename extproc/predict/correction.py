@@ -8,10 +8,10 @@ from extproc.predict.estimator import descend
 from extproc.predict.inputs import Floats
 
 _MEMORY_S = 30.0  # time in which the weight of a request falls by a factor e
-_PRIOR_S = 5.0  # seconds of decoding with the ratio 1, added to those observed
+_PRIOR_S = 5.0  # seconds of decoding with the ratio 1, added to the observed seconds
 _LEAST, _MOST = 0.5, 3.0  # bounds of the ratios
-_CHANGED = 1.25  # ratio of step times above which they have changed; below it is noise
-_REFRESH_S = 0.2  # time after which faded ratios are computed anew
+_CHANGED = 1.25  # larger ÷ smaller of old and new step times; a smaller ratio counts as noise
+_REFRESH_S = 0.2  # time after which ratios are computed anew, because old requests fade
 
 
 class Corrections:
@@ -45,7 +45,7 @@ class Corrections:
     ) -> None:
         """Adds a request that decoded in ``actual`` seconds.
 
-        ``slower``: present step time of the replica ÷ that of the prediction.
+        ``slower``: present step time of the replica ÷ its step time in the prediction.
         """
         self._fade(now)
         present = predicted * slower
@@ -63,10 +63,10 @@ class Corrections:
         """Returns the recent seconds of decoding, actual in the first row and predicted in the
         second, with a column for each replica.
 
-        If step times have changed, the predicted seconds are the value nearest to the actual ones
-        between those of the prediction and those of the present step times. So an error of the step
-        times that the estimator has corrected meanwhile is not corrected twice, and requests from
-        before a replica was throttled do not make the replica look fast.
+        If step times have changed since the predictions, the predicted seconds are the actual ones,
+        clipped to the range between the old and the present prediction. So an error that the
+        estimator has corrected meanwhile is not corrected twice, and requests from before a replica
+        was throttled do not make the replica look fast.
         """
         self._fade(now)
         actual, then, present = self._sums
@@ -81,9 +81,9 @@ class Corrections:
     def ratios(self, now: float, others: Floats | float = 0.0) -> Floats:
         """Returns actual ÷ predicted decode time of each row.
 
-        ``others``: sum of the other routers' :meth:`sums`. With four routers, each sees a quarter
-        of the requests; in simulation with equal replicas, requests take 0.4% longer without the
-        others' sums.
+        ``others``: sum of the other routers' :meth:`sums`. In simulation with four routers and
+        equal replicas, requests take 0.4% longer without ``others``: each router sees only a
+        quarter of the requests.
 
         The ratio of a replica on which no request ends fades to 1: otherwise a high ratio would
         keep requests away for ever, and no request could prove the ratio wrong.
@@ -99,10 +99,10 @@ class Corrections:
 
 
 _REQUEST_S, _TOKEN_S = 0.01, 1e-5
-"""Units of the last two coefficients, near their usual values: seconds per request and per prompt
-token."""
+"""Units of y and z in :class:`FirstTokens`, near their usual values: seconds per request and per
+prompt token."""
 _DECAY = 0.99  # weight of older first tokens after each new one: a memory of about 100
-_PRIOR_WEIGHT = 0.02  # of coefficients of zero; a few first tokens outweigh it
+_PRIOR_WEIGHT = 0.02  # of the prior, coefficients of zero; a few first tokens outweigh it
 _MOST_STEPS, _MOST_REQUEST_S, _MOST_TOKEN_S = 3.0, 0.05, 2e-5
 """Bounds of the coefficients: a longer delay has another cause."""
 
@@ -125,9 +125,9 @@ class FirstTokens:
         """Learns from a first token.
 
         Args:
-            step: seconds of a decode step of its replica, with the batch at the decision.
+            step: seconds of a decode step on the replica, with the batch at the decision.
             prompt: prompt tokens of the request.
-            steps_s: predicted time to first token in seconds, of the engine's steps alone.
+            steps_s: predicted time to first token in seconds, by the engine's steps alone.
             actual: actual time to first token in seconds.
         """
         if not 0.0 <= steps_s < inf or actual <= 0.0:
@@ -150,7 +150,7 @@ class FirstTokens:
 
 
 _QUANTILE = 0.9
-_STEP = 0.03  # change of the logarithm with each request: a memory of about 100 requests
+_STEP = 0.03  # of the ratio's logarithm for each request: a memory of about 100 requests
 
 
 class ErrorQuantile:

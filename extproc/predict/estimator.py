@@ -27,8 +27,8 @@ from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
-_MEMORY_S = 7200.0  # of work, during which the weight of a stretch falls by a factor e
-_IDLE_MEMORY_S = 60.0  # of idling, likewise: a slow replica is tried again after some 15 minutes
+_MEMORY_S = 7200.0  # seconds of work in which the weight of a stretch falls by a factor e
+_IDLE_MEMORY_S = 60.0  # the same for idling: a slow replica is tried again after some 15 minutes
 _REACTION_S = 4.0  # memory of s in seconds of work: for a throttled GPU or a noisy neighbour
 _IDLE_REACTION_S = 20.0  # memory of s in seconds of idling: an idle replica may still be slow
 _PRIOR_S = 0.1  # δ
@@ -37,13 +37,13 @@ _PROPORTIONS = 2e-4  # κ
 _FLEET_PROPORTIONS = 0.05  # κ′: replicas of one kind say little about proportions
 _SMALL_FLEET = 1e-5  # ε while fewer than three replicas are measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
-"""In a larger fleet ε = noise / (spread + floor), with the spread of log(g): if replicas match
-their profiles, seconds of work are needed to show that a replica differs."""
-_MEASURED = 0.01  # work from which on a replica counts as measured
+"""In a larger fleet ε = _NOISE / (mean of log²(g ÷ median) + _EVEN). If replicas match their
+profiles, seconds of work are needed to show that a replica differs."""
+_MEASURED = 0.01  # sum of A above which a replica counts as measured
 _MOST_SCALE = 10.0  # bound of s and of 1/s
 _WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0
-"""An engine compiles kernels in its first steps: a stretch then counts as at most 4 times slower
-than the prior."""
+"""An engine compiles kernels in its first 10 steps: a stretch of these counts as at most 4 times
+slower than the prior."""
 _WRONG_COUNTER = 1000.0  # expected ÷ actual time above which a counter must be wrong
 _ROUNDS = 4  # of coordinate descent after each poll, starting from the last solution
 
@@ -64,8 +64,8 @@ class Estimator:
     """Step-time model of one replica, learned from polls."""
 
     def __init__(self, profile: StepModel, known: StepModel | None = None) -> None:
-        """Starts from ``known``, which counts as much as 16 s of work; None: starts from the
-        profile."""
+        """Starts from the step times ``known``, which count as much as 16 s of work; None: starts
+        from the profile."""
         self._unit = coefficients(profile)
         self._equations = np.zeros((4, 5))  # A, and b as the last column
         self._solution = list(_SAME)
@@ -114,8 +114,8 @@ class Estimator:
         self._solve(fleet)
 
     def interrupted(self) -> None:
-        """Notes a failed poll. The engine may have hung until the next poll, so work in that time
-        teaches nothing."""
+        """Notes a failed poll. The engine may have hung, so nothing is learned from the time until
+        the next poll."""
         self._windows.interrupted()
 
     @property
@@ -157,10 +157,10 @@ class FleetPrior:
     """Prior p of a poller's replicas, learned from the measured replicas.
 
     If no profile is configured, the default profile is wrong for all replicas in the same way. The
-    prior's slowness is the median of the replicas, so that an outlier does not change it. If the
-    number of replicas is even, two are in the middle: the slowness that is nearer to 1 counts. A
-    replica that is not measured counts with slowness 1, because fast replicas are measured first
-    and would make all others look fast.
+    prior's slowness is the median of the replicas' slowness, so that an outlier does not change it.
+    If the number of replicas is even, the middle value that is nearer to 1 counts. A replica that
+    is not measured counts with slowness 1, because fast replicas are measured first and would make
+    all others look fast.
     """
 
     def __init__(self) -> None:

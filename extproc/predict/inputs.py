@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # Every decision creates `Sequences` and `FleetView`; no code changes them once a policy reads them.
-# Objects that every decision creates are `Struct`s: C fills them, not a constructor in Python.
+# `Sequences` is a `Struct`, because C code fills it faster than a constructor in Python.
 
 
 def least(values: Floats) -> float:
@@ -29,11 +29,11 @@ def most(values: Floats) -> float:
 class Sequences(Struct, eq=False):
     """Sequences in flight on the candidates; an entry stands for ``weight`` equal sequences."""
 
-    replica: Indices  # candidate that computes them: an index into the view's arrays
+    replica: Indices  # candidate that computes the sequences: an index into the view's arrays
     weight: Floats
     context: Floats  # KV tokens of each sequence, once its prompt is prefilled
     remaining: Floats  # tokens that each sequence is still expected to generate
-    priority: Floats  # higher goes first; infinite where the priority is not known
+    priority: Floats  # higher goes first; infinite if the priority is not known
 
 
 NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
@@ -58,7 +58,7 @@ class Candidates:
     profiles: list[str]  # name of each replica's hardware profile
     models: Sequence[str] = ()  # name of the model on each replica
     adapters: Sequence[str] = ()
-    """LoRA adapter that the request needs on each replica, "" for none; (): none on all."""
+    """LoRA adapter that the request needs on each replica, or ""; (): none on any replica."""
     excluded: tuple[Excluded, ...] = ()
     unknown: bool = False  # all members have listed their models, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
@@ -71,9 +71,9 @@ class Columns:
     requests: Floats  # this router's requests in flight; in a view, all known requests
     queued: Floats  # those of ``requests`` without a first token
     joining: Floats  # uncached prompt tokens of the queued requests, prefilled or not
-    enqueued: Floats  # prompt tokens sent to the replica since its row exists
+    enqueued: Floats  # prompt tokens sent to the replica since its row was set up
     prefilled: Floats  # those of ``enqueued`` that the replica has prefilled
-    external: Floats  # sequences that two polls in a row counted and no router has reported
+    external: Floats  # sequences that two polls in a row counted, but that no router has reported
     external_backlog: Floats  # prompt tokens of external requests in the replica's queue
     polled_waiting: Floats  # requests in the replica's queue at the last poll
     polled_kv_usage: Floats  # fraction of the KV cache in use at the last poll
@@ -108,8 +108,8 @@ class FleetView(Columns):
     backlog: Floats  # prompt tokens sent and not yet prefilled
     taken: Floats  # KV tokens in use, and those that the backlog will use
     outside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
-    """Seconds before a first token that the engine's steps do not explain: for each second of a
-    step, for each request, and for each token of its prompt (``FirstTokens``)."""
+    """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
+    (:class:`~extproc.predict.correction.FirstTokens`)."""
     overtaken: Floats | float = 0.0
     """Prompt tokens of queued requests of a lower priority, which this request overtakes; they are
     not in ``backlog``."""

@@ -21,13 +21,13 @@ _PRIOR_SPREAD = 1.2
 _PRIOR_WEIGHT = 4.0  # observations
 _DECAY = 0.998  # weight of older observations after each new one: a memory of about 500 requests
 _MOST_KINDS = 512
-"""Most kinds without a tenant, and most with a tenant: clients may invent tenants, which take no
-rows of the other kinds."""
-_MOST_COUNTED = 200.0  # most requests that a reading of a replica's own histogram counts for
+"""Limit of the kinds without a tenant, and a separate limit of the kinds with a tenant, because
+clients may invent tenants."""
+_MOST_COUNTED = 200.0  # limit of the requests that one reading of a replica's own histogram adds
 
-_NONE = 1e-9  # weight of sequences below which a suffix of the histogram is empty
+_NONE = 1e-9  # weight of sequences below which a suffix of the histogram counts as empty
 _SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram
-_NEXT: Floats = np.append(_LENGTHS, inf)  # length of the bucket with this index
+_NEXT: Floats = np.append(_LENGTHS, inf)  # length of each bucket; infinite behind the last
 
 _Kind = tuple[object, ...]
 _UNTENANTED = 4  # fields of the finest kind without a tenant
@@ -93,14 +93,14 @@ class _Rows:
 class OutputLengths:
     """Decaying histograms of output lengths, by kind of request.
 
-    Kinds form a hierarchy: model; with the endpoint; with streaming and output bound; with the
+    Kinds form a hierarchy: by model; also by endpoint; also by streaming and output bound; also by
     tenant. A kind without observations uses the histogram of the next coarser kind, and its own
-    histogram starts from a copy. If all rows are in use, a new kind takes the row of the least
+    histogram starts as a copy. If all rows are in use, a new kind takes the row of the least
     recently used kind that has no request in flight.
 
     The remaining tokens of a request follow from its progress, not from an estimate at its start:
-    ``E[min(L, bound) − g | L > g]`` after ``g`` tokens. With suffix sums of the histogram this is a
-    look-up in constant time, for one request or for all requests in flight at once.
+    ``E[min(L, bound) − g | L > g]`` after ``g`` tokens, with the output length L. Suffix sums of
+    the histogram make this a look-up in constant time, for one request or for all in flight.
     """
 
     def __init__(self) -> None:
@@ -122,20 +122,20 @@ class OutputLengths:
         return 0
 
     def hold(self, profile: RequestProfile) -> int:
-        """Returns :meth:`row`, and keeps the row for its kind until it is released."""
+        """Returns :meth:`row`. Until :meth:`release` no other kind may take the row."""
         row = self.row(profile)
         self._in_flight[row] += 1
         return row
 
     def release(self, begin: int) -> None:
-        """Releases a row that :meth:`hold` returned; ``begin``: from :meth:`place`."""
+        """Releases a row that :meth:`hold` returned; ``begin``: first index from :meth:`place`."""
         self._in_flight[begin // _SUMS] -= 1
 
     def _table(self, kind: _Kind) -> _Rows:
         return self._tenants if len(kind) > _UNTENANTED else self._rows
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
-        """Learns from a sequence of the request that ended after ``tokens`` tokens.
+        """Learns that a sequence of the request ended after ``tokens`` tokens.
 
         A sequence that reached its bound might have become longer: its weight is spread over the
         lengths from the bound on, in the proportions seen so far. A request with a minimum length
@@ -209,9 +209,9 @@ class OutputLengths:
         return row * _SUMS, row * _SUMS + bisect_left(_LENGTHS_LIST, bound)
 
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
-        """Finds the bucket of each sequence by its progress, in generated tokens. Returns its index
-        into the flattened suffix sums, and the progress at which the next bucket begins. ``begin``:
-        first index that :meth:`place` returned."""
+        """Finds the bucket of each sequence by its progress, in generated tokens. Returns the
+        bucket's index into the flattened suffix sums, and the progress at which the next bucket
+        begins. ``begin``: first index that :meth:`place` returned."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
@@ -220,8 +220,8 @@ class OutputLengths:
     ) -> Floats:
         """Returns the expected number of tokens that each sequence still generates.
 
-        The result is at least 1 while the progress is below the bound. A sequence that is longer
-        than all sequences seen so far is expected to generate half its progress again.
+        The result is at least 1 while the progress is at least 1 below the bound. A sequence that
+        is longer than all sequences seen so far is expected to become half as long again.
 
         Args:
             alive: indices that :meth:`reached` returned for the sequences.
@@ -244,11 +244,9 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Suffix sums of one request in each bucket, spread evenly over the lengths in the bucket.
-
-    ``edges``: upper bounds of the buckets. Replicas use few different sets, so that the results are
-    cached.
-    """
+    """Suffix sums for each bucket of a replica's histogram, as if the bucket had one request,
+    spread evenly over its lengths. ``edges``: upper bounds of the buckets; cached, because replicas
+    use few different bounds."""
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):

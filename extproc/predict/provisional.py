@@ -21,7 +21,7 @@ class ProvisionalSpeeds:
         """Learns from the time to a first token.
 
         Args:
-            row: row of its replica.
+            row: row of the replica.
             usual_steps: predicted time to first token ÷ ``usual_step`` of the replica.
             seconds: actual time to first token.
         """

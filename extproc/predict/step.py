@@ -6,7 +6,7 @@ from math import sqrt
 from extproc.ground.text import suggest
 
 USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
-_MOST_SLOWER = 5.0  # bound of the factor that the size of a KV cache implies, and of its inverse
+_MOST_SLOWER = 5.0  # bound of the slowness that the size of a KV cache implies, and of its inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class HardwareProfile:
         """Step times expected of an engine before its first work, from the size of its KV cache.
 
         An engine with four times the ``kv_tokens`` of the profile is expected to be twice as fast.
-        Let m be the memory left for the KV cache beside a model of 1 to 8 billion parameters. By
-        the data sheets of nine GPUs (L4 to B200), bandwidth and compute grow as m^0.7 to m^1.2. The
-        square root is cautious, because settings of vLLM change the size of the cache as well.
+        By the data sheets of nine GPUs (L4 to B200), bandwidth and compute grow as m^0.7 to m^1.2,
+        with m the memory that a model of 1 to 8 billion parameters leaves for the KV cache. The
+        exponent 0.5 is cautious, because settings of vLLM change the size of the cache as well.
 
         Args:
             kv_tokens: KV cache of the engine in tokens, or 0 if the size is not known.

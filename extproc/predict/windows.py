@@ -7,13 +7,13 @@ from operator import add, sub
 from typing import NamedTuple
 
 SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Lengths of the windows. Short windows separate the terms, because their mix of prefill and decode
-varies; long windows are exact."""
+"""Lengths of the windows. Short windows tell the coefficients apart, because their mix of prefill
+and decode varies; long windows are exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3  # bounds of a window's actual ÷ nominal length
-_WARMING_UP = 1.0  # first steps of an engine, which are not learned from: it compiles kernels
+_WARMING_UP = 1.0  # number of an engine's first steps to skip, in which it compiles kernels
 _DIP = 0.1
-"""Largest fall of the computed tokens, as a fraction, if cached tokens are counted before their
-prompt; a larger fall is a wrong reading."""
+"""Fraction by which ``computed_tokens`` may fall: vLLM up to 0.15 counts cached tokens before their
+prompt. A larger fall is a wrong reading."""
 _DECODING = 0.95
 """Generated tokens ÷ (steps × batch) above which no sequence was in prefill: a sequence in prefill
 generates nothing."""
@@ -75,9 +75,9 @@ class Windows:
 
     def __init__(self) -> None:
         self._last: EngineCounts | None = None
-        self._idle: EngineCounts | None = None  # the last poll of an idle engine
+        self._idle: EngineCounts | None = None  # the last poll that found the engine idle
         self._now = _NOTHING  # terms since the last pause
-        self._settled: deque[tuple[float, Terms]] = deque()  # time of each poll, and terms then
+        self._settled: deque[tuple[float, Terms]] = deque()  # by settled poll: time, and `_now`
 
     def poll(self, counts: EngineCounts) -> list[Work]:
         """Returns the stretches that end with this poll; empty if the poll ends none.
@@ -185,7 +185,7 @@ def _terms(last: EngineCounts, counts: EngineCounts) -> Terms:
 def _settled(last: EngineCounts, counts: EngineCounts, terms: Terms) -> bool:
     steps, computed, generated, _ = terms
     batch = max(last.in_flight, counts.in_flight)
-    if counts.cached_early:  # cached tokens of a prompt in prefill can exceed the computed tokens
+    if counts.cached_early:  # cached tokens of a prompt in prefill distort `computed`
         same = (last.in_flight, last.finished) == (counts.in_flight, counts.finished)
         return same and steps > 0 and generated >= steps * batch
     return computed > 0 or (steps > 0 and generated >= _DECODING * steps * batch)

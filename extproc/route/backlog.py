@@ -7,11 +7,11 @@ from extproc.route.order import Line, Ranked, Shares
 from extproc.route.waiting import OVERTAKEN_S, Place, Waiting
 
 _RUNS_BEFORE = 0.3
-"""Fraction of the queued work ahead that delays a request on a replica whose batch has free places:
-the request may start before larger ones that wait for KV space. On a replica with a full batch all
-of the work delays the request. With 1.0 for both, requests wait less for the replica that suits
-them: the mean completion of simulated overload (azure-2023-conv ×2.4, seconds 500 to 1,000) rises
-by a tenth."""
+"""Fraction of the queued work ahead that counts as delay on a replica whose batch has free places:
+the request may start before larger requests that wait for KV space. If the batch is full, all of
+the work counts. With 1.0 in both cases requests wait too seldom for the replica that suits them:
+the mean completion of simulated overload (azure-2023-conv ×2.4, seconds 500 to 1,000) rises by a
+tenth."""
 
 Lines = dict[str, Line]  # by model
 
@@ -24,11 +24,11 @@ class Backlog:
         self._models: Lines = {}
         self._replicas: dict[int, Lines] = {}  # by row
         self._load: dict[int, Floats] = {}
-        """By priority: requests that wait for the replica of each row, and their replica-seconds.
-        The last row is zero and stands for all rows that follow."""
-        self._tenants: dict[tuple[int, str], dict[Waiting, None]] = {}  # the oldest first
+        """By priority: requests that wait for each replica, and their replica-seconds. A column is
+        a row of the fleet's table; the last column is zero and stands for all rows that follow."""
+        self._tenants: dict[tuple[int, str], dict[Waiting, None]] = {}  # the oldest request first
         self._seconds: dict[tuple[int, str], float] = {}  # replica-seconds, by priority and tenant
-        self._victims = Ranked[tuple[int, str]]()  # the lowest priority first, the most requests
+        self._victims = Ranked[tuple[int, str]]()  # lowest priority first, then most requests
 
     def __bool__(self) -> bool:
         return bool(self._models)
@@ -57,7 +57,7 @@ class Backlog:
             self._victims.drop(tenant)
 
     def victim(self) -> Waiting:
-        """Request to refuse when the queue is full: of the lowest priority, the newest request of
+        """Request to refuse when the queue is full: at the lowest priority, the newest request of
         the tenant with the most queued requests."""
         _, tenant = self._victims.first()
         return next(reversed(self._tenants[tenant]))
@@ -104,11 +104,10 @@ class Backlog:
         return found
 
     def heads(self, row: int, models: int) -> list[Waiting]:
-        """Return the requests that may start on a replica, in their order.
+        """Return the requests that may start on a replica, by priority.
 
-        First come the first requests, by model, of those that wait for this replica. Behind these
-        at the same priority come the first requests of at most ``models`` models (:meth:`firsts`)
-        that may use the replica.
+        At each priority the heads of the replica's lines come first, one for each model. Then come
+        the first requests of at most ``models`` models (:meth:`firsts`) that may use the replica.
         """
         found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
         for head in self.firsts(models):
@@ -121,12 +120,12 @@ class Backlog:
         return sorted(found, key=rank)
 
     def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
-        """Count what is queued ahead of a request with this place, for each candidate.
+        """Return the load queued for each candidate, as a request with this place would meet it.
 
-        Returns the number of requests of the same or a higher priority that wait for the candidate,
-        and the seconds of delay by such requests that go before the place. Requests of higher
-        priority go first. At the same priority T tenants take turns: if a tenant has work w queued,
-        at most work T·w goes before its last request.
+        The first array counts the requests of the same or a higher priority that wait for the
+        candidate. The second is the delay in seconds by such requests that go before the place.
+        Requests of higher priority go first. At the same priority T tenants take turns: if a tenant
+        has w seconds of work queued, at most T·w seconds of work go before its last request.
         """
         requests, seconds = np.zeros((2, len(view)))
         for priority, load in self._load.items():
@@ -138,7 +137,7 @@ class Backlog:
         return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 
     def _share(self, priority: int, seconds: Floats, place: Place) -> float:
-        """Share, 0…1, of the queued work of a priority that goes before the place."""
+        """Share, 0…1, of a priority's queued work that goes before the place."""
         total = float(seconds.sum())
         if priority > place.priority or total <= 0.0:
             return 1.0
@@ -149,10 +148,10 @@ class Backlog:
     def reserves(self, row: int, place: Place) -> bool:
         """Return True if a replica is reserved for a queued request that goes before the place.
 
-        The head of a line reserves its replica against its own model, and against all lower
-        priorities. Against a request for another model of the same priority the head reserves the
-        replica only if that request's tenant got as much or more, and the request arrived more than
-        B seconds after the head was due.
+        The head of a line reserves the line's replica against later requests for its model, and
+        against all lower priorities. A request of the same priority for another model is kept out
+        only if two conditions hold: its tenant received no less than the head's tenant, and the
+        request arrived more than ``OVERTAKEN_S`` after the head was due.
         """
         rank = self.shares.tag(place.key), place.due
         moves = place.row is not None and place.row != row

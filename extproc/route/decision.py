@@ -21,19 +21,19 @@ class Situation(Struct, eq=False):
     view: FleetView
     held: PrefixHits
     prediction: Prediction
-    p90_output_tokens: float  # nine of ten sequences like these generate no more
+    p90_output_tokens: float  # 90th percentile of the output tokens of one sequence of the request
     sequences: Sequences  # in flight on the candidates; valid until the fleet changes
     random: Random
-    turns: dict[int, int]  # number of round_robin's last choice of each row of the fleet's table
+    turns: dict[int, int]  # row of the fleet's table → number of its last turn in round_robin
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-    late: Floats | None = None  # from lateness(); None: a request without targets
+    late: Floats | None = None  # from lateness(); None: the request has no targets
 
     @property
     def cached_share(self) -> Floats:
         """Share of the prompt, 0…1, that each candidate should have in its prefix cache.
 
-        The share follows from the prompts sent to the candidate alone, as in the routers from which
-        the policies come.
+        The share is not multiplied by the trust in the prefix index, because the routers from which
+        the policies come know no such factor.
         """
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
@@ -72,15 +72,15 @@ class Forecast(Struct, eq=False):
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float  # seconds, without ``stretch``
-    expected_hits: float  # as in PrefixHits, like ``hits_estimated``
-    hits_estimated: bool
-    adapter_load: float  # seconds to load the LoRA adapter; 0 with an ``adapter_wait``
-    adapter_wait: float  # seconds until the batch has a place for the LoRA adapter
-    adapter_overrun: float  # as in AdapterTimes
+    expected_hits: float  # ``expected`` of PrefixHits
+    hits_estimated: bool  # ``estimated`` of PrefixHits
+    adapter_load: float  # seconds to load the LoRA adapter; 0 if ``adapter_wait`` is not 0
+    adapter_wait: float  # seconds until the batch has a slot for the LoRA adapter
+    adapter_overrun: float  # ``overrun`` of AdapterTimes
     stretch: float  # learned ratio of actual to predicted decode time
     usual_step: float  # seconds, as in usual_step()
-    step: float  # seconds of a step with the sequences that decoded then
-    first_step_s: float | None  # to the first token by steps alone; None: the request has to wait
+    step: float  # seconds of a decode step with the batch at the decision
+    first_step_s: float | None  # seconds to the first token by steps; None: other causes delay it
 
     @property
     def predicts_hits(self) -> bool:
@@ -96,7 +96,7 @@ class Decision(Struct, eq=False):
     replica: str  # ip:port of the chosen replica
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
-    peers_age_s: float | None = None  # of the newest digest of other routers; None: no others
+    peers_age_s: float | None = None  # age of other routers' newest digest; None: no other routers
     fallback: str = ""  # why the load of other routers did not count
 
     @property
@@ -141,7 +141,7 @@ class Decision(Struct, eq=False):
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
     def on(self, replica: str) -> "Decision | None":
-        """Return the decision as if it had chosen this replica, or None if that is no candidate."""
+        """Return the decision as if it had chosen this replica; None: it is no candidate."""
         ids = self.situation.view.ids
         if replica not in ids:
             return None

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from extproc.route.waiting import Key, Place, Waiting
 
-_MOST_TENANTS = 10_000  # remembered without queued requests
+_MOST_TENANTS = 10_000  # tenants remembered while they have no queued requests
 _NEGLIGIBLE_S = 1e-3  # recent replica-seconds below which a tenant is forgotten
 _MEMORY_S = 60.0  # seconds in which a tenant's recent share loses two thirds of its weight
 
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class Ranked(Generic[Item]):
-    """Items sorted by their ranks, tuples that all differ."""
+    """Items sorted by rank. Ranks are tuples, and no two are equal."""
 
     def __init__(self) -> None:
         self._ranks: dict[object, tuple[Any, ...]] = {}
@@ -48,9 +48,9 @@ class Shares:
     """Replica-seconds that each tenant received while its requests waited.
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996), for each priority: the tenant with the
-    lowest tag is next, and a request for any model adds its cost to the tag of its tenant. A tenant
-    without queued requests begins at the tag that was served last. So an idle tenant saves up no
-    service, and no tenant pays for the idle hours of others.
+    lowest tag is next, and a request for any model adds its cost to the tag of its tenant. When a
+    tenant queues again, its tag rises to at least the highest tag served so far. So an idle tenant
+    saves up no service, and no tenant pays for the idle hours of others.
     """
 
     def __init__(self, now: float) -> None:
@@ -107,7 +107,7 @@ class Line:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._groups: dict[Key, Ranked[Waiting]] = {}
-        self._turns = Ranked[Key]()  # of the groups
+        self._turns = Ranked[Key]()  # order of the groups
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -133,7 +133,7 @@ class Line:
             self._turns.put(key, *current)
 
     def depth(self, place: Place) -> float:
-        """Share of the tenant's requests that go before the place, 0…1."""
+        """Share, 0…1, of the tenant's requests in this line that go before the place."""
         group = self._groups.get(place.key)
         return group.position(place) / len(group) if group else 1.0
 

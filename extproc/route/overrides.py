@@ -34,9 +34,9 @@ def by_owner(owner: str, situation: Situation) -> Choice:
 
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
-    """Choose the session's replica if the request ends there at most ``most_s`` seconds later than
-    on the best replica, and otherwise as without a session. The second choice is the best other
-    replica by the scores of ``otherwise``."""
+    """Choose the session's replica ``home`` if the request ends there at most ``most_s`` seconds
+    later than on the replica that ends it first; if not, choose as ``otherwise``. The second choice
+    is the best other replica by the scores of ``otherwise``."""
     view, completion = situation.view, situation.prediction.completion
     there = view.ids.index(home) if home in view.ids else None
     ends = inf if there is None else completion.item(there)
@@ -81,10 +81,10 @@ def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
     """Choose among the replicas that meet all targets. The second choice is the best other replica
     by the scores of ``otherwise``, the choice without targets.
 
-    A target that bounds the decode time minimises ``completion/2 + cost to others + avoidable
-    prefill``, which leaves fast replicas to requests without such a target. If only the
-    first token has a target, ``otherwise`` stands unless its replica is late. ``otherwise`` also
-    stands if no replica meets the targets. Choosing the least late replica instead would fill that
+    If a target bounds the decode time, the lowest ``completion/2 + cost to others + avoidable
+    prefill`` wins, which leaves fast replicas to requests without such a target. If only the first
+    token has a target, ``otherwise`` stands unless its replica is late. ``otherwise`` also stands
+    if no replica meets the targets. Choosing the least late replica instead would fill that
     replica with requests that are late anyway: all requests would take 4% longer, and no more of
     them would meet their target (azure-2023-conv at 8 times its speed on ``mixed``).
 

@@ -12,19 +12,19 @@ from extproc.predict.completion import Prediction
 from extproc.predict.inputs import Floats, Indices, least, most
 from extproc.route.decision import Situation
 
-_NEAR_TIE = 0.1  # relative difference of equal scores: about the error of a prediction
+_NEAR_TIE = 0.1  # relative difference up to which scores are equal: about a prediction's error
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
 _PREFIX_WEIGHT = 3.0
 """Default weights of the queue, KV and prefix scorers of llm-d's endpoint picker."""
 
-_ENOUGH = 0.3  # cached share of the prompt above which the cache decides, not the load
+_ENOUGH = 0.3  # ``cache_aware``: cached share of the prompt above which the cache decides
 _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
-"""Difference and ratio of the requests on the most and the least loaded replica above which the
-load decides all the same."""
+"""``cache_aware``: the load decides if the most loaded replica has over 64 requests more than the
+least loaded, and over 1.5 times as many."""
 
-_TIE = 1e-6  # added to the score of the second of two drawn replicas
+_TIE = 1e-6  # ``power_of_two``: added to the second score, so that the first wins ties
 
 
 def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
@@ -46,8 +46,8 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
 def as_good(prediction: Prediction, scores: Floats) -> Indices:
     """Return the candidates whose scores ``completion`` treats as equal to the lowest.
 
-    The band is narrower if the first token takes most of the completion, and on a replica whose KV
-    cache fills: where requests queue, a longer completion makes all of them wait.
+    The band is narrower if the first token takes most of the completion. It is also narrower on a
+    replica whose KV cache fills, because there a longer completion makes queued requests wait.
     """
     room = 1.0 - prediction.kv_pressure**2
     band = _NEAR_TIE * (1.0 - prediction.first_token_share) * room
@@ -76,11 +76,10 @@ def lowest(scores: Floats, random: Random) -> int:
 def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
-    The weight w is the square of the KV pressure: on a replica with free KV space the request's own
-    completion decides, and on a full replica, where all requests wait, the time that others lose
-    counts as well. A weight below 1 keeps long prompts from queueing behind each other in order to
-    spare replicas that decode. If the first token takes most of the completion, as in short answers
-    to long prompts, w is at least time to first token ÷ decode time, up to 1.
+    The weight w is :attr:`Prediction.cost_weight`, for streams mostly the square of the KV
+    pressure: with free KV space the request's own completion decides; on a full replica, where all
+    requests wait, the time that others lose counts as well. With w = 1, long prompts of streams
+    would queue behind each other in order to spare replicas that decode.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others
@@ -88,11 +87,9 @@ def completion(situation: Situation) -> Floats:
 
 
 def round_robin(situation: Situation) -> Floats:
-    """Number of the candidate's last turn; candidates that had no turn yet come first, in their
-    order.
+    """Number of each candidate's last turn; 0: no turn yet. The first of equal candidates wins.
 
-    Replicas take turns one after another, even if requests for several models meet overlapping
-    sets of replicas.
+    So replicas take turns even if several models are served by overlapping sets of replicas.
     """
     rows, turns = situation.view.rows.tolist(), situation.turns
     last = np.array([turns.get(row, 0) for row in rows]) + np.linspace(0.0, 0.5, len(rows))
@@ -101,8 +98,8 @@ def round_robin(situation: Situation) -> Floats:
 
 
 def uniform(situation: Situation) -> Floats:
-    """Random numbers: every replica is equally likely to be first choice, and every other replica
-    to be second."""
+    """Random numbers: all replicas are equally likely to be the first choice, and all others to be
+    the second."""
     drawn = situation.random.randbytes(4 * len(situation.view))
     return np.frombuffer(drawn, np.uint32).astype(np.float64)
 

@@ -11,27 +11,28 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   request would miss the target of its objective, or more than 16 requests exceed the longest wait
   at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
-  delays other models of its priority only on the replica that it waits for, and only requests of
-  tenants that got as much or more that arrive more than B seconds after the head was due.
+  delays other models of its priority only on the replica that it waits for. There it delays a
+  request only if the request arrives more than B seconds after the head was due, and only if the
+  request's tenant received no less than the head's tenant.
 - *Bounded overtaking.* On the replica that a request waits for, requests of its model, priority and
   tenant overtake it only if they arrived at most B seconds after it. Between tenants the rule
   *Fair* applies.
 - *Priority.* No request is refused or delayed because of queued requests of lower priority. The
-  router preempts no running request. When the queue is full, the victim is, among the requests of
-  the lowest priority, the newest request of the tenant with the most queued. The victim may be the
-  request that has just arrived.
+  router preempts no running request. When the queue is full, the router refuses a request of the
+  lowest priority: the newest request of the tenant with the most queued. This may be the request
+  that has just arrived.
 - *Fair.* While tenants have requests of one priority queued, each gets the same replica-seconds
-  (start-time fair queueing). For requests for one model this holds to within R + 1 of the largest
-  requests on R replicas: a tenant whose requests wait for another replica does not keep this one
-  idle. For requests for different models it holds over a minute: the head of a line does not delay
-  older requests for another model, even of a tenant that got more. The bounds hold for a tenant,
-  not for each request: a request that needs much KV space may wait for one replica while later
-  requests of its tenant start on other replicas.
-- *Cost.* An arrival, or the end of a request, costs O(log n) and a number of decisions that does
-  not depend on n. A sweep decides a bounded number of requests: if thousands could start at once,
-  dispatching them takes seconds.
-- *Isolation.* A client that leaves frees its place. The queue then offers the replica that the
-  request waited for to others, as when a request ends there, and nothing else changes.
+  (start-time fair queueing). For requests for one model on R replicas, this holds to within R + 1
+  times the largest request, because no replica stays idle for a tenant whose requests wait for
+  another replica. For different models it holds only over a minute, because the head of a line does
+  not delay older requests for another model, even if their tenant received more. The bounds hold
+  for a tenant, not for each request: a request that needs much KV space may wait for one replica
+  while later requests of its tenant start on other replicas.
+- *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
+  decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
+  could start at once, dispatching them takes seconds.
+- *Isolation.* A client that leaves frees its place. The queue then offers the awaited replica to
+  other requests, as if a request on it had ended. Nothing else changes.
 - *Every wait ends* with a dispatch, with a refusal that names the reason and the time to retry, or
   when the client leaves.
 """
@@ -52,11 +53,11 @@ from extproc.route.waiting import ANEW_S, Waiting, key_of
 
 SWEEP_EVERY_S = 0.05  # seconds between two sweeps
 _MODELS = 16  # models whose first request a sweep decides anew, in rotation
-_OFFERS = 32  # decisions at most when a replica has more room
-_DUE = 16  # requests that are decided anew in one sweep
-_ROUND = 20  # sweeps until every replica has been offered to the queue
-_BEFORE_TIMEOUT_S = 1.0  # a request is refused before Envoy's timeout: Envoy would send it itself
-_STUCK_S = 5.0  # seconds in which no request is dispatched or ends, and no engine moves
+_OFFERS = 32  # limit of the decisions each time a replica is offered to the queue
+_DUE = 16  # limit of the due requests that one sweep decides anew
+_ROUND = 20  # sweeps in which every replica is offered to the queue once
+_BEFORE_TIMEOUT_S = 1.0  # refuse a request this long before Envoy's timeout: Envoy would send it
+_STUCK_S = 5.0  # seconds without progress after which a request is sent to a full replica
 _DRAIN_S = 30.0  # time constant of the rate of dispatches
 
 
@@ -69,7 +70,7 @@ class Queue:
         self._clock = clock
         self._backlog = Backlog(clock())
         self._requests: dict[Waiting, None] = {}  # the oldest first
-        self._due = Ranked[Waiting]()  # by the time at which each is decided anew
+        self._due = Ranked[Waiting]()  # by the time at which a request is decided anew
         self._numbers = count(1)
         self._members: dict[str, int] = {}  # replicas and their rows, at the last sweep
         self._moved_at = clock()  # when a request was last dispatched, or ended
@@ -112,7 +113,7 @@ class Queue:
     def admit(self, decision: Decision) -> bool:
         """Return True if a new request may start now; otherwise the caller has to queue it.
 
-        A request that starts now is charged to its tenant while others of that tenant are queued.
+        A request that starts now is charged to its tenant if the tenant has queued requests.
         """
         if self.backlog is not None and decision.wait_s > 0.0:
             return False
@@ -141,8 +142,8 @@ class Queue:
         self._offer(replica)
 
     def sweep(self) -> None:
-        """Refuse requests that exceeded the longest wait, and decide requests anew that are due.
-        Call this every 0.05 s."""
+        """Refuse requests that exceeded the longest wait, and decide due requests anew. Call this
+        every 0.05 s."""
         if not self._requests:
             return
         now = self._clock()
@@ -172,8 +173,7 @@ class Queue:
                 return
 
     def _leave_departed(self, now: float) -> None:
-        """Find requests whose awaited replica has left the pool, and let them wait for any other
-        replica."""
+        """Let requests whose awaited replica has left the pool wait for any replica."""
         members = self._fleet.members.rows
         if members != self._members:
             self._members = dict(members)

@@ -16,13 +16,13 @@ from extproc.request.profile import RequestProfile
 from extproc.route.decision import Situation
 
 _AMONG_OTHERS = 0.02  # KV pressure kept free for requests that other routers send
-_SAMPLED_AT = 0.3, 0.6, 0.95  # shares of the answer after which pressure is computed
-_LEAST_SPREAD = 1.1  # p90 ÷ mean of output lengths that hardly differ
-_RESERVE = 0.035  # KV pressure that requests of a higher priority may add to FULL
+_SAMPLED_AT = 0.3, 0.6, 0.95  # fractions of the expected answer at which pressure is computed
+_LEAST_SPREAD = 1.1  # lower bound of p90 ÷ mean of output lengths
+_RESERVE = 0.035  # KV pressure beyond FULL that requests of a priority above 0 may use
 _PREFILLS_S = 0.2
-"""Seconds of prefill that a replica is given ahead: the engine never runs dry, and further requests
-can still go elsewhere. With 1 s simulated code completion (azure-2023-code ×0.9) takes a tenth
-longer, with 0.1 s an overload of conversations does."""
+"""Seconds of prefill that a replica may have queued: enough that the engine never runs dry, while
+further requests can still go elsewhere. With 1 s, simulated code completion (azure-2023-code ×0.9)
+takes a tenth longer; with 0.1 s, an overload of conversations takes a tenth longer."""
 SOONEST_S = 0.02  # seconds: the shortest wait for a replica that is full
 
 
@@ -31,9 +31,9 @@ def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
 
     A replica has no room if its KV cache would overflow, if another request already waits there for
     a place in the batch, or if the prompts ahead take more than 0.2 s. The first request that would
-    wait for a place is sent: it takes the next free place at once, and shows if the batch has more
-    places than the router has learned. A replica always has room if it has no request in flight
-    that could end, or if it can never hold the whole request.
+    wait for a place is sent all the same: it takes the next free place at once, and shows if the
+    batch has more places than the router has learned. A replica always has room if no request is in
+    flight there, because none could end, or if it can never hold the whole request.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
     full = full_at(profile.objective.priority, among_others)
@@ -106,8 +106,8 @@ def _peak_pressure(situation: Situation) -> Floats:
 
 def _is_too_large(profile: RequestProfile, view: FleetView) -> NDArray[np.bool_]:
     """Return True for replicas that can never hold the request. Waiting for room would not help:
-    the engine refuses a prompt that is too long at once, and begins a request of many sequences
-    with some of them."""
+    the engine at once refuses a prompt that is too long, and starts only some sequences of a
+    request that has too many."""
     too_large = profile.longest_prompt > view.longest_prompt
     if profile.parts > 1:
         too_large |= profile.parts > view.max_num_seqs

@@ -20,11 +20,10 @@ from extproc.route.room import SOONEST_S, room_wait_s
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
-"""Largest predicted share of the first token in a completion from which a decode time is learned
-though the first token was not observed: a prefix cache may have brought a larger share much
-sooner."""
+"""Largest predicted time to first token ÷ completion with which a decode time is learned although
+the first token was not observed. Above it an error of the prediction would count too much."""
 
-_STEPS, _SHARE = 2.0, 0.02  # tokens, and share of an answer, that the ledger may miss
+_STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the output bound, that the ledger may miss
 
 
 class Router:
@@ -38,8 +37,8 @@ class Router:
         session_cost_s: float = 0.0,
         backlog: Backlog | None = None,
     ) -> None:
-        """``session_cost_s``: seconds of delay that a request accepts to stay with its session;
-        ``backlog``: requests queued at this router; None: no request ever waits."""
+        """``session_cost_s``: seconds of delay that a request accepts to stay on its session's
+        replica; ``backlog``: requests queued at this router; None: no request ever waits."""
         self.fleet = fleet
         self.error_quantiles = ErrorQuantiles()
         self._session_cost_s = session_cost_s
@@ -134,7 +133,8 @@ class Router:
 
     def _add_wait(self, situation: Situation, place: Place | None) -> bool:
         """Add to a prediction the wait at the router for each candidate: until the candidate has
-        room, and for the queued requests ahead. Return False if every candidate can start now."""
+        room, and for the queued requests ahead. Return False if no candidate makes the request
+        wait."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
@@ -216,8 +216,8 @@ class Router:
 
         Args:
             forecast: forecast at the time when the request was sent.
-            replica: ``ip:port`` that served it.
-            tokens: tokens that each of its sequences generated.
+            replica: ``ip:port`` of the replica that served the request.
+            tokens: tokens that each sequence of the request generated.
             seconds: time from the decision to the last token.
             ttft: seconds from the decision to the first token; None: not observed.
         """
@@ -242,7 +242,7 @@ class Router:
             bound = profile.output_bound
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
-        # Counters alone tell when the first token came: a long wait blurs the decode time.
+        # If the first token was not observed, its time is inexact after a long wait.
         wait = forecast.predicted_ttft
         if ttft is not None or wait <= _SMALL * (wait + generated.seconds):
             self._learn_decode(forecast, replica, tokens, generated.seconds)
@@ -276,8 +276,8 @@ class Router:
 def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:
     """Replace a choice for which the request would wait at the router without ending any sooner.
 
-    The new choice is the best candidate that can start the request now. If it would
-    otherwise be refused, it takes such a candidate even if it would end later there.
+    The new choice is the best candidate that can start the request now. On its last chance before a
+    refusal, the request takes such a candidate even if it ends later there.
     """
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if starts[choice.first]:

@@ -27,17 +27,17 @@ def key_of(profile: RequestProfile) -> Key:
 class Place:
     """Place of a request among the queued ones.
 
-    Of requests of a tenant that arrived at the same time, those with a near target or a low cost go
-    first. Requests of a tenant are ordered by ``due``, which is at most B seconds after the
-    arrival, so that a request is overtaken only by those that arrive within B seconds. Without a
-    target, ``due`` is B seconds after the arrival, minus a boost for small requests by γ-Boost,
-    whose response times have the lightest tail (Yu and Scully, 2024)::
+    Requests of a tenant go in the order of ``due``, which is early for requests with a near target
+    or a low cost. ``due`` is at most B seconds after the arrival, so only requests that arrive
+    within B seconds can overtake. Without a target, ``due`` is B seconds after the arrival, minus
+    the boost of the policy γ-Boost, whose response times have the lightest tail (Yu and Scully,
+    2024)::
 
         boost = min(B, -log(1 - exp(-γ · cost)) / γ)
     """
 
     row: int | None = None  # of the replica that the request waits for, in the fleet's table
-    last_chance = False  # the request starts wherever it can now, or is refused
+    last_chance = False  # True: the request starts wherever it can now, or is refused
 
     def __init__(self, profile: RequestProfile, since: float, decode_s: float, cost: float) -> None:
         """``since``: arrival, seconds on the queue's clock; ``cost``: replica-seconds."""
@@ -55,7 +55,7 @@ class Waiting(Place):
     """Queued request."""
 
     number = 0  # by arrival; set by the queue
-    unserved_since: float | None = None  # no replica may serve the request since then
+    unserved_since: float | None = None  # since when no replica may serve the request
 
     def __init__(
         self,

@@ -341,7 +341,7 @@ def test_replica_without_updates_is_excluded_while_others_have_some(
         clock.advance(scrape_s)
         put(2)
     assert ids(fleet) == [replica(2)]
-    assert "no poll arrived" in excluded(fleet)[replica(1)]
+    assert "no update for" in excluded(fleet)[replica(1)]
     for _ in range(2):
         clock.advance(1.0)
         for number in (1, 2):
