@@ -61,8 +61,7 @@ class Section(BaseModel):
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
-    """Validator of a text, which is not changed; ``check`` raises a ValueError if the text cannot
-    be used."""
+    """Returns a validator that passes a text on unless ``check`` raises a ValueError."""
 
     def checked(text: str) -> str:
         check(text)
@@ -101,7 +100,7 @@ class KubernetesPods(Section):
     port: int | str | None = None
     """Port of the Service's pods (targetPort), a number or a name."""
     inference_pool: _InferencePoolName | None = None
-    """Name of the InferencePool, which has the port itself."""
+    """Name of the InferencePool, which itself names the ports."""
     namespace: _KubernetesName | None = None
     """Namespace of the Service or InferencePool; null: the poller's own."""
 
@@ -174,18 +173,18 @@ class RedisSettings(Section):
     """Redis, through which routers and pollers share state."""
 
     url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, only its
-    login, database and TLS options count."""
+    """URL: ``redis://``, ``rediss://`` (TLS) or ``unix://``. With Sentinels or a Cluster, only the
+    URL's login, database and TLS options count."""
     password: str | None = Field(default=None, repr=False)
-    """Password, in place of one in the URL: as it is, not percent-encoded."""
+    """Password, not percent-encoded; replaces a password in the URL."""
     sentinels: tuple[_Address, ...] = ()
     """Addresses of the Sentinels that watch a primary and its replicas."""
     service: str | None = None
-    """Name of the primary at the Sentinels."""
+    """Name by which the Sentinels know the primary."""
     sentinel_username: str | None = None
-    """User at the Sentinels, if they ask for one."""
+    """User name for the Sentinels, if they need a login."""
     sentinel_password: str | None = Field(default=None, repr=False)
-    """Password at the Sentinels."""
+    """Password for the Sentinels."""
     cluster: tuple[_Address, ...] = ()
     """Addresses of some nodes of a Redis Cluster."""
 
@@ -211,7 +210,7 @@ class RedisSettings(Section):
 
 
 class TlsSettings(Section):
-    """TLS on a port that others connect to."""
+    """TLS on a port that this process opens."""
 
     tls_cert: Path | None = None
     """PEM file of the certificate and its intermediates; null: plain text."""
@@ -247,11 +246,11 @@ class ServeSettings(MutualTlsSettings):
     admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     mode: Literal["route", "observe"] = "route"
-    """route: choose a replica for each request. observe: only predict and record what Envoy
-    chooses; no request is changed, queued or refused."""
+    """route: choose a replica for each request. observe: leave the choice to Envoy, and only
+    predict and record; no request is changed, queued or refused."""
     share: float = Field(default=1.0, ge=0, le=1)
-    """Share of the requests that mode route routes, by a hash of the session, or else of the
-    request id; the others are observed."""
+    """Share of the requests that mode route steers; the others are observed. A hash of the session,
+    or else of the request id, decides."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
     """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
@@ -274,12 +273,12 @@ class ServeSettings(MutualTlsSettings):
 
     @property
     def steers_all(self) -> bool:
-        """The router chooses for every request."""
+        """True if the router chooses for every request."""
         return self.mode == "route" and self.share >= 1.0
 
 
 def _as_targets(value: object) -> object:
-    """``name: other`` is short for ``name: {other: 1}``."""
+    """Reads ``name: other`` as ``name: {other: 1}``."""
     if not isinstance(value, (str, list, tuple, dict)):
         raise ValueError("must be a name, a list of names, or names with weights")
     return {value: 1.0} if isinstance(value, str) else value
@@ -319,13 +318,13 @@ class RouteSettings(Section):
     session_header: _HeaderName | None = None
     """Request header that names a session, whose requests stay with one replica."""
     session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
-    """Cookie that names the session where the header is missing."""
+    """Cookie that names the session if a request lacks the header."""
     session_cost_s: float = Field(default=1.0, ge=0)
-    """Seconds of predicted delay that a request accepts to stay with its session's replica; beyond
-    that, the session moves to a better replica."""
+    """Longest predicted delay, in seconds, that a request accepts to stay with its session's
+    replica. If the delay is longer, the session moves to a better replica."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
-    """Requested name → served name, list of the names under which replicas serve the model, or
-    served name → weight, by which a name is drawn for each request."""
+    """By requested name: a served name; a list of names under which replicas serve the model; or
+    weights by served name, with which a name is drawn for each request."""
     listed_models_only: bool = True
     """Answer 404 for a model that no replica lists; false: replicas load adapters on request
     (vLLM's LoRA resolvers)."""
@@ -352,7 +351,7 @@ class RouteSettings(Section):
 
 
 class RequestSettings(Section):
-    """Measurement of requests: tokens and tenants."""
+    """Tokens and tenants of requests."""
 
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Initial bytes per token; learned for each model from the usage that replicas report."""
@@ -391,22 +390,22 @@ class ObjectiveSettings(Section):
         return Objective(name, self.priority, self.sheddable, *seconds)
 
 
-_LONGEST_HELD_S = 3600.0  # Envoy accepts no longer ``override_message_timeout``
+_LONGEST_HELD_S = 3600.0  # the longest ``override_message_timeout`` that Envoy accepts
 
 
 class HoldSettings(Section):
     """Queue of requests that no replica has room for."""
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that the router asks Envoy to wait; a second earlier it refuses the request with 429.
-    Envoy's ``max_message_timeout`` must be as long, or Envoy goes on without the router. 0: no
-    request waits."""
+    """Seconds that the router asks Envoy to wait for a queued request; a second earlier, it refuses
+    the request with 429. Envoy's ``max_message_timeout`` must be at least as long, or Envoy
+    goes on without the router. 0: no request waits."""
     empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
     """Seconds that a request waits while no replica serves its model, if a replica did within the
-    last hour; then the answer is 503. At most ``longest_s``. 0: no wait."""
+    last hour; after that, the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
-    """Most requests that wait at a time. If one more has to wait, the newest request of the tenant
-    with the most queued, at the lowest priority, is refused with 429."""
+    """Most requests in the queue. If another request has to wait, the router refuses one of the
+    lowest priority with 429: the newest of the tenant with the most queued requests."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Objectives by name: priority, targets, tenants and models."""
     objective_header: _HeaderName | None = None
@@ -437,8 +436,8 @@ class HoldSettings(Section):
 
     @cached_property
     def _objectives(self) -> dict[tuple[str, str], Objective]:
-        """Objectives by kind and value of their selector; the kind is empty for an objective's own
-        name."""
+        """Objectives by ``("tenant", tenant)``, ``("model", model)`` and, for the objective's own
+        name, ``("", name)``."""
         return {
             (kind, name): item.named(objective)
             for objective, item in self.objectives.items()
@@ -447,7 +446,7 @@ class HoldSettings(Section):
         }
 
     def objective(self, name: str, tenant: str, *models: str) -> Objective:
-        """Objective with the ``name`` from the header; else of the tenant; else of a model."""
+        """Finds an objective by its own ``name``, else by the tenant, else by the first model."""
         found = self._objectives
         if not found:
             return NO_OBJECTIVE
@@ -460,7 +459,7 @@ class HoldSettings(Section):
         return any(objective.priority for objective in self.objectives.values())
 
 
-_TIMEOUTS = 3  # a scrape has failed after so many: vLLM under load is late now and then
+_TIMEOUTS = 3  # timeouts until a scrape has failed: vLLM under load is late now and then
 POLL_JITTER = 0.1  # largest fraction by which a wait varies, so that scrapes spread
 
 
@@ -502,7 +501,7 @@ class RecordSettings(Section):
     path: Path | None = None
     """Folder for the record, a few files for each router and pool; null: no record."""
     max_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
-    """Bytes of the files of one router and pool together; the oldest go first."""
+    """Most bytes in all files of one router and pool; the oldest file is deleted first."""
 
 
 class EdsSettings(MutualTlsSettings):
@@ -516,8 +515,8 @@ class AdminSettings(TlsSettings):
     """Access to the admin addresses of routers and pollers."""
 
     token_file: Path | None = None
-    """File with the bearer token that each request must carry, read again when it changes; null: no
-    request needs a token. Health never needs one."""
+    """File with the bearer token that each request must carry, except for health; read again when
+    it changes. Null: no request needs a token."""
 
 
 class TraceSettings(Section):
@@ -543,8 +542,8 @@ class PoolReplicas(Section):
     """Replicas of a pool, and their scheduling."""
 
     replicas: tuple[ReplicaSource, ...] = ()
-    """Replicas: ``host:port, …``, or a list with ``url``, ``dns`` or ``kubernetes``, ``profile``
-    and ``name``."""
+    """Replicas: ``host:port, …``, or a list whose entries have ``url``, ``dns`` or ``kubernetes``,
+    and may have ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """File with a YAML list in the form of ``replicas``, read again when it changes."""
     priority_scheduling: bool = False
@@ -553,7 +552,7 @@ class PoolReplicas(Section):
     @field_validator("replicas", mode="before")
     @classmethod
     def _read_addresses(cls, value: object) -> object:
-        """``replicas: [host:port, …]`` is short for a list of ``url``."""
+        """Reads ``host:port, …`` and ``[host:port, …]`` as entries with ``url``."""
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if isinstance(value, (list, tuple)):
@@ -565,12 +564,12 @@ class Config(PoolReplicas):
     """The whole configuration of a router and a poller."""
 
     pool: PoolName = "default"
-    """Name of the pool, a prefix of its Redis keys: routers and pollers of one pool share it."""
+    """Name of the pool, the same for all its routers and pollers; a prefix of its Redis keys."""
     pools: dict[PoolName, PoolReplicas] = Field(default_factory=dict)
-    """Further pools by name: ``replicas``, ``replicas_file``, ``priority_scheduling``; the Envoy
-    route selects the pool."""
+    """Further pools by name, each with ``replicas``, ``replicas_file`` and ``priority_scheduling``;
+    the Envoy route selects the pool."""
     state: Literal["redis", "memory"] = "redis"
-    """Store of replica states: ``redis``; or ``memory``, where one router polls the replicas."""
+    """Store of replica states: ``redis``; or ``memory``, if a single router polls them itself."""
     redis: RedisSettings = RedisSettings()
     serve: ServeSettings = ServeSettings()
     route: RouteSettings = RouteSettings()
@@ -616,7 +615,7 @@ class Config(PoolReplicas):
 
     @cached_property
     def tenant_headers(self) -> tuple[str, ...]:
-        """Headers that name a tenant, in the same order of preference."""
+        """Headers that name a tenant; the first header that the request has counts."""
         return self._with_inference_headers(self.request.tenant_header, FAIRNESS_ID)
 
     def _with_inference_headers(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:

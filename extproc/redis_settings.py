@@ -21,7 +21,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ssl_cert_reqs": ("required", "optional", "none"),
     "ssl_check_hostname": ("yes", "true", "1", "no", "false", "0"),
 }
-"""Options after the ``?``, by redis-py's names, with their choices; none: any value."""
+"""Options after the ``?`` by redis-py's names, with the allowed values; empty: any value."""
 
 
 def connection_options(url: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _check_option(name: str, value: str, tls: bool) -> None:
 
 
 def _check_files(options: Mapping[str, Any]) -> None:
-    """Loads the TLS files, so that the command fails before anything runs."""
+    """Loads the TLS files, so that a bad file ends the command before anything runs."""
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
     if authority is not None:
         read_certificates("ssl_ca_certs", Path(authority))
@@ -69,7 +69,7 @@ def _check_files(options: Mapping[str, Any]) -> None:
     if key and not certificate:
         raise ValueError("ssl_keyfile is given without ssl_certfile: set both")
     try:
-        if certificate:  # without any password, OpenSSL would ask for it on the terminal
+        if certificate:  # without ``password``, OpenSSL would ask for one on the terminal
             ssl.create_default_context().load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         files = f"{certificate} and {key or certificate}"

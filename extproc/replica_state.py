@@ -7,32 +7,32 @@ from msgspec import Meta, Struct, msgpack
 
 from extproc.predict.step import StepModel, profile_or_default
 
-STALE_AFTER_S = 5.0  # without an update; late scrapes are closer together (``poll.timeout_s``)
+STALE_AFTER_S = 5.0  # without an update; even late scrapes come sooner (``poll.timeout_s``)
 TTL_S = 10.0
-"""Seconds that a state lives in Redis: longer than the longest wait between two scrapes (2 s) and
+"""Seconds that a state lives in Redis: longer than the longest wait between two scrapes (2 s) plus
 the longest unanswered scrape (``STALE_AFTER_S``)."""
 
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
 class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Figures on a replica's ``/metrics``; the engines of a data-parallel server are summed.
+    """Figures on a replica's ``/metrics``, summed over the engines of a data-parallel server.
 
     Counters begin at zero when the replica's process starts.
     """
 
     models: tuple[str, ...] = ()  # LoRA adapters included; empty: not known
-    max_loras: int = 0  # adapters in one batch; 0: not known
+    max_loras: int = 0  # most adapters in one batch; 0: not known
     adapters_in_use: tuple[str, ...] = ()  # adapters with a request that runs or waits
     engines: int = 1  # of a data-parallel server; each has a batch and a KV cache of its own
     running: int = 0
     waiting: int = 0
     kv_usage: Finite = 0.0  # fraction of KV blocks in use, 0…1; cached free blocks count as free
-    kv_tokens: int = 0  # KV cache in tokens; 0: not known
+    kv_tokens: int = 0  # size of the KV cache in tokens; 0: not known
     block_size: int = 16  # tokens in a KV block
-    prefix_caching: bool = True  # True where not known
+    prefix_caching: bool = True  # True if not known
     asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
-    started_at: Finite = 0.0  # of the process: seconds since the epoch, its clock; 0: not known
+    started_at: Finite = 0.0  # start of the process, in epoch seconds by its clock; 0: not known
 
     # Counters.
     steps: Finite = 0.0  # engine steps; of several engines, the mean
@@ -40,12 +40,12 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: Finite = 0.0  # prompt tokens taken from the prefix cache
     generated_tokens: Finite = 0.0
     first_tokens: Finite = 0.0  # sequences whose prefill has ended
-    accepted_tokens: Finite = 0.0  # from speculative decoding, beyond one a step
+    accepted_tokens: Finite = 0.0  # drafted tokens that speculative decoding accepted
     preemptions: Finite = 0.0  # sequences preempted
 
     output_lengths: tuple[tuple[Finite, Finite], ...] = ()
-    """Histogram counters: upper bound in tokens, and the requests that generated more tokens than
-    the bound before and at most this bound. Longer requests are not counted."""
+    """Histogram: pairs of an upper bound in tokens, and the number of requests that generated at
+    most this many tokens, but more than the bound before. The bucket ``+Inf`` is missing."""
 
 
 class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,8 +56,8 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     profile: str = ""  # hardware profile; empty: the router's default
     learned: StepModel | None = None  # step times learned from counters; None: the profile's
     measured: bool = False  # ``learned`` is from this replica's work, not from other replicas'
-    listed: bool = False  # ``models`` is the replica's list; else ``/metrics`` names one model
-    adapters: tuple[str, ...] = ()  # those of ``models`` that are LoRA adapters
+    listed: bool = False  # ``models`` is from ``/v1/models``, not from ``/metrics``
+    adapters: tuple[str, ...] = ()  # names in ``models`` that are LoRA adapters
     max_model_len: int | None = None  # context length in tokens
     takes_priority: bool = False  # its vLLM accepts ``priority`` in every request body
     by_priority: bool = False  # its vLLM serves higher priorities first (``priority_scheduling``)
@@ -65,18 +65,18 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     problem: str = ""  # why the replica is not healthy, in a few words
     draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
     unanswered_s: Finite = 0.0
-    """Seconds for which the replica has accepted connections and answered no scrape; the figures
-    are those of the last answer."""
+    """Seconds for which the replica has neither answered a scrape nor refused a connection; the
+    figures are those of the last answer."""
 
     kv_update: int | None = None
-    """Number of the latest KV event; None: the content of the prefix cache is not known, because
-    the poller misses events."""
+    """Number of the last update of the KV blocks; None: the blocks are not known, because the
+    replica reports none or the poller misses events."""
 
     scraped_at: Finite = 0.0  # seconds since the epoch, on the poller's clock
-    scrape_seconds: Finite = 0.0  # duration: the figures are at most so much older
+    scrape_seconds: Finite = 0.0  # duration of the scrape: the figures may be this much older
     life_s: Finite = 0.0
-    """Time to live in Redis, in seconds: less the time left it is the state's age, independent of
-    clocks; 0: not known."""
+    """Time to live in Redis, in seconds. Minus the time that is left, this is the state's age,
+    whatever the machines' clocks say. 0: not known."""
 
     refuses: bool = False  # connections are refused: no process listens
     most_running: int = 0  # most sequences that ran at once since the process started
@@ -87,7 +87,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def speed(self) -> float | None:
-        """Learned speed ÷ the profile's, in the usual decode step; None: not measured."""
+        """Speed of the usual decode step: learned ÷ the profile's; None: not measured."""
         if self.learned is None or not self.measured or not self.learned.usual:
             return None
         return profile_or_default(self.profile).step.usual / self.learned.usual

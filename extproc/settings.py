@@ -20,12 +20,12 @@ from extproc.ground.text import suggest
 from extproc.ground.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
-ENV_FILE = "EXTPROC_CONFIG"  # names the YAML file where no flag does
+ENV_FILE = "EXTPROC_CONFIG"  # variable that names the YAML file if no flag does
 
 _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
 """Variables that Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
 
-_IPV6 = re.compile(r"\[[^\[\]]*\]:")  # begins an address, and no list in YAML
+_IPV6 = re.compile(r"\[[^\[\]]*\]:")  # an address, which YAML would read as a list
 
 _SHAPE_ERRORS = {
     "tuple_type": "must be a list",
@@ -33,7 +33,7 @@ _SHAPE_ERRORS = {
     "dict_type": "must hold keys and values",
     "model_type": "must hold keys and values",
 }
-"""Messages in YAML's terms, by pydantic's error type, whose own messages are in Python's."""
+"""Messages by pydantic's error type, in YAML's terms instead of Python's."""
 
 
 class ConfigError(Exception):
@@ -46,13 +46,13 @@ class ConfigError(Exception):
 
 class _Value(NamedTuple):
     given: object
-    origin: str  # file, variable or flag, for error messages
+    origin: str  # file, variable or flag that set the value, for error messages
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
     """Merges flags (key → text), the environment (empty variables are unset) and a file.
 
-    Without ``file``, the variable ``EXTPROC_CONFIG`` may name one.
+    Without ``file``, the variable ``EXTPROC_CONFIG`` may name the file.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
@@ -85,7 +85,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 LEAVES: dict[str, FieldInfo] = dict(_leaves(Config))
-"""Fields by key, with their descriptions and defaults."""
+"""All settings by key, such as ``poll.interval_s``, with their descriptions and defaults."""
 
 _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
 

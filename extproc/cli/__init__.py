@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            print(end="", flush=True)  # a reader that has left fails here at the latest
+            print(end="", flush=True)  # fails here at the latest if stdout has no reader
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
         return 141  # 128 + SIGPIPE, as shells count
@@ -102,7 +102,7 @@ class _PrintVersion(argparse.Action):
 
 
 class _Command(Parser):
-    """Parser of a command, which imports the command and adds its options only if the command
+    """Parser of a command. It imports the command and adds the options only if the command
     runs."""
 
     def load(self) -> None:

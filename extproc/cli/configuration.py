@@ -16,7 +16,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
-    """Add ``--config`` and a flag for every key; the help shows only these sections and keys.
+    """Add ``--config`` and a flag for every key; the help has only the sections and keys ``shown``.
 
     Every command accepts every key, so that one line of flags fits all commands.
     """

@@ -1,4 +1,4 @@
-"""``extproc demo``."""
+"""``extproc demo``: runs the whole system with simulated replicas."""
 
 import argparse
 from pathlib import Path

@@ -34,7 +34,7 @@ _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snaps
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     router = "admin address of the router (default: serve.admin)"
     if parser.prog.endswith("top"):
-        parser.epilog = "Ctrl-C ends it."
+        parser.epilog = "Ctrl-C ends the command."
         parser.add_argument("--router", metavar="URL", help=router)
         once = "print once and exit, which is the default if the output is not a terminal"
         parser.add_argument("--once", action="store_true", help=once)
@@ -127,7 +127,7 @@ def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a table, without the last columns that do not fit into the width."""
+    """Yield the lines of a table, without the last columns if they do not fit into the width."""
     columns = [column for column in given["columns"] if column["unit"] != "words"]
     rows = list(zip(*(column["values"] for column in columns), strict=True))
     if not rows:
@@ -135,7 +135,7 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     titles = [column["title"] for column in columns]
     if "Health" in titles:
         health, backlog = titles.index("Health"), titles.index("Backlog")
-        # The worst first. A router of another version may have further names.
+        # The worst first. A router of another version may have other words for health.
         rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]

@@ -102,7 +102,7 @@ class PoolReplica:
 
     id: str  # ip:port
     state: ReplicaState | None  # None: no poller has written it yet, or it has expired
-    drained: bool  # by command
+    drained: bool  # by ``extproc replicas drain``
 
     @property
     def name(self) -> str:
@@ -151,7 +151,7 @@ def _find(replicas: Sequence[PoolReplica], word: str, pool: str) -> PoolReplica:
     found = [replica for replica in replicas if word in (replica.id, replica.name)]
     if len(found) > 1:
         ids = ", ".join(replica.id for replica in found)
-        raise CommandError(f"{len(found)} replicas have the name {word!r}: use an address of {ids}")
+        raise CommandError(f"{len(found)} replicas have the name {word!r}: use an address: {ids}")
     if not found:
         known = [part for replica in replicas for part in (replica.id, replica.name)]
         hint = suggest(word, known) if known else ", which has no replicas: does a poller run?"

@@ -1,4 +1,4 @@
-"""``extproc report``: collects what a bug report needs in one archive."""
+"""``extproc report``: collects in one archive what a bug report needs."""
 
 import argparse
 import asyncio
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
-    """Pages of the router and findings on what runs; an error takes the place of a page."""
+    """Pages of the router, and findings on what runs; an error stands in for pages."""
     # The checks use parts that log their failures, which here are findings.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)
@@ -91,7 +91,7 @@ def _lines(lines: Iterable[object]) -> bytes:
 
 
 def _configuration(config: Config) -> bytes:
-    """Every setting, without passwords."""
+    """Settings as YAML, without passwords."""
     return yaml.safe_dump(_public(config.model_dump(mode="json")), sort_keys=False).encode()
 
 

@@ -1,1 +1,1 @@
-"""Envoy: checks of its configuration and of what runs, and the server of its replicas (EDS)."""
+"""Envoy: checks of its file and of a running system, and the EDS server of its replicas."""

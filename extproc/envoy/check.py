@@ -29,7 +29,7 @@ _NO_FILTER = (
 
 
 def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
-    """Check an Envoy file, as :mod:`extproc.ground.yaml_file` read it; the worst findings first."""
+    """Check an Envoy file that :mod:`extproc.ground.yaml_file` read; the worst findings first."""
     file = EnvoyFile(tree, config)
     found = [*file.findings]
     if not file and _is_envoy_gateway(tree):
@@ -52,7 +52,7 @@ def _completeness(file: EnvoyFile) -> Finding:
     kinds = {"listener": LISTENER, "route": ROUTE, "cluster": CLUSTER}
     missing = " and no ".join(name for name, kind in kinds.items() if not file.all(kind))
     if missing:
-        text = f"this file has no {missing}: check the file that has, too"
+        text = f"this file has no {missing}: check the file that has the rest, too"
         return Finding("is_complete", Level.WARNING, "", text)
     text = "The file has the filter, its listener, a route and clusters."
     return Finding("is_complete", Level.OK, "", text)

@@ -121,7 +121,7 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
 
 
 def _not_retried(route: Node, _: EnvoyFile) -> str:
-    """Return which failures the route does not retry, of refused connections and status 500."""
+    """Return the failures that the route does not retry: connect-failure, status 500, or both."""
     policy = route["retry_policy"]
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"
@@ -140,9 +140,9 @@ def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
 
 
 def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
-    """Return the routers' clusters that list members: those with host names, or the others.
+    """Return the routers' clusters that list members: with a host name if ``named``, else without.
 
-    A host name may be a Service of Kubernetes, which maps its port to another one.
+    A host name may belong to a Service of Kubernetes, which may map the port to another port.
     """
 
     def has_name(cluster: Node) -> bool:
@@ -170,7 +170,7 @@ def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
     if file.config.serve.tls_cert is None:
         return (
             "TLS, but this configuration lets the router speak plain text: no request reaches it. "
-            "Set serve.tls_cert and serve.tls_key, or name the file that does with --config"
+            "Set serve.tls_cert and serve.tls_key, or name the router's file with --config"
         )
     return ""
 
@@ -304,18 +304,18 @@ CLUSTER_RULES = (
     Rule("router_port_matches", Level.ERROR, lambda file: _listed_routers(file, named=False),
         "Envoy connects to the port at which the router listens.",
         _other_ports,
-        "{} (serve.listen): no request reaches it. Correct one of the two, or name the file with "
-        "this port with --config"),
+        "{} (serve.listen): no request reaches it. Correct one of the two, or name the router's "
+        "configuration with --config"),
     Rule("mapped_port_leads_to_router", Level.WARNING,
         lambda file: _listed_routers(file, named=True),
         "Envoy connects by a name to the port at which the router listens.",
         _other_ports,
         "{} (serve.listen): unless a Service maps this port to the router's, no request reaches "
-        "it. Correct one of the two, or name the file with this port with --config"),
+        "it. Correct one of the two, or name the router's configuration with --config"),
     Rule("transport_matches", Level.ERROR,
         lambda file: [cluster for cluster in file.router_clusters
             if (file.config.serve.tls_cert or file.all(_TLS, cluster))
-            and not cluster["transport_socket_matches"]],  # a mesh chooses TLS by each member
+            and not cluster["transport_socket_matches"]],  # a mesh chooses TLS for each member
         "Envoy and the router speak TLS.",
         _misses_tls,
         "cluster {node[name]!r} speaks {}"),
@@ -323,7 +323,7 @@ CLUSTER_RULES = (
         "The router names a single replica to a cluster that takes no list.",
         lambda _, file: _names_second(file),
         "cluster {node[name]!r} takes one address, but this configuration lets the router name "
-        "two: no request goes where it says. Set serve.second_choice: false, or name the file "
-        "that does with --config"),
+        "two: no request goes where the router says. Set serve.second_choice: false, or name the "
+        "router's configuration with --config"),
 )
 # fmt: on

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 0.05  # changes within this time reach Envoy together
 _CHECK_EVERY_S = 1.0  # between checks for stale replicas, and of the connection to Redis
 _CUT_OFF_S = 3  # seconds without Redis until this instance fails its health checks
-_CLOSE_EVERY_S = 5  # between two times that all streams are closed; health checks fail sooner
+_CLOSE_EVERY_S = 5  # between two closings of all streams; health checks fail within this time
 _ENDPOINTS = bytes([2 << 3 | 2])  # protobuf tag of ``endpoints`` in ClusterLoadAssignment
 
 
@@ -122,12 +122,12 @@ class PoolMembers:
     def __init__(self, clock: Clock = monotonic) -> None:
         self.current: dict[str, HealthStatus] | None = None
         """Health by ``ip:port``. None until the first replica is known: a Redis that has just
-        started has no replica yet, and an empty list would make Envoy drop all of its own."""
+        started has no replica yet, and an empty list would make Envoy drop all its replicas."""
         self._clock = clock
         self._staleness = Staleness(clock())
 
     def apply(self, change: Change) -> bool:
-        """Apply a change; return true if it concerns Envoy."""
+        """Apply a change; return true if Envoy has to learn of the change."""
         match change:
             case Snapshot(states):
                 # A replica missing from a snapshot is dropped only once its state is stale.
@@ -138,8 +138,8 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return stale replicas, as :meth:`~extproc.fleet.members.Staleness.stale` finds
-        them."""
+        """Remove and return the replicas that :meth:`~extproc.fleet.members.Staleness.stale`
+        finds."""
         stale = self._staleness.stale(after_s)
         for id_ in stale:
             self._remove(id_)
@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Health as Envoy's fallback policy uses it; a router may choose any member.
+    """Return the health that Envoy's fallback policy goes by; a router may choose any member.
 
-    A draining replica therefore gets new requests only from routers that find no other replica.
+    So a draining replica gets new requests only from routers that find no other replica.
     """
     if state.draining:
         return HealthStatus.DRAINING

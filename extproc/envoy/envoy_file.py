@@ -62,7 +62,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def managers(self) -> list[Node]:
-        """Connection managers with an ext_proc filter; all if none has one, as in patches."""
+        """Connection managers with an ext_proc filter; if there is none, as in patches, all."""
         managers = self.all(MANAGER)
         return [item for item in managers if self.all(EXT_PROC, item)] or managers
 
@@ -130,8 +130,8 @@ class EnvoyFile(Tree):
         return not any(setting["disabled"] for setting in settings)
 
     def _settings_for(self, route: Node, entry: Node) -> list[Node]:
-        """Return the settings of a filter that apply to a route: those inside the route (for
-        weighted clusters), and those of the innermost scope around the route."""
+        """Return the settings of a filter that apply to a route: settings inside the route (of its
+        weighted clusters), and settings of the innermost scope around the route."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, setting in self._settings(entry):
@@ -154,7 +154,7 @@ class EnvoyFile(Tree):
         return [entry for entry in self.all(FILTER) if self.all(kind, entry)]
 
     def is_buffered_after(self, filter: Node) -> bool:
-        """Return true if a buffer filter after ``filter`` holds requests until complete."""
+        """Return true if a buffer filter after ``filter`` holds requests until they are whole."""
         return any(_may_precede(filter.path, buffer.path) for buffer in self.all(BUFFER))
 
     def removes_before(self, filter: Node, header: str) -> bool:
@@ -167,10 +167,10 @@ class EnvoyFile(Tree):
 
 
 def destination(cluster: Node) -> str:
-    """Return the source of an ORIGINAL_DST cluster's address.
+    """Return the source from which an ORIGINAL_DST cluster reads the address.
 
-    ``header``, which any client can set; ``metadata``, which only the router can set; or an empty
-    string for any other source.
+    The source is ``header``, which any client can set; ``metadata``, which only the router can set;
+    or an empty string for anything else.
     """
     config = cluster["original_dst_lb_config"]
     if config["use_http_header"]:
@@ -181,7 +181,7 @@ def destination(cluster: Node) -> str:
 
 
 def sources(policy: Node) -> set[str]:
-    """Return where an override_host policy reads the choice: ``header``, ``metadata``."""
+    """Return the sources (``header``, ``metadata``) of an override_host policy's choice."""
     listed = policy["override_host_sources"]
     reads = {
         "header": any(source["header"].lower() == DESTINATION for source in listed),
@@ -191,12 +191,12 @@ def sources(policy: Node) -> set[str]:
 
 
 def router_cluster(filter: Node) -> str:
-    """Return the cluster that an ext_proc filter asks; empty if the filter names none."""
+    """Return the router's cluster that an ext_proc filter names; empty if the filter names none."""
     return str(filter["grpc_service"]["envoy_grpc"]["cluster_name"])
 
 
 def clusters_of(route: Node) -> set[str]:
-    """Return the clusters that a route names: an empty set if a header or a plugin chooses one."""
+    """Return the clusters that a route names; empty if a header or a plugin chooses the cluster."""
     weighted = route["weighted_clusters"]["clusters"]
     return {route["cluster"], *(cluster["name"] for cluster in weighted)} - {"", None}
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 class Level(StrEnum):
     """Severity, the worst first."""
 
-    ERROR = "error"  # requests fail, or are not routed
-    WARNING = "warning"  # something is lost or will be
+    ERROR = "error"  # requests fail, or the router does not route them
+    WARNING = "warning"  # requests are served, but something is lost, now or later
     OK = "ok"
 
 
@@ -19,7 +19,7 @@ class Finding:
 
     rule: str
     level: Level
-    where: str  # path in the file, or the name of a running part; empty: all of it
+    where: str  # path in the file, or the name of a running part; empty: the whole file
     text: str  # problem, consequence, remedy
 
     def __str__(self) -> str:

@@ -45,8 +45,8 @@ Problem = tuple[Level, str]
 
 
 def check_replicas(config: Config) -> list[Finding]:
-    """Return errors for pools without replicas and replicas listed twice, and for each file of
-    replicas that cannot be used now; pollers wait until it can be used."""
+    """Return errors for pools without replicas, replicas listed twice, and files of replicas that
+    cannot be used now. Pollers wait until such a file can be used."""
     finding, found = partial(Finding, "replicas", Level.ERROR), []
     for pool in config.each_pool:
         sources, path = [*pool.replicas], pool.replicas_file
@@ -119,8 +119,8 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
 
 
 async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """Return the replicas of a source (``ip:port`` → name), and the problems met while finding
-    them."""
+    """Return the replicas of a source (``ip:port`` → name), and the problems of looking them
+    up."""
     discovery = Discovery([source], None, RESOLVE_S)
     try:
         targets = {target.id: target.name for target in await discovery.targets()}
@@ -159,7 +159,7 @@ async def _check_lone_router(config: Config) -> list[Finding]:
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
-    """Check the Redis of a pool and read its replicas' states; None if that failed."""
+    """Check the Redis of a pool and read its replicas' states; None if Redis fails."""
     async with connect(config.redis, config.pool) as redis:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:

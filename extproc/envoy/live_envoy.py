@@ -50,7 +50,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 def _hosts(cluster: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``ip:port`` of each member → Envoy's reasons to avoid it, empty if healthy."""
+    """Return why Envoy avoids each member, by ``ip:port``; empty for a healthy member."""
     hosts = {}
     for host in cluster.get("host_statuses", ()):
         if address := host["address"].get("socket_address"):
@@ -106,7 +106,7 @@ def _running(dump: dict[str, Any]) -> dict[str, Any]:
     listeners = [entry.get("active_state", entry) for entry in _entries(dump, *_LISTENERS)]
     routes = _entries(dump, *_ROUTES)
     return {
-        "bootstrap": bootstrap | {"static_resources": {}},  # the resources are those below
+        "bootstrap": bootstrap | {"static_resources": {}},  # replaced by those below
         "clusters": [entry["cluster"] for entry in _entries(dump, *_CLUSTERS)],
         "listeners": [entry["listener"] for entry in listeners if "listener" in entry],
         "routes": [entry["route_config"] for entry in routes if "route_config" in entry],

@@ -1,4 +1,4 @@
-"""Rules on an Envoy beside which a router only observes (``observability_mode``), as a table."""
+"""Table of rules on an Envoy that lets the router only observe (``observability_mode``)."""
 
 from datetime import timedelta
 
@@ -26,7 +26,7 @@ _SHARED = {
 
 
 def only_observes(file: EnvoyFile) -> bool:
-    """Return true if Envoy ignores all that the router replies."""
+    """Return true if Envoy ignores all replies of the router."""
     return all(filter["observability_mode"] for filter in file.all(EXT_PROC))
 
 

@@ -47,8 +47,8 @@ class Rule:
     def apply(self, file: EnvoyFile) -> list[Finding]:
         """Return a finding for each mistake, or a single OK if there is none.
 
-        Routes that override a filter, and YAML anchors, repeat a mistake: one finding names the
-        first place.
+        Routes that override a filter, and YAML anchors, may repeat a mistake; its finding names the
+        first place and counts the others.
         """
         nodes, places = self.subjects(file), dict[str, list[str]]()
         for node in nodes:
@@ -85,7 +85,7 @@ def is_full_duplex(filter: Node) -> bool:
 def wanted_sources(file: EnvoyFile) -> str:
     """Return the ``override_host_sources`` that fit the protocol.
 
-    The answer to a body can set no header, so only metadata works where the body comes first.
+    A reply to a body can set no header, so if the body comes first, only metadata works.
     """
     return _FROM_METADATA if _bodies_first(file) else f"[{{header: {DESTINATION}}}]"
 
@@ -101,7 +101,7 @@ def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
 
 
 def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
-    """Return a condition: the client's ``header`` reaches an ext_proc filter inside the message."""
+    """Return a test: true if a client's ``header`` reaches an ext_proc filter inside a message."""
     return lambda node, file: (
         not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
     )
@@ -112,7 +112,7 @@ def _lacking(wanted: Iterable[str], present: list[str]) -> str:
 
 
 def _namespaces(filter: Node, way: str = "receiving") -> list[str]:
-    """Return the metadata namespaces that a filter accepts from the router, or forwards to it."""
+    """Return the metadata namespaces that a filter receives from the router or forwards to it."""
     return list(filter["metadata_options"][f"{way}_namespaces"]["untyped"])
 
 
@@ -238,7 +238,7 @@ FILTER_RULES = (
         f"a client's header {RESPONSE_SKIPPED} is not removed: the router never learns how such "
         f"requests ended. {_REMOVE_EARLY}"),
     Rule("metadata_is_received", Level.ERROR, lambda file: file.filters,
-        "Envoy accepts the router's metadata where a cluster reads it.",
+        "Envoy accepts the router's metadata if a cluster reads it.",
         lambda filter, file: (
             "metadata" in file.sources and METADATA_NAMESPACE not in _namespaces(filter)
         ),
@@ -248,7 +248,7 @@ FILTER_RULES = (
     Rule("metadata_is_forwarded", Level.WARNING,
         lambda file: [filter for filter in file.filters
             if METADATA_NAMESPACE in _namespaces(filter)],
-        "The router can tell why Envoy did not follow a decision: it sees the choice Envoy holds.",
+        "The router can tell why Envoy did not follow a decision: Envoy forwards its choice.",
         lambda filter, _: METADATA_NAMESPACE not in _namespaces(filter, "forwarding"),
         f"the metadata {METADATA_NAMESPACE!r} is not forwarded: the router cannot tell whether a "
         "filter changed its choice or Envoy skipped the address. Write metadata_options: "

@@ -119,7 +119,7 @@ class Tree:
                 self._search(child, (*path, str(key)), kind, kubernetes)
 
     def _read(self, cls: Any, value: object, path: Path) -> Any:
-        """Return a node, or the value of a duration or wrapper; None if it breaks the schema."""
+        """Return a node, or the value of a duration or wrapper; None for a breach of the schema."""
         if cls is AnyMessage:
             return self._read_any(value, path)
         if _is_plain(cls):
@@ -167,7 +167,7 @@ class Tree:
 
     def _read_any(self, value: object, path: Path) -> Any:
         if value == {}:
-            # FilterConfig may leave the settings of its filter unchanged.
+            # In a FilterConfig: the settings of the filter stay unchanged.
             return Node(AnyMessage, path)
         if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
             return self._report(path, "needs an '@type'")
@@ -220,7 +220,7 @@ def _message_type(name: str) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, str]:
-    """Return the ``snake_case`` name of each field of a message, by both spellings of the name."""
+    """Return the ``snake_case`` name of each field, by its names in ``snake_case`` and JSON."""
     names = cls._betterproto.meta_by_field_name
     camel = {re.sub("_(.?)", lambda found: found[1].upper(), name): name for name in names}
     return camel | {name: name for name in names}

@@ -16,11 +16,11 @@ from extproc.ground.address import join_address, split_address
 from extproc.ground.files import WatchedFiles, read_file
 from extproc.ground.tls import server_context
 
-_STOP_S = 0.1  # given to responses in progress at the stop; the dashboard's events never end
+_STOP_S = 0.1  # for open responses to end at the stop; the dashboard's events never end
 _OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
 AUTHORIZED: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("authorized")
-"""Check of a request's token; a long response repeats the check, as the token may change."""
+"""Check of a request's token. Long responses repeat the check, because the token may change."""
 Check = Callable[[], str]  # returns a problem in a few words, or ""
 
 
@@ -35,8 +35,8 @@ async def serve_admin(
     ready: Check = str,
     setting: str = "serve.admin",
 ) -> AsyncIterator[str]:
-    """Serve metrics, health and ``routes``; yield the bound address, whose port the system chooses
-    for port 0.
+    """Serve metrics, health and ``routes``; yield the bound address. If the port is 0, the system
+    chooses a free port.
 
     Args:
         address: ``host:port``.
@@ -49,7 +49,7 @@ async def serve_admin(
         setting: key of the address in the configuration.
 
     Raises:
-        OSError: the address is taken or belongs to another machine; names the setting.
+        OSError: the address is taken, or not of this machine; the message names the setting.
         ValueError: ``address`` is not ``host:port``, or a file of ``access`` cannot be used.
     """
     health = {"/livez": live, "/healthz": live, "/readyz": ready}

@@ -1,4 +1,4 @@
-"""Log lines about changes that a look every second finds: replicas, peers, counters, warnings."""
+"""Log lines about changes of replicas, processes, counters and warnings, found once a second."""
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
-_GONE_S = 600.0  # time for which a process that left is shown
+_GONE_S = 600.0  # time for which a process that left stays on the page
 _COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
 _OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
 
 
 class Exclusions:
-    """Excluded replicas of a pool; the resolution is the time between two looks."""
+    """Excluded replicas of a pool. Times are those of the calls of ``look`` that found a change."""
 
     def __init__(self) -> None:
-        self._excluded: dict[str, tuple[str, float]] = {}  # last reason; since when, for any reason
+        self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
         """Compares the fleet with the last look; ``now``: seconds since the epoch.
@@ -59,7 +59,7 @@ class Exclusions:
 
 
 class Presence:
-    """Names of the living processes of one kind; the resolution is the time between two looks."""
+    """Processes of one kind, living or gone. Times are those of the calls of ``look``."""
 
     def __init__(self, kind: str, pool: str) -> None:
         """``kind``: routers or pollers; ``pool`` is for the log."""
@@ -67,8 +67,8 @@ class Presence:
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
-        self._silent = frozenset[str]()  # those of them that said no farewell
-        self._farewells = frozenset[str]()  # names at the last look
+        self._silent = frozenset[str]()  # processes in ``_gone`` that said no farewell
+        self._farewells = frozenset[str]()  # ``stopped`` of the last look
 
     def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
         """Compares with the last look, and logs changes.
@@ -149,7 +149,7 @@ class WarningLog:
         self._seen: dict[str, float] = {}  # last time on the clock
 
     def look(self, warnings: Iterable[str]) -> None:
-        """Compares the warnings that the page shows now with those before."""
+        """Compares the warnings that the page shows now with the warnings of earlier looks."""
         now = self._clock()
         for warning in warnings:
             if warning not in self._seen:

@@ -33,7 +33,7 @@ async def fetch_decisions(
     Args:
         router: admin address: ``host:port`` or a URL.
         request_id: request to look up; None: the newest decisions of any request.
-        most: limit of the newest decisions.
+        most: number of newest decisions; has no effect with ``request_id``.
         access: the token to send, and the certificate to trust; with a certificate, addresses
             without a scheme are https.
     """
@@ -126,7 +126,7 @@ def _no_router(url: str, answer: str) -> RouterUnavailableError:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {_TIMEOUT_S:g} s"
-    # Its subclasses, for names and TLS, have error numbers of other kinds.
+    # Subclasses, for errors of DNS and TLS, have error numbers of other kinds.
     if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
         return os.strerror(error.os_error.errno).lower()
     if isinstance(error, aiohttp.InvalidURL):

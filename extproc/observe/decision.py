@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from msgspec import Struct, ValidationError, convert
 
-Figure = float | None  # null where a value is unknown or infinite
+Figure = float | None  # null if the value is unknown or infinite
 
 
 class Terms(Struct):
@@ -47,12 +47,12 @@ class ExcludedCandidate(Struct):
 
 
 class NotFollowed(StrEnum):
-    """Why another replica than the chosen one served a request."""
+    """Reason why a replica other than the chosen one served a request."""
 
     RETRY = "retry"  # the chosen replica failed, or was too slow for a hedge
     UNKNOWN_ADDRESS = "unknown_address"  # Envoy skipped the address: not a member of its cluster
     OTHER_FILTER = "other_filter"  # another filter of Envoy changed the choice
-    FALLBACK = "fallback"  # Envoy has no choice of the router, or its cluster does not read it
+    FALLBACK = "fallback"  # the choice did not reach Envoy, or the cluster does not read it
 
 
 class RequestOutcome(Struct):
@@ -60,8 +60,8 @@ class RequestOutcome(Struct):
 
     queued_s: float = 0.0  # in the router's queue, before dispatch
     queue_reason: str = ""
-    served_by: str | None = None  # ip:port that answered, after retries
-    not_followed: str = ""  # why another replica than the chosen one answered; see NotFollowed
+    served_by: str | None = None  # ip:port of the replica that answered, after retries
+    not_followed: str = ""  # a NotFollowed; empty if the chosen replica answered
     status: int | None = None
     ttft_s: Figure = None  # since the decision; needs a response whose chunks the router reads
     completion_s: Figure = None  # since the decision

@@ -30,7 +30,7 @@ TERMS = Terms.__struct_fields__
 _OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
 _MOST_CANDIDATES = 100_000  # in all stored decisions, about 20 MB
-MOST_RESULTS = 5000  # of predictions, kept for a pool
+MOST_RESULTS = 5000  # most prediction results kept for a pool
 
 
 class LiveOutcome(RequestOutcome):

@@ -16,14 +16,14 @@ QUANTILES = (0.5, 0.99)
 
 _EVERY_S = 10.0
 _FADES_S = 30.0  # time in which the weight of a value in an average falls by a factor e
-_GAP_S = 2.0  # a longer gap counts as this one: the process stood still
+_GAP_S = 2.0  # a longer time between two values counts as this: the process stood still
 _ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
 _TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
 _NONE_READY = "service_unavailable_error"  # answered with 503
 
 
 class History:
-    """Totals of the metrics every ten seconds; the difference of two is a period."""
+    """Totals of the metrics, stored every ten seconds; two yield the figures of a period."""
 
     def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
         self._metrics = metrics
@@ -50,7 +50,7 @@ class History:
 
         A row has requests a second, answers with 5xx (the router's 503 included), refusals with
         429, and the :data:`QUANTILES` of seconds to first token, per token and to completion; NaN:
-        no times.
+        no such time is known.
         """
         return [self._row(span) for span in SPANS_S]
 
@@ -83,7 +83,7 @@ def _sum(counts: Counts, labels: Container[str]) -> float:
 
 
 def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:
-    """Return the q-th quantile of a histogram, linear within a bucket; NaN: it is empty."""
+    """Return a quantile of a histogram, interpolated within its bucket; NaN for no values."""
     if not (total := counts.sum()):
         return float("nan")
     edges = np.array([0.0, *bounds, bounds[-1]])
@@ -110,6 +110,6 @@ class Delays:
     """Delays of the router itself, and of its Redis."""
 
     def __init__(self, clock: Clock) -> None:
-        self.loop_delay_s = Average(clock)  # how late the event loop runs what is due, at most 1 s
+        self.loop_delay_s = Average(clock)  # lateness of the event loop's timers, at most 1 s
         self.redis_s = Average(clock)  # round trip of a digest
-        self.redis_refusal = ""  # why Redis stores nothing; empty: it does
+        self.redis_refusal = ""  # why Redis stores nothing; empty if Redis stores

@@ -17,12 +17,12 @@ from extproc.replica_state import ReplicaState
 from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
-_TENANTS = 5  # shown by name: each is a series, and there may be as many tenants as users
+_TENANTS = 5  # shown by name: each tenant is a series, and there may be as many as users
 _MODELS = 20  # shown by name
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
-_DEMAND_FADES_S = 60.0  # arrived work fades to 1/e in this time; the queue is to clear within it
-_MOMENT_S = 1.0  # a shorter wait in the queue may be for a faster replica, not for any
+_DEMAND_FADES_S = 60.0  # arrived work fades to 1/e in this time; the queue should clear in it, too
+_MOMENT_S = 1.0  # a request queued for less may wait for a faster replica, not for any replica
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
@@ -74,14 +74,15 @@ class RouterMetrics:
         )
         self.not_followed = counts(
             "extproc_not_followed_total",
-            "Responses that another replica than the chosen one sent, by reason: retry, "
+            "Responses from a replica other than the chosen one, by reason: retry, "
             "unknown_address, other_filter or fallback.",
             ["reason"],
         )
         self.observed = counts(
             "extproc_observed_total",
-            "Observed requests that were answered, by Envoy's choice: the same replica as the "
-            "router's choice, another one (other), or one that the router does not know (unknown).",
+            "Observed requests that were answered, by Envoy's choice: the replica that the router "
+            "chose (same), another replica (other), or an address that the router does not know "
+            "(unknown).",
             ["choice"],
         )
         self.observed_seconds = counts(
@@ -98,13 +99,13 @@ class RouterMetrics:
         )
         self.excluded = gauge(
             "extproc_replica_excluded",
-            "1 for each replica that gets no requests of any model, by the first reason (asleep, "
-            "unhealthy, failing, full or draining), or by stalled if the replica gives no sign.",
+            "1 for each replica that gets no requests of any model, by the first reason: asleep, "
+            "unhealthy (if it answers nothing: stalled), stalled, failing, full or draining.",
             ["replica", "reason"],
         )
         self.frozen = gauge(
             "extproc_replica_gauges_ignored",
-            "1 for each replica whose gauges are ignored: they do not move.",
+            "1 for each replica whose gauges are ignored because they do not move.",
             ["replica"],
         )
         self.speed = gauge(
@@ -120,8 +121,7 @@ class RouterMetrics:
         )
         self.hits_reported = counts(
             "extproc_prefix_cache_reported_tokens_total",
-            "Prompt tokens found in the prefix cache of a replica, as the same responses report "
-            "them.",
+            "Prompt tokens found in the prefix cache of a replica, as responses report them.",
             ["replica"],
         )
         self.decision_seconds = spread(
@@ -195,7 +195,7 @@ class RouterMetrics:
         )
         self.other_routers = gauge(
             "extproc_other_routers",
-            "Other routers of the pool that this router hears, or heard when Redis went away.",
+            "Other routers of the pool that this router hears from, or did when Redis went away.",
         )
         self.digest_age = spread(
             "extproc_digest_age_seconds",
@@ -215,8 +215,8 @@ class RouterMetrics:
         )
         self.loop_delay = gauge(
             "extproc_loop_delay_seconds",
-            "Delay with which the router's event loop runs what is due, at most 1 s, averaged with "
-            "a time constant of 30 s.",
+            "Delay with which the router's event loop runs timers that are due, at most 1 s, "
+            "averaged with a time constant of 30 s.",
         )
         self.open_streams = gauge("extproc_open_streams", "Open ext_proc streams.")
 
@@ -293,14 +293,14 @@ class Demand:
 
     def replicas(self, waiting: Iterable[Waiting], routers: int = 1, usable: int = 0) -> float:
         """Return the number of replicas that arriving work keeps busy, plus the number that would
-        clear the queue.
+        clear the queue in a minute.
 
-        While requests wait for longer than a moment, the usable replicas are all busy.
+        If a request has waited for longer than ``_MOMENT_S``, all usable replicas count as busy.
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers. Each reports an equal share of the usable replicas, and of
-                a replica that a model waits for.
+            routers: number of routers. Each reports an equal share of the busy usable replicas, and
+                of one replica for each queued model that no replica serves.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

@@ -31,15 +31,14 @@ class StartLine(_Line, frozen=True, tag="start"):
 
     format: int
     pool: str
-    config: dict[str, Any]  # the settings of decisions
+    config: dict[str, Any]  # settings that decisions depend on
 
 
 class ReplicaLine(_Line, frozen=True, tag="replica"):
-    """State of a replica from this time on.
+    """State of a replica from this time on; None if the replica left the pool.
 
-    The ``learned`` of the state has the step times that predictions used. Fields of no use to a
-    what-if have their defaults: ``output_lengths``, ``scrape_seconds``, ``life_s`` and
-    ``kv_update``. None: the replica left the pool.
+    The ``learned`` of the state has the step times that predictions used. Fields that what-if does
+    not need have their defaults: ``output_lengths``, ``scrape_seconds``, ``life_s``, ``kv_update``.
     """
 
     id: str
@@ -54,7 +53,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
 
     endpoint: str
     model: str
-    replica: str  # `ip:port` that served it; empty: none
+    replica: str  # `ip:port` that served the request; empty: none
     seconds: float  # from dispatch to the end of the stream
     prompt_tokens: int  # as the replica reported, else as estimated
     estimated_tokens: int
@@ -62,9 +61,9 @@ class RequestLine(_Line, frozen=True, tag="request"):
     queued_s: float = 0.0  # in the router's queue, before dispatch
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
-    cut: bool = False  # the router read the response, and it did not end: the client hung up
+    cut: bool = False  # the router read the response, which broke off: the client hung up
     failed: bool = False
-    output_tokens: float = 0.0  # of each sequence, as reported, else as steps were counted
+    output_tokens: float = 0.0  # of each sequence, as reported, else counted by steps
     output_bound: int | None = None
     least_output: int = 0
     sequences: int = 1
@@ -78,7 +77,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     ttft_target_s: float = inf
     tpot_target_s: float = inf
     completion_target_s: float = inf
-    keys: str = ""  # this field and the next ones: a Prefix, with the upper halves of its keys
+    keys: str = ""  # this and the next four fields: a Prefix with the upper halves of its keys
     unit: float = 0.0
     whole: int = 0
     previous_key: int = 0
@@ -112,8 +111,8 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Decode the upper halves into new keys. Two of the new keys are equal if the halves at their
-    place and before are equal.
+    """Decode the upper halves, and hash them into new keys. Two new keys are equal if their prompts
+    have the same halves up to the place of the key.
 
     Raises:
         ValueError: ``text`` is no base64.

@@ -47,7 +47,7 @@ from extproc.request.profile import RequestProfile
 
 logger = logging.getLogger(__name__)
 
-FILES = 4  # of a record; together they hold record.max_bytes
+FILES = 4  # of a record; together they hold at most record.max_bytes
 _EVERY_S = 1.0
 _LAST_S = 5.0  # limit for writing the last lines when the router stops
 _REPLICAS_S = 10.0  # between two lines of a replica whose health and draining did not change
@@ -71,7 +71,7 @@ class Recorder:
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
     ) -> None:
-        """Make the record's folder; raises OSError."""
+        """Make the record's folder; raises OSError if that fails."""
         self._config = config
         self._fleet = fleet
         self._clock = clock
@@ -197,8 +197,8 @@ class Recorder:
             self._add(ReplicaLine(at=self._wall(), id=replica))
 
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Append lines to the newest file, or to a new file that can be read without the files
-        before."""
+        """Append lines to the newest file, or to a new file, which can be read without the older
+        files."""
         with self._lock:
             self._missing += lost
             if self._missing:
@@ -223,7 +223,7 @@ class Recorder:
     def _rotate(self) -> None:
         newest = self._file(0)
         if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
-            return  # the file of an earlier process or attempt has room
+            return  # an earlier process or attempt left a file that is not full
         for number in reversed(range(FILES - 1)):
             if (file := self._file(number)).exists():
                 file.replace(self._file(number + 1))
@@ -238,7 +238,7 @@ class Recorder:
 
 
 def _fields_of(profile: RequestProfile) -> dict[str, Any]:
-    """Fields of a line that tell what the request asks for."""
+    """Fields of a line that describe the request."""
     prefix, objective = profile.prefix, profile.objective
     return {name: getattr(profile, name) for name in OF_PROFILE} | {
         "estimated_tokens": profile.prompt_tokens,

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 OTHER = "other"  # label of the series for all values without a series of their own
-_MOST = 20  # label combinations of a histogram: writing the page then stops the router for 10 ms
+_MOST = 20  # label combinations of a histogram; writing 20 to the page stops the router for 10 ms
 
 
 class Counts(Collector):
@@ -79,7 +79,7 @@ class Spread(Collector):
         self._sums[labels] += value
 
     def totals(self) -> list[int]:
-        """Return the number of values in each bucket, of all combinations of labels."""
+        """Return the number of values in each bucket, added up over all labels."""
         buckets = zip(*self._counts.values(), strict=True)
         return [sum(counts) for counts in buckets] or [0] * (len(self.bounds) + 1)
 

@@ -1,12 +1,12 @@
 """State of a replica after a scrape, with figures of the engine's batch that ``/metrics`` lacks.
 
-Consecutive scrapes tell two figures:
+Two figures are derived from consecutive scrapes:
 
-- *Limit of sequences* (``max_num_seqs``). The highest number of sequences that ran at once since
-  the process started. This number counts as the limit once two consecutive polls show that requests
-  wait at it although KV space is free and all running sequences decode. A poll with more running
+- *Limit of sequences* (``max_num_seqs``): the highest number of sequences that ran at once since
+  the process started. This number counts as the limit once requests wait in two consecutive polls
+  for no other reason: KV space is free, and all running sequences decode. A poll with more running
   sequences refutes the limit.
-- *Tokens per step.* Tokens that a sequence gets from a step, averaged over about the last thousand
+- *Tokens per step*: tokens that a step gives a sequence, averaged over about the last thousand
   generated tokens.
 """
 
@@ -18,11 +18,11 @@ from msgspec import structs
 from extproc.poll.metrics_text import PageFigures
 from extproc.replica_state import EngineFigures, ReplicaState
 
-_LISTED = ("models", "listed", "adapters", "max_model_len", "takes_priority")  # by /v1/models
+_LISTED = ("models", "listed", "adapters", "max_model_len", "takes_priority")  # from /v1/models
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
-_FEWEST_STEPS = 3  # between two polls; in fewer, sequences that begin or end distort the figures
+_FEWEST_STEPS = 3  # between two polls; if fewer, starts and ends of sequences distort figures
 _MOST_PER_STEP = 8.0  # tokens of a sequence per step: longer drafts are seldom accepted
-_MEMORY = 1000.0  # generated tokens during which the weight of a ratio falls by a factor e
+_MEMORY = 1000.0  # generated tokens in which the weight of an older ratio falls to 1/e
 
 
 def scraped_state(
@@ -54,10 +54,10 @@ def scraped_state(
 def _is_full(before: ReplicaState, now: EngineFigures) -> bool:
     """Returns True if requests wait only because the batch is full.
 
-    Both polls must show waiting requests, because those of a single poll may just have arrived.
-    While a prompt is prefilled, requests wait for the token budget instead, and at least one
-    running sequence gets no token from a step. Half a token per step is the threshold that tells
-    the cases apart.
+    Both polls must show waiting requests, because requests that a single poll shows may just have
+    arrived. While a prompt is prefilled, requests wait for the token budget instead, and at least
+    one running sequence gets no token from a step. So the batch counts as full if, on average,
+    fewer than 0.5 running sequences got no token from a step.
     """
     waiting = all(poll.waiting > 0 and poll.kv_usage < _NEARLY_FULL for poll in (before, now))
     steps = now.steps - before.steps
@@ -69,7 +69,7 @@ def _is_full(before: ReplicaState, now: EngineFigures) -> bool:
 
 
 def _tokens_per_step(before: ReplicaState, now: EngineFigures) -> float:
-    """Returns the tokens that a sequence gets from a step.
+    """Returns the tokens that a step gives a sequence, on average.
 
     With short answers the figure is too high: vLLM also counts accepted drafts beyond the end of an
     answer.

@@ -69,8 +69,8 @@ class IntoFleet(Destination):
         self._fleet.remove(replica)
 
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
-        """Returns all replicas; marks the fleet's members as known once each replica was scraped or
-        failed."""
+        """Assigns all replicas; marks the fleet's members as known once each replica has a state,
+        healthy or not."""
         if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.members_known.set()
         self._fleet.pollers = {"in this router": (*problems,)}

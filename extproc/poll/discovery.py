@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 RESOLVE_S = 2.0
 """Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
 _UNNAMED_S = 10.0
-"""Seconds after which an address drains that is missing in DNS answers. A name server may answer
-with some of its addresses, and takes turns: within this time it names each of them."""
+"""Seconds without a mention in DNS answers after which an address drains. An answer may name only
+some of a host's addresses, but within this time the answers name all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Target:
     name: str
     profile: str
     kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
-    # The next two change without a new scraper: they do not take part in comparisons.
+    # A change of the next two needs no new scraper, so comparisons ignore them.
     draining: bool = field(default=False, compare=False)  # by a command, or its pod terminates
-    ready: bool = field(default=True, compare=False)  # False: not ready, says Kubernetes
+    ready: bool = field(default=True, compare=False)  # False: Kubernetes says not ready
 
     def marked(self, state: ReplicaState) -> ReplicaState:
-        """Returns the state; it is marked as draining, or as not ready, if this target is."""
+        """Returns the state, marked as draining or as not ready if this target is."""
         state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
             problem = "not ready, says Kubernetes"
@@ -84,11 +84,11 @@ class Discovery:
         self._random = random or Random()
         self._answers = answers
         self._clock = clock
-        self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # by ``ip:port``
+        self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # from ``_named``
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas. The first of several targets with one address
+        """Looks up and returns the replicas. If sources share an address, the first source
         counts."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
@@ -131,7 +131,7 @@ class Discovery:
             for address, pod in self._watches[source.kubernetes].pods.items():
                 name = "/".join(filter(None, (source.name, pod.name or address)))
                 made = target(address, name, draining=pod.terminating, ready=pod.ready)
-                if ports and pod.rank:  # as vLLM's data-parallel ranks choose theirs
+                if ports and pod.rank:  # vLLM adds a data-parallel rank to its ports
                     shifted = ports[0] + pod.rank, ports[1] + pod.rank
                     made = replace(made, kv_events_ports=shifted)
                 yield made
@@ -156,7 +156,7 @@ class Discovery:
         for gone in self._watches.keys() - sources:
             self._watches.pop(gone).stop()
         for wanted in sources - self._watches.keys():
-            from extproc.poll.kubernetes import PoolWatch, ServiceWatch  # an optional package
+            from extproc.poll.kubernetes import PoolWatch, ServiceWatch  # needs lightkube
 
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
@@ -171,7 +171,7 @@ def names_replicas(config: Config) -> bool:
     """Returns True if the configuration names a replica or a file of replicas.
 
     Raises:
-        ValueError: as :func:`require_client`.
+        ValueError: from :func:`require_client`.
     """
     require_client(config)
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
@@ -181,7 +181,7 @@ def require_client(config: Config) -> None:
     """Checks that the Kubernetes client is installed, if any source needs it.
 
     Raises:
-        ValueError: lightkube is needed and missing.
+        ValueError: a source needs lightkube, which is not installed.
     """
     sources = (source for pool in config.each_pool for source in pool.replicas)
     if any(source.kubernetes for source in sources) and find_spec("lightkube") is None:

@@ -204,9 +204,9 @@ class IntoRedis(Destination):
         leaving, refusal = frozenset(self._leaving), None
         try:
             try:
-                await self._writer.remove([*leaving])  # first: a full Redis stores nothing new
+                await self._writer.remove([*leaving])  # first, because a full Redis refuses ``put``
                 self._leaving -= leaving
-            except ResponseError as error:  # Redis may still pass states on
+            except ResponseError as error:  # Redis may still publish states
                 refusal = error
             changed, self._changed = self._changed, set()
             await self._writer.put([self._current[replica] for replica in changed])

@@ -29,17 +29,17 @@ _InferencePool = create_namespaced_resource(
     "inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"
 )
 _ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
-"""Annotation of a pod that serves only these ports of its InferencePool, separated by commas."""
+"""Annotation with the only ports of the InferencePool that a pod serves, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod, one of its ports, or another endpoint of the Service."""
+    """Endpoint of a source: a pod, one port of a pod, or an address without a pod."""
 
     name: str  # empty: not a pod
     ready: bool
     terminating: bool  # gets no new requests, but may still serve those in flight
-    rank: int = 0  # place of the port among those of the InferencePool: the data-parallel rank
+    rank: int = 0  # index of the port in the InferencePool's list: the data-parallel rank
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class KubernetesWatch:
         """Waits until the first lists have succeeded or failed, at most ``timeout_s``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
-                for reflector in self._reflectors:  # the first one may add another
+                for reflector in self._reflectors:  # the first reflector may add another
                     await reflector.tried.wait()
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class PoolWatch(KubernetesWatch):
             self._update(members_of(self._members.objects.values(), ports))
 
     def _select(self, selector: dict[str, str] | None) -> None:
-        """Follows the pods with these labels instead of the former ones; None: no pods."""
+        """Follows the pods with these labels instead of the former pods; None: no pods."""
         if selector == self._selector:
             return
         self._selector = selector
@@ -150,8 +150,8 @@ class PoolWatch(KubernetesWatch):
 def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
     """Returns the replicas of an InferencePool by ``ip:port``: each port of a pod is a replica.
 
-    Pods without an address and pods that have ended are left out, as in EndpointSlices.
-    Replicas have the names of the reference endpoint picker if the pool has several ports.
+    Pods without an address and pods that have ended are skipped, as in EndpointSlices. If the pool
+    has several ports, replicas have the names that the reference endpoint picker gives them.
     """
     found: dict[str, Pod] = {}
     for item in pods:
@@ -176,7 +176,7 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
 
     Args:
         slices: all slices of the Service. A pod may be in two slices for a moment; it counts as
-            ready, or as terminating, if one of them says so.
+            ready, or as terminating, if either slice says so.
         port: number, or name of the port in the slices.
     """
     families: dict[str, str] = {}  # by pod
@@ -186,7 +186,7 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
         if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in item.endpoints or ():
-            address = join_address(endpoint.addresses[0], number)  # further ones: the same pod
+            address = join_address(endpoint.addresses[0], number)  # others lead to the same pod
             pod = _pod(endpoint)
             if families.setdefault(pod.name or address, item.addressType) != item.addressType:
                 continue

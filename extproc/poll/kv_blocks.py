@@ -15,13 +15,13 @@ from extproc.request.prefix import seed_of, token_keys
 _MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
 _WHOLE_EVERY_S = 900.0  # longest time between two whole updates: Redis drops old ones
 _RESEND_S = 1.0  # shortest time between two whole updates
-_RESEND_MOST_S = 16.0  # the shortest time grows up to this while a full Redis stores no update
-_FEW = 512  # a whole update is due after this many keys of changes, or as many as blocks are held
+_RESEND_MOST_S = 16.0  # most that this time doubles to, while a full Redis stores no update
+_FEW = 512  # changed keys after which a whole update is due; more if more blocks are held
 _KEYS_OF_A_HEADER = 4  # size of an update's header, in keys
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of attention that need every block for a hit; other layers may have groups of their own."""
+"""Kinds of attention for which a hit needs every block; other kinds may have their own groups."""
 _HASH_BITS = 2**64 - 1
 
 
@@ -52,8 +52,8 @@ class KvBlocks:
 
     A router cannot compute the engine's hashes from a prompt, so each block gets a key, computed
     from its tokens and its parent's key. Blocks whose tokens or adapter a router cannot know are
-    skipped: blocks with images and those after them, and blocks of adapters that have only a
-    number.
+    skipped: blocks with images, the blocks after them, and blocks of adapters that events name only
+    by number.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:

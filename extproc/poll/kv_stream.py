@@ -27,8 +27,8 @@ CHECK_S = 1.0
 answers a replay within half a millisecond."""
 _ANSWER_S = 2.0  # seconds to wait for each part of a replay; an idle vLLM takes up to 0.1 s
 SAVE_S = 30.0
-"""Seconds between two saves of the blocks for the replica's next poller, which continues with a
-replay of the batches since the save; vLLM can replay 10,000 steps."""
+"""Seconds between two saves of the blocks. The replica's next poller restores the last save and has
+the batches since then replayed; vLLM can replay 10,000 steps."""
 _SAVE_AGAIN_S = 900.0  # seconds between two saves without a change: Redis drops old saves
 _LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
 _MOST_PENDING = 1_000  # batches in the receive queue; ZeroMQ drops more, and a replay repeats them
@@ -222,7 +222,7 @@ class _Batch(NamedTuple):
 
     @property
     def mark(self) -> Mark:
-        """Identity of the batch; batches of different processes never have the same one."""
+        """Identity of the batch; batches of different processes never have the same mark."""
         return Mark(self.number, blake2b(self.content, digest_size=16).digest())
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 from extproc.predict.windows import EngineCounts
 from extproc.replica_state import EngineFigures
 
-_LARGEST = 2.0**53  # counters are exact up to here
+_LARGEST = 2.0**53  # up to here, every whole number is an exact float
 _BLOCK_SIZE_ON_GPUS = 16
 
 _RUNNING = b"num_requests_running"
@@ -134,7 +134,7 @@ def read_metrics(page: bytes) -> PageFigures:
 
 
 def drop_old_adapter_sets(page: bytearray) -> None:
-    """Removes all lines of LoRA adapters except the latest from a page, or from its first part.
+    """Removes from a page, or its first part, all lines of LoRA adapters except the latest.
 
     vLLM keeps a line for each set of adapters that ever ran together, and for each order of the
     set: up to megabytes. The value of a line is the time when the set last ran.
@@ -149,7 +149,7 @@ def drop_old_adapter_sets(page: bytearray) -> None:
 
 
 def _series(page: bytes, *names: bytes) -> list[bytes]:
-    """Returns the lines of the first name on the page: ``{labels} value [timestamp]``."""
+    """Returns the lines of the first name that the page has: ``{labels} value [timestamp]``."""
     return next((found for name in names if (found := _lines(page, b"\nvllm:" + name))), [])
 
 
@@ -159,7 +159,7 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
         return []
     end = page.find(b"\n#", begin)
     lines = page[begin : end if end >= 0 else len(page)].split(start)
-    # After a longer name another byte follows.
+    # Lines of a longer name with this beginning have another byte here.
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 
@@ -206,7 +206,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Returns the upper bound and the number of requests of each bucket of generated tokens."""
+    """Returns the upper bound, in generated tokens, and the requests of each bucket."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):

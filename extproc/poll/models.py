@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
 _LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
 _NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
-_TAKES_PRIORITY = 0, 11  # first version of vLLM
+_TAKES_PRIORITY = 0, 11  # first version of vLLM that accepts ``priority``
 
 
 class Models:

@@ -89,14 +89,14 @@ class Poller:
             self._into.forget(replica)  # cancels a removal that is not written yet
         self._targets = targets
         for replica, polled in self._polled.items():
-            if (target := targets.get(replica)) == polled.target:  # otherwise it starts anew
+            if (target := targets.get(replica)) == polled.target:  # else its scraper is replaced
                 polled.mark(target)
 
     async def _update_assignment(self, context: PollContext) -> None:
         targets = self._targets
         problems = [f"{name}: {why}" for name, why in self._discovery.problems().items()]
         assigned = await self._into.claim(targets, problems)
-        # After a lapse another poller may have scraped the replicas: start all of them again.
+        # After a lapse, another poller may have scraped the replicas: start all scrapes anew.
         lost = {*self._polled} if assigned.lapsed else self._polled.keys() - assigned.replicas
         for replica in lost:
             self._polled.pop(replica).stop()
@@ -111,7 +111,7 @@ class Poller:
                 polled.resend_all()
         new = assigned.replicas - self._polled.keys()
         known = await self._into.last_states(new) if new else {}
-        targets = targets | self._targets  # found meanwhile: draining or ready may have changed
+        targets = targets | self._targets  # meanwhile, draining or ready may have changed
         for replica in new:
             self._polled[replica] = PolledReplica(targets[replica], known.get(replica), context)
         if new or lost:

@@ -26,9 +26,9 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _LIST_S = 10.0
 _WATCH_S = 40
-"""Seconds after which the API server ends a watch, and a new list begins. Proxies may cut
-connections that are silent for a minute, and the list fails if the server is gone."""
-_LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which this side ends the watch
+"""Seconds after which the API server ends a watch, and a new list begins. After a minute of silence
+proxies may cut the connection; and the new list fails if the server is gone."""
+_LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which the client ends the watch
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 
@@ -36,8 +36,8 @@ _Object = TypeVar("_Object", bound=NamespacedResource)
 
 
 class Reflector(Generic[_Object]):
-    """Copy of the selected objects of a kind, as client-go's: lists them, watches them for
-    ``_WATCH_S``, and repeats.
+    """Copy of the selected objects of a kind, like the Reflector of client-go: lists them, watches
+    them for ``_WATCH_S``, and repeats.
 
     After a failure the last objects stay. Each round reads token and CA again, because kubelet
     renews them.

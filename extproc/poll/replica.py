@@ -42,8 +42,8 @@ SILENCE_STEP_S = 0.1
 """Seconds between two updates of a replica's silence. The first probe for silence starts once a
 scrape takes this much longer than the scrape before."""
 STALL_S = 1.0
-"""Silence in seconds from which the published state shows it; a busy API server may be silent for
-less while its requests proceed."""
+"""Seconds of silence before the published state shows the silence. A busy API server may be silent
+for a shorter time while its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
 _HANGS = "hangs: accepts connections, but answers neither /metrics nor /health"
@@ -85,14 +85,14 @@ class PolledReplica:
             "by_priority": context.config.priority_scheduling,
             "life_s": TTL_S,
         }
-        # The last published state; at first, the one of the replica's previous poller.
+        # The last published state; at first, that of the replica's previous poller.
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
-        self._silent_scrapes = 0  # in a row
+        self._silent_scrapes = 0  # consecutive
         self._profile = hardware_profile(target.profile)
         self._learned = _learned(known, target.profile)
-        self._estimator: Estimator | None = None  # until the first scrape of the process
+        self._estimator: Estimator | None = None  # None: this process was not scraped yet
         self._models = Models(context.session, target, self._listed)
         self._kv_stream: KvStream | None = None
         if (ports := target.kv_events_ports) is not None:
@@ -106,7 +106,7 @@ class PolledReplica:
         return self.state is not None and self.state.healthy
 
     def mark(self, target: Target) -> None:
-        """Takes over whether the replica drains or is ready; publishes a change at once."""
+        """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""
         before, self.target = self.target, target
         if (before.draining, before.ready) != (target.draining, target.ready):
             self._update()
@@ -206,7 +206,7 @@ class PolledReplica:
         self._silent_scrapes = 0
         self._context.metrics.seconds.observe(seconds)
         self._figures = figures
-        # Several engines have separate caches, and the events do not say whose.
+        # Several engines have separate caches, and an event does not name its engine.
         kv_stream = self._kv_stream if figures.engines == 1 else None
         state = scraped_state(
             self._blank(),
@@ -230,7 +230,7 @@ class PolledReplica:
         is_silent = isinstance(error, SilentError)
         self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
         if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
-            self._publish(self.state)  # unchanged: shows routers that the poller is alive
+            self._publish(self.state)  # unchanged, to show routers that the poller is alive
             return
         problem = self._problem(error)
         if self.state is None or self.healthy:
@@ -313,7 +313,7 @@ class PolledReplica:
             self._publish(structs.replace(self.state, **values))
 
     def _listed(self, fields: dict[str, Any]) -> None:
-        """Publishes the fields of a state that the replica's list of models tells."""
+        """Publishes the fields of the state that come from the replica's list of models."""
         before = self.state
         if before is not None:
             fields["takes_priority"] |= before.by_priority or before.takes_priority
@@ -327,7 +327,7 @@ class PolledReplica:
             return False
         if self._serves_another_model(figures):
             return True
-        if last.started_at and figures.started_at:  # otherwise a restart shows in fallen counters
+        if last.started_at and figures.started_at:  # else only fallen counters show a restart
             return last.started_at != figures.started_at
         return (
             figures.steps < last.steps

@@ -40,7 +40,7 @@ class Host:
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
-        self.addresses: tuple[str, ...] = ()  # of one family, in order
+        self.addresses: tuple[str, ...] = ()  # all IPv4 or all IPv6, sorted
         self._name = name
         self._resolve = resolve
         self._timeout_s = timeout_s

@@ -244,7 +244,7 @@ async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_pat
         assert "'gpu-2' is not a replica of the pool 'default'; did you mean 'gpu-1'?" in error
         error = await run("drain", "gpu-1", status=1)
     both = ", ".join(sorted([a.id, b.id]))
-    assert f"2 replicas have the name 'gpu-1': use an address of {both}" in error
+    assert f"2 replicas have the name 'gpu-1': use an address: {both}" in error
 
 
 async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:

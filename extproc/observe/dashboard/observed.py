@@ -9,14 +9,14 @@ from extproc.observe.decision_log import DecisionLog
 _COMPARED = 1000  # of the last decisions
 
 
-Words = list[tuple[str, str]]  # what a figure or fact is about, and its text
+Words = list[tuple[str, str]]  # names and texts of figures or facts
 
 
 def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     """Compare the router's choices with Envoy's, for observed requests of the last 1,000 decisions.
 
-    Returns figures and facts for the page. The figures are empty until such a request was answered,
-    and the facts until the end of one was seen.
+    Returns figures and facts for the page. There is a figure if such a request was answered, and a
+    fact if the router saw the end of such a request.
     """
     answered, elsewhere = 0, 0
     times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual

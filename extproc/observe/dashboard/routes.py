@@ -27,7 +27,7 @@ _HEADERS = {  # the page loads nothing from other sites, is framed by none, runs
 _PATIENCE_S = 5.0  # timeout of a write to a viewer that stopped reading
 _MOST_VIEWERS = 100
 EVERY_S = 1.0  # seconds between two snapshots
-_EARLY_S = 0.01  # a timer may fire this much too early
+_EARLY_S = 0.01  # seconds by which a timer may fire too early
 
 
 class Live:
@@ -53,7 +53,7 @@ class Live:
 
 
 def page_routes() -> list[web.RouteDef]:
-    """Serve the files of the page, which need no token: they hold no data."""
+    """Serve the files of the page, which need no token because they hold no data."""
     files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
     assets = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
     return [web.get("/", _file(_FILES / "index.html")), *assets]

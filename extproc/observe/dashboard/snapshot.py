@@ -32,7 +32,7 @@ from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
 _COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
-_LEAST_SHARED = 3  # decisions in the last minute: shares of fewer say nothing
+_LEAST_SHARED = 3  # decisions in the last minute below which no shares are shown
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
@@ -113,8 +113,8 @@ def text_table(
     rows: Sequence[Sequence[str]],
     units: Mapping[str, str],
 ) -> PageTable:
-    """Convert a table of ``explain``; ``units``: units of columns, by title, other than text and
-    figure."""
+    """Convert a table of ``explain``; ``units``: by title, the units of columns that are neither
+    text nor figure."""
     converted = list[PageColumn]()
     for at, column in enumerate(columns):
         title = column.header
@@ -232,7 +232,7 @@ def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
         f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} times "
         f"the predicted time, and eight of ten took {low:.2f} to {high:.2f} times."
     )
-    # One of ``stride`` requests by a hash, so that the same points are drawn again.
+    # A hash selects one of ``stride`` requests, so that each snapshot draws the same points.
     stride = 1 << (len(ended) // _POINTS).bit_length()
     points = [
         (round(result.predicted_s, 3), round(result.actual_s, 3))
@@ -290,7 +290,7 @@ def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float)
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
-    """Yield the values of each column of times, TPOT in milliseconds; None if no time is known."""
+    """Yield the values of each column of times, TPOT in milliseconds; None for unknown times."""
     factors = (1.0, 1.0, 1e3, 1e3, 1.0, 1.0)
     for values, factor in zip(times, factors, strict=True):
         yield [None if isnan(value) else round(value * factor, 3) for value in values]

@@ -22,7 +22,7 @@ _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
 _SLOW = 0.67  # speed, relative to the other replicas of the same profile
 _WRONG_PROFILE = 2.0  # speed, relative to the profile
-_ENOUGH_TOKENS = 5_000.0  # expected prompt tokens from which a prefix cache is judged
+_ENOUGH_TOKENS = 5_000.0  # fewest expected prompt tokens by which a prefix cache is judged
 _FOUND = 0.5  # least share of the expected tokens that a working prefix cache finds
 _LATELY_S = 60.0
 _NOT_FOLLOWED = {
@@ -35,7 +35,7 @@ _NOT_FOLLOWED = {
 _NEARLY = 0.9  # share of a limit
 _SLOW_LOOP_S = 0.02  # mean delay of the event loop: a request needs it several times
 _SLOW_REDIS_S = 0.02  # mean round trip
-_OWN_DELAYS = 4.0  # delays of the event loop in a round trip, at most: not the fault of Redis
+_OWN_DELAYS = 4.0  # a round trip of up to this many loop delays is not the fault of Redis
 _EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by less
 
 
@@ -44,7 +44,7 @@ class Costly(str):
 
 
 def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
-    """Put each prefix before its warning, and those that cost requests before all others."""
+    """Join each prefix and warning; warnings of faults that cost requests come first."""
     ordered = sorted(warnings, key=lambda pair: not isinstance(pair[1], Costly))
     return [prefix + warning for prefix, warning in ordered]
 
@@ -97,7 +97,7 @@ def pool_warnings(
 
 
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Yield those warnings about a pool that no event of the log reports."""
+    """Yield the warnings about a pool whose causes have no log line of their own."""
     yield from _stale(pool)
     yield from _lost(pool.routers, "Envoy uses the other routers.")
     if pool.fleet.pollers:
@@ -111,7 +111,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _stale(pool: ObservedPool) -> Iterator[str]:
-    """Yield what makes the state of the pool stale, or else that it is stale."""
+    """Yield the cause of a stale state; if the cause is unknown, only that the state is stale."""
     fleet, lost = pool.fleet, redis_lost(pool)
     shares = pool.config.state == "redis" and not pool.delays.redis_refusal
     no_poller = shares and fleet.pollers == {}
@@ -148,7 +148,7 @@ def _lost(processes: Presence, consequence: str) -> Iterator[str]:
 
 
 def _pollers(pool: ObservedPool) -> Iterator[str]:
-    """Yield what pollers cannot look up."""
+    """Yield the sources that pollers cannot look up."""
     for poller, problems in (pool.fleet.pollers or {}).items():
         for problem in problems:
             yield f"Poller {poller} keeps the last known replicas of {problem}."
@@ -193,7 +193,7 @@ def _is_dead(state: ReplicaState) -> bool:
 
 
 def _not_followed(pool: ObservedPool) -> Iterator[str]:
-    """Yield warnings if Envoy sent requests elsewhere for other reasons than a retry."""
+    """Yield warnings if Envoy sent requests elsewhere for reasons other than a retry."""
     lately = pool.log.since(pool.wall() - _LATELY_S)
     reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
     for reason, cause in _NOT_FOLLOWED.items():
@@ -212,7 +212,7 @@ def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _slow(pool: ObservedPool) -> Iterator[str]:
-    """Yield warnings about replicas that are slower than their equals, and about profiles that do
+    """Yield warnings about replicas slower than others of their profile, and about profiles that do
     not fit."""
     speeds = defaultdict[str, dict[str, float]](dict)
     for state in pool.fleet.members:
@@ -235,8 +235,8 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
 
 
 def _drifts(view: FleetView) -> Iterator[str]:
-    """Yield warnings about replicas whose decode times differ from the prediction much more than
-    those of other replicas."""
+    """Yield warnings about replicas whose decode times differ from predictions much more than on
+    other replicas."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))

@@ -15,7 +15,7 @@ function say(words, lost = false) {
   classed($("state"), lost ? "state lost" : "state");
 }
 
-/** Follows the events until they end; fetch, for EventSource sends no token. */
+/** Follows the events until they end; uses fetch, because EventSource sends no token. */
 async function follow(signal) {
   const response = await ask("dashboard/events", { signal });
   if (response.status === 401) return askForToken();
@@ -84,7 +84,7 @@ async function live() {
         await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
       }
     } finally {
-      stop.abort(); // else the abandoned response would go on
+      stop.abort(); // otherwise the abandoned response would go on
       clearInterval(watch);
     }
   }
