@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 
 
 async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
-    """Start a Redis with these settings beside the usual ones."""
+    """Start a Redis with these settings in addition to the usual ones."""
     usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
     usual["repl-diskless-sync-delay"] = "0"  # else a primary waits 5 s for more replicas
     log = directory / f"{port}.log"
@@ -98,9 +98,9 @@ async def watched(directory: Path) -> AsyncIterator[SentinelPair]:
 
 
 class RedisCluster:
-    """Three primaries; the first holds all slots but two, and has a replica, the fourth.
+    """Three primaries, and a replica of the first, which holds all slots except two.
 
-    Each has a second port, 10,000 higher: ``free_port`` leaves room for it.
+    Each server has a second port, 10,000 higher: ``free_port`` leaves room for it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -239,7 +239,7 @@ async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIter
 
 @asynccontextmanager
 async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[IntoRedis]:
-    """Writes as a poller, but sends no heartbeats: no pause may count as the end of one."""
+    """Writes as a poller without heartbeats, which is not taken for dead after a pause."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(assignment, "LIFE_S", PATIENCE_S)
         async with connect(url, pool) as redis:

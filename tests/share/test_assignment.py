@@ -1,4 +1,4 @@
-"""Living pollers share the replicas of a pool, and each replica has replica poller."""
+"""Living pollers share the replicas of a pool, and each replica has one poller."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -24,7 +24,7 @@ LIFE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heartbeat ends because this machine is busy."""
+    """No heartbeat expires because this machine is busy."""
     monkeypatch.setattr(assignment, "LIFE_S", LIFE_S)
 
 
@@ -109,7 +109,7 @@ async def test_replicas_of_dead_poller_are_taken_over(
         soon.setattr(assignment, "LIFE_S", 0.1)
         await a.beat()
     async with asyncio.timeout(PATIENCE_S):
-        while b.replicas != TEN:  # a never comes again
+        while b.replicas != TEN:  # poller a never comes back
             await b.beat()
     await b.beat()
     assert await redis_client.smembers(Keys(POOL).pollers) == {b"b"}

@@ -1,4 +1,4 @@
-"""Models that nothing serves any more, across a router's restart."""
+"""Models that no replica serves any more, across a restart of the router."""
 
 import pytest
 from redis.asyncio import Redis

@@ -38,13 +38,13 @@ reading = partial(hearing, DigestReader)
 
 @pytest.fixture(autouse=True)
 def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No digest ends because this machine is busy."""
+    """No digest expires because this machine is busy."""
     monkeypatch.setattr(digests, "_LIFE_MS", LIFE_MS)
 
 
 @pytest.fixture
 async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
-    """Connected reader; returns its next event."""
+    """Function that returns the next event of a connected reader."""
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         yield following
@@ -183,7 +183,7 @@ async def test_farewell_is_sent_at_stop(redis_server: RedisServer, redis_client:
         )
         try:
             assert (await heard(following)).kind is DigestKind.WHOLE
-            await redis_client.client_pause(300, all=False)  # all else ends long before
+            await redis_client.client_pause(300, all=False)  # longer than all else takes
             process.terminate()
             while (await heard(following)).kind is not DigestKind.FAREWELL:
                 pass

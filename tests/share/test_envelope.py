@@ -53,7 +53,7 @@ class Opened:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compares as they are sealed: arrays compare element by element."""
+    """Compares sealed bytes, because ``==`` compares arrays element by element."""
     kind = next(kind for kind in KINDS if kind.body is type(one))
     return type(one) is type(other) and kind.seal(one) == kind.seal(other)
 
@@ -214,7 +214,7 @@ FIELDS = {
         "refuses most_running max_num_seqs tokens_per_step"
     ),
 }
-"""Fields of 0.1.0: without them, or with another meaning, a message needs a new tag."""
+"""Fields of 0.1.0. If a field is removed or changes its meaning, the message needs a new tag."""
 
 
 @pytest.mark.parametrize(("body", "names"), FIELDS.items())

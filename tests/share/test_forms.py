@@ -52,7 +52,7 @@ async def share_through(url: RedisSettings | str) -> None:
 
 
 async def until_known(following: Next, state: ReplicaState) -> None:
-    """Until it is pushed, or found."""
+    """Waits until the reader yields the state, pushed or in a snapshot."""
     while True:
         change = await following()
         if change == Put(state) or (isinstance(change, Snapshot) and state in change.states):
@@ -171,7 +171,7 @@ async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
 
 
 async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
-    """Scripts and transactions work, as all keys of a pool are on the same node."""
+    """Scripts and transactions work, because all keys of a pool are on the same node."""
     async with cluster(tmp_path) as nodes:
         url = cluster_at(nodes.ports[2])
         async with connect(url, POOL) as redis:
