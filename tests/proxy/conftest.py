@@ -30,7 +30,7 @@ def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
 
 
 def with_fleet(services: Services, clock: ManualClock, **parts: Any) -> Services:
-    """The services on this clock, with two replicas, which are all replicas of the pool."""
+    """Services on this clock; two replicas are the whole pool."""
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
     fleet.members_known.set()
     return on_fleet(services, fleet, clock=clock, **parts)

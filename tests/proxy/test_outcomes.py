@@ -1,4 +1,4 @@
-"""A response updates metrics, the learned figures and the replica's standing."""
+"""A response updates metrics, learned figures, and the eligibility of its replica."""
 
 import gc
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
     await stream.end()
     (record,) = services.log.of_request("one")
     decision = record.decision
-    tpot = decision.forecast().decode_time_per_token  # nothing was learned yet that stretches it
+    tpot = decision.forecast().decode_time_per_token  # no stretch is learned yet
     for name, actual, predicted in (
         ("ttft", 0.5, decision.predicted_ttft),
         ("tpot", 0.5, tpot),
@@ -237,7 +237,7 @@ async def test_steps_counted_during_unread_stream_teach_its_length(
 
 
 def expected_length(services: Services) -> float:
-    """Expected output tokens, after a dispatch to each replica: no later request runs alone."""
+    """Expected output tokens. Dispatches to each replica, so that no later request is solo."""
     for number in (1, 2):
         services.fleet.dispatch(replica(number), chat(100, 10_000))
     return services.fleet.lengths.expected(0, 10_000.0)
@@ -276,7 +276,7 @@ async def test_stream_without_usage_teaches_completion_error(
 async def test_unread_stream_has_no_completion_time(
     stream: Stream, services: Services, registry: CollectorRegistry
 ) -> None:
-    """Envoy closes its stream alike when a response ends and when a client hangs up."""
+    """Envoy closes the stream in the same way if a response ends and if a client hangs up."""
     await stream.ask(STREAMED, headers=NAMED)
     reply = await stream.response_headers(content_type=EVENTS)
     assert reply.mode_override is None

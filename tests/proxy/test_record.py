@@ -81,7 +81,7 @@ def text_in(folder: Path) -> str:
 
 
 def cut(folder: Path) -> None:
-    """Cuts the last line, as a process that is killed while it writes."""
+    """Cuts the last line, as if the process had been killed while writing."""
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-9])
 

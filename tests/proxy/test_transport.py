@@ -44,7 +44,7 @@ def in_use() -> int:
 
 
 async def left_by(times: int, ask: Callable[[], Awaitable[None]]) -> float:
-    """Bytes that each call leaves behind, once as many calls have filled caches."""
+    """Bytes that each call leaves behind, after as many calls that fill caches."""
     for _ in range(times):
         await ask()
     before = in_use()
@@ -77,7 +77,7 @@ async def test_reply_leaks_no_memory() -> None:
 
 
 async def left_by_streams(port: int, reset: bool) -> float:
-    """Bytes that each closed stream leaves behind, in its client, too; perhaps reset at once."""
+    """Bytes that each stream leaves behind in server and client; ``reset``: instead of a close."""
     raw = bytes(ProcessingRequest(request_body=HttpBody(body=b"{}", end_of_stream=True)))
     channel = Channel("127.0.0.1", port, codec=_Bytes())
 
