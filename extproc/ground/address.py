@@ -10,7 +10,7 @@ _MAX_PORT = 65_535
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port, without the brackets of an IPv6 host; else raises ValueError."""
+    """Returns host (IPv6 without brackets) and port; raises ValueError if malformed."""
     match = _ADDRESS.fullmatch(address.strip())
     if match is None or int(match["port"]) > _MAX_PORT:
         raise ValueError(f"{address!r} is not an address of the form host:port or [ipv6]:port")
@@ -18,13 +18,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def process_address(name: str) -> str:
-    """Returns host and port of a router or poller, without the part of its name that is new with
-    each start."""
+    """Returns ``host:port`` from the name ``host:port:random`` of a router or poller."""
     return name.rpartition(":")[0]
 
 
 def is_ip(host: str) -> bool:
-    """Returns True for an IPv4 or IPv6 address, without brackets."""
+    """Returns True for an IPv4 address, or an IPv6 address without brackets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -33,7 +32,7 @@ def is_ip(host: str) -> bool:
 
 
 def with_name(address: str, name: str) -> str:
-    """Returns ``name (address)``, or the address alone if the name is empty or the same."""
+    """Returns ``name (address)``, or the address alone if the name is empty or the address."""
     return address if name in ("", address) else f"{name} ({address})"
 
 

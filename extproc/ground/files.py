@@ -1,4 +1,4 @@
-"""Files that settings name: read with one-line errors, and read again after a change."""
+"""Reader of files that settings name: errors take one line, and changed files are read again."""
 
 import logging
 import ssl
@@ -38,7 +38,7 @@ class WatchedFiles(Generic[T]):
     content stays in use.
 
     Args:
-        what: how log lines name the files.
+        what: name of the files in log lines.
         read: reads the content; raises OSError or ValueError if the files cannot be used.
         files: files to watch.
     """
@@ -47,7 +47,7 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._read = read
         self._files = files
-        self._stamps: list[_Stamp | None] | None = None  # None: the next call has to read
+        self._stamps: list[_Stamp | None] | None = None  # None: no read has succeeded yet
         self._was_read = False
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
@@ -55,16 +55,17 @@ class WatchedFiles(Generic[T]):
         self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
 
     def read(self) -> T:
-        """Returns the content; raises what ``read`` raises."""
+        """Returns the content; raises what the constructor's ``read`` raises."""
         stamps, self._stamps = self._stamps_now(), None
         content = self._read()
         self._stamps, self._was_read = stamps, True
         return content
 
     def if_changed(self) -> T | None:
-        """Returns the content if it changed and can be used; otherwise logs why, and returns None.
+        """Returns the content if the files changed, else None. If the new content cannot be used,
+        logs the reason and returns None.
 
-        The first call always reads; a failed read is repeated at the next call.
+        Files count as changed until a read succeeds.
         """
         if self._stamps == self._stamps_now():
             return None

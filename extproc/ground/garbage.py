@@ -1,4 +1,4 @@
-"""Garbage collector: keeps it from what is never garbage."""
+"""Garbage collection that skips objects which live as long as the process."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def never_garbage() -> Iterator[None]:
-    """Exempts all objects that exist at the end of the block, such as modules, from collections.
+    """Exempts all objects that exist at the end of the block, such as modules, from collection.
 
-    Collections while modules are imported, and the first full one afterwards, would take a tenth
-    of a router's start.
+    Otherwise garbage collection during the imports, and the first full collection after them,
+    would take a tenth of the time that a router needs to start.
     """
     gc.disable()
     try:

@@ -11,8 +11,8 @@ class OutageLog:
         log: Logger,
         begins: str,  # message of the first failure
         over: str = "",  # message of the first success; empty: not logged
-        level: int = WARNING,  # of ``begins``
-        each: bool = False,  # also log a later failure if its text differs from the one before
+        level: int = WARNING,  # of the line ``begins``
+        each: bool = False,  # also log each later failure whose text is new
         **extra: str,  # fields of both lines
     ) -> None:
         self.problem = ""  # text of the last failure; empty: no outage
@@ -24,15 +24,15 @@ class OutageLog:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None, **remedy: str) -> None:
-        """Records a failure. Logs the first of an outage and, with ``each``, every failure whose
-        text differs from the one before; ``remedy``: further fields of the line."""
+        """Records a failure. Logs the first failure of an outage and, with ``each``, every failure
+        whose text differs from the last failure's. ``remedy``: further fields of the log line."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem} | remedy
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
     def recovered(self) -> None:
-        """Ends the outage and logs that; does nothing without an outage."""
+        """Ends the outage, if there is one, and logs its end."""
         if self.problem and self._over:
             self._log.info(self._over, extra=self._extra)
         self.problem = ""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_FILES = 10_240  # open files where the limit is infinite: macOS refuses more
+_FILES = 10_240  # open files if the hard limit is infinite: macOS refuses more
 
 
 def allow_many_connections() -> None:
@@ -82,7 +82,7 @@ async def look_up(host: str) -> list[str]:
 
 
 async def in_turns(steps: Iterable[None]) -> None:
-    """Runs the steps one by one; after each, the event loop may do other work."""
+    """Runs the steps one by one; between two steps, the event loop may do other work."""
     for _ in steps:
         await asyncio.sleep(0)
 

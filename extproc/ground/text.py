@@ -19,24 +19,24 @@ class Column:
 
     header: str
     left: bool = False
-    most: int = WIDTH  # characters; longer cells lose their beginning: names differ at the end
+    most: int = WIDTH  # characters; longer cells lose their start, because names differ at the end
 
 
-Cells = Sequence[tuple[Column, Callable[[T], str]]]  # columns, with the text of a cell for an item
+Cells = Sequence[tuple[Column, Callable[[T], str]]]  # column, and text of an item's cell
 
 
 def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:
-    """Returns the header and a line for each item."""
+    """Returns the lines of a table: a header, and a line for each item."""
     return table([column for column, _ in cells], [row_of(cells, item) for item in items])
 
 
 def row_of(cells: Cells[T], item: T) -> list[str]:
-    """Returns the cells of an item."""
+    """Returns the texts of an item's cells."""
     return [cell(item) for _, cell in cells]
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the header and a line for each row."""
+    """Returns the lines of a table: a header, and a line for each row."""
     cells = [[_fit(*pair) for pair in zip(row, columns, strict=True)] for row in rows]
     headers = [column.header for column in columns]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
@@ -50,7 +50,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
 
 
 def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> list[str]:
-    """Wraps the text with an indent, which is filled by ``first`` in the first line."""
+    """Wraps and indents the text; in the first line, ``first`` takes the place of the indent."""
     before, after = first.ljust(indent), " " * indent
     return textwrap.wrap(
         text, width, initial_indent=before, subsequent_indent=after, break_on_hyphens=False
@@ -58,7 +58,7 @@ def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> li
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, which a client or replica could send to a terminal, by ``?``."""
+    """Replaces control characters by ``?``, so that no client or replica controls a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -75,7 +75,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Formats a number with three or four digits; ``-`` for None."""
+    """Formats a number with 3 decimals below 10, 2 below 100, 1 below 1000; ``-`` for None."""
     if value is None:
         return "-"
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0

@@ -35,7 +35,7 @@ class Certificates:
     chain: bytes  # the certificate and its intermediates
     key: bytes
     client_ca: bytes | None  # authorities of permitted clients; None: every client is permitted
-    doubt: str  # why peers will distrust the certificate (say, it has expired); or empty
+    doubt: str  # reason why peers will distrust the certificate, such as its expiry; empty: none
     context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
@@ -56,7 +56,8 @@ def read(files: CertificateSection, section: str, client_ca: Path | None = None)
 def watched(
     files: CertificateSection, section: str, peers: str, client_ca: Path | None = None
 ) -> WatchedFiles[Certificates]:
-    """Watches the files; logs a warning if ``peers`` will not trust the certificate."""
+    """Watches the files. Logs a warning if the clients, which the warning calls ``peers``, will not
+    trust the certificate."""
 
     def tried() -> Certificates:
         found = read(files, section, client_ca)
@@ -90,7 +91,7 @@ def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | 
 def _server_context(cert: Path, key: Path, section: str) -> ssl.SSLContext:
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        server.load_cert_chain(cert, key, password="")  # gRPC takes no password
+        server.load_cert_chain(cert, key, password="")  # refuses an encrypted key, as gRPC does
     except ssl.SSLError as error:
         reason = f"cannot be used with {cert}: {error.reason}"
         if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
@@ -118,7 +119,7 @@ def trusting(certificate: Path) -> ssl.SSLContext:
 
 
 def _rejection(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Reason, in OpenSSL's words, why the client rejects the server; empty if it does not."""
+    """Returns why the client rejects the server, in OpenSSL's words, or an empty string."""
     upwards, downwards = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(downwards, upwards), server.wrap_bio(upwards, downwards, True)
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-_MERGE = "tag:yaml.org,2002:merge"  # tag of the key `<<`, which may come several times
+_MERGE = "tag:yaml.org,2002:merge"  # tag of the key `<<`, which a mapping may have several times
 
 
 def read_yaml(path: Path) -> object:

@@ -11,7 +11,7 @@ from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
 _PAGE = 50  # decisions in a reply
-_BEST = 20  # candidates of each decision in a list: a thousand would make it 20 MB
+_BEST = 20  # candidates of each decision in a reply: with a thousand, a reply would have 20 MB
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:
@@ -50,8 +50,8 @@ def _states(pools: Iterable[Services]) -> Iterator[dict[str, object]]:
 
 
 async def _array(items: Iterable[object]) -> bytes:
-    """Encodes a JSON array; the event loop serves requests between two items, because a large fleet
-    takes long to encode."""
+    """Encodes a JSON array. The event loop may serve requests between two items, because a large
+    fleet takes long to encode."""
     encoded = []
     for item in items:
         encoded.append(json.encode(item))

@@ -21,9 +21,9 @@ from extproc.route.waiting import Place, Waiting
 def observe(exchange: Exchange) -> None:
     """Predicts a request that Envoy alone handles."""
     services, started = exchange.services, exchange.services.clock()
-    with suppress(Refusal):  # the replica answers such a request itself
+    with suppress(Refusal):  # the replica will answer with an error
         profile = _profile(exchange)
-        # Not visible: the choice must not be a replica that is only to be tried out.
+        # As if the response were skipped: the router must not choose a replica to try it out.
         decision = services.router.decide(
             profile, exchange.headers.policy, exchange.subset, response_visible=False
         )
@@ -36,14 +36,14 @@ def observe(exchange: Exchange) -> None:
 
 async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes:
     """Dispatches the request to the best replica, now or after a wait in the queue; returns the
-    reply to the phase.
+    reply to Envoy's message.
 
     If no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
 
     Args:
         exchange: the request; its body is replaced by the body for the chosen replica.
-        phase: the phase to reply to.
-        unread_model: model of a large body that stays at Envoy; its length determines the profile.
+        phase: kind of Envoy's message to reply to, such as ``request_body``.
+        unread_model: model of a large body that stays at Envoy: the profile depends on the length.
 
     Raises:
         Refusal: the request is refused.
@@ -63,7 +63,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
         if decision is not None:
             if place is None:
                 services.demand.arrived(decision)
-            # Only a request can show how fast an untried replica is.
+            # Refuse nothing while a replica is untried: only a request can show its speed.
             if not services.fleet.untried(decision.situation.view):
                 if place is None:
                     _refuse_slow_first_token(services, decision)
@@ -88,10 +88,10 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
 
 
 def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
-    """Sends a request without work to a replica of its model, or returns None: Envoy chooses."""
+    """Forwards a request that gives the engine no work. Returns None if Envoy has to choose."""
     services, decision = exchange.services, None
     if not _is_unserved(services, profile):
-        # Not visible: the choice must not be a replica that is only to be tried out.
+        # As if the response were skipped: the router must not choose a replica to try it out.
         decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
     if decision is None:
         _refuse_unserved(services, profile, exchange.has_fallback)
@@ -179,7 +179,7 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
-    """True if a replica served the model lately, so that the request may wait for a replica."""
+    """True if the request may wait for a new replica, because one served the model lately."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
     if not waits or not profile.requested_model:
@@ -190,8 +190,8 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
 def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: bool) -> None:
     """Refuses a request that no replica can serve, unless Envoy's fallback may serve it.
 
-    Envoy's fallback may choose any replica, so it can serve a request only if all replicas know the
-    model under the requested name.
+    The fallback may choose any replica, so the fallback can serve a request only if all replicas
+    know the model under the requested name.
 
     Raises:
         NoModel: no replica lists the model.

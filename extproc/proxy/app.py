@@ -46,8 +46,8 @@ async def run_router(config: Config) -> None:
 
     Raises:
         OSError: an address cannot be listened on.
-        ValueError: a tokenizer does not exist, the router shall poll replicas but the configuration
-            names none, or traces are configured but OpenTelemetry is not installed.
+        ValueError: a tokenizer does not exist; the router has to poll replicas, but the
+            configuration names none; or traces are configured, but OpenTelemetry is not installed.
     """
     if config.state == "memory" and not names_replicas(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
@@ -84,7 +84,7 @@ async def run_router(config: Config) -> None:
         names = ", ".join(pool.config.pool for pool in pools)
         logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
-        gc.freeze()  # the router's parts are never garbage, either
+        gc.freeze()  # the router's parts live as long as the process
         await stopping.wait()
         in_flight = sum(pool.fleet.in_flight for pool in pools)
         logger.info("router stopping", extra={"in_flight": in_flight})
@@ -135,13 +135,13 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
             Poller(pool.config, IntoFleet(pool.fleet), metrics, Random()).run() for pool in pools
         ]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
-    async with asyncio.TaskGroup() as tasks:  # when cancelled, it waits for farewells
+    async with asyncio.TaskGroup() as tasks:  # if cancelled, the group waits for farewells
         for part in parts:
             tasks.create_task(part)
 
 
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
-    """Applies every change that pollers write to Redis to the fleet, until cancelled."""
+    """Applies to the fleet each change that pollers write to Redis, until cancelled."""
     async with connect(config.redis, config.pool) as redis:
         reader = StateReader(redis, config.pool, Random(), skips)
         async with aclosing(reader.changes()) as changes:
@@ -162,7 +162,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
                 await asyncio.sleep(0)
             fleet.members_known.set()
         case Put(state):
-            # The push took less time than two machines' clocks differ by: its age counts as 0.
+            # Age 0: a push takes less time than the clocks of two machines differ.
             fleet.put(state)
         case Removed(replica):
             fleet.remove(replica)
@@ -172,7 +172,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
 async def dispatch_queued(pools: Sequence[Services]) -> None:
     """Dispatches queued requests when a poll or another router reports room for them.
 
-    Runs until cancelled. An unforeseen error is logged, and concerns only its pool.
+    Runs until cancelled. An unforeseen error in one pool is logged; the other pools go on.
     """
     begins, over = "queue could not be swept: retrying", "queue is swept again"
     outages = [OutageLog(logger, begins, over, pool=pool.config.pool) for pool in pools]

@@ -37,8 +37,8 @@ class BodyMemory:
     """Bytes of request bodies that all streams of a process hold.
 
     If no memory is left for a body, bodies that wait for their next chunk are evicted, the longest
-    waiting first, so that stalled clients take no memory from others. While memory is short even
-    so, the router queues no request and waits for no further chunk.
+    waiting first, so that stalled clients take no memory from others. If memory is still short, the
+    router queues no request and waits for no further chunk.
     """
 
     def __init__(self, size: int = BODY_MEMORY_BYTES) -> None:
@@ -56,8 +56,7 @@ class BodyMemory:
 
 
 class BufferedBody:
-    """The router's only copy of a request's body. Its bytes count in ``BodyMemory`` until
-    :meth:`release`."""
+    """Only copy of a request's body in the router. ``BodyMemory`` counts it until its release."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self.whole = False  # the end of the body was received
@@ -71,7 +70,7 @@ class BufferedBody:
         return self._size
 
     def add(self, chunk: bytes, more_comes: bool = False) -> None:
-        """Appends a chunk; a body with ``more_comes`` may be evicted before its next chunk."""
+        """Appends a chunk. With ``more_comes``, the body may be evicted before its next chunk."""
         self._chunks.append(chunk)
         if more_comes and self.evicted is None:
             self.evicted = asyncio.get_running_loop().create_future()
@@ -90,7 +89,7 @@ class BufferedBody:
             self._resize(len(data))
 
     def take(self) -> bytes:
-        """Hands the bytes over to the caller; they still count until :meth:`release`."""
+        """Hands the bytes to the caller; ``BodyMemory`` counts them until :meth:`release`."""
         data, self._chunks = self.data, []
         return data
 

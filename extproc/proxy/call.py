@@ -9,7 +9,7 @@ from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.request.errors import Refusal
 
 
-class Left(Exception):  # noqa: N818 - no fault of anybody
+class Left(Exception):  # noqa: N818 - not an error
     """The stream of a request has ended."""
 
 
@@ -52,7 +52,7 @@ class Call:
             await self._context.write(reply)
 
     async def wait_for(self, event: asyncio.Future[Any]) -> None:
-        """Waits for the event, with at most one message read ahead.
+        """Waits for the event. Reads one message ahead, to notice the end of the stream.
 
         Raises:
             Left: the stream ends first.

@@ -36,7 +36,7 @@ class Exchange:
         self.body_mode: int | None = None  # None: an older Envoy does not send the mode
         self.body_first = False  # Envoy sends the body before the headers, or instead of them
         self.full_duplex = False  # a gateway's protocol: Envoy has no fallback of its own
-        self.subset: frozenset[str] | None = None  # the only endpoints that a gateway allows
+        self.subset: frozenset[str] | None = None  # endpoints that a gateway allows; None: all
         self.endpoint: Endpoint | None = None  # selects the form of error bodies
         self.profile: RequestProfile | None = None  # None: the body is not read yet
         self.arrived_at = services.clock()
@@ -48,9 +48,9 @@ class Exchange:
         self._envoy_waits = True  # Envoy waits for replies
         self._response_body_mode = messages.NONE
         self._request_ended = False  # in full duplex: the last chunk of the body was read
-        self._destination = ""  # of the dispatched request, as Envoy gets it
+        self._destination = ""  # of the dispatched request: ``ip:port[,ip:port]``
         self._in_flight: InFlight | None = None
-        self._observed: Observed | None = None  # until its response begins
+        self._observed: Observed | None = None  # None: not observed, or the response has begun
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -68,7 +68,8 @@ class Exchange:
     def inference_headers(self, values: Mapping[str, str]) -> RequestHeaders | None:
         """Reads the headers of a request that needs a decision; returns None for any other request.
 
-        A request that only tokenizes needs one if not every replica serves its model by its name.
+        A request that only tokenizes needs no decision if Envoy chooses, or :attr:`only_model` is
+        known.
         """
         config = self.services.config
         self.steered = self.steered and is_steered(config, values)
@@ -81,7 +82,7 @@ class Exchange:
         return headers
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answers the client; a request that the router only observes is left to Envoy."""
+        """Answers the client, except if the router only observes: then Envoy serves the request."""
         self.body.release()
         if self.steered:
             reason = refusal.code or refusal.kind
@@ -101,7 +102,7 @@ class Exchange:
             await self.write(self.reply_to(message))
 
     def unread(self, message: ProcessingRequest) -> None:
-        """Makes :meth:`next` return the message once more."""
+        """Makes :meth:`next` return this message again."""
         self._unread = message
 
     async def answer_next(self) -> None:
@@ -131,12 +132,13 @@ class Exchange:
         self.body.whole = self.is_last(message.request_body)
 
     def is_last(self, part: HttpBody) -> bool:
-        """Returns True for the part that ends the request's body. Envoy sets no end_of_stream on a
-        whole body that trailers follow."""
+        """Returns True for the part that ends the request's body. If trailers follow a buffered
+        body, Envoy does not set ``end_of_stream``."""
         return part.end_of_stream or self.body_mode == messages.BUFFERED
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
-        """Reply that changes nothing; it may ask Envoy for the body of a response."""
+        """Records what a message says, and returns a reply that changes nothing; the reply to a
+        response's headers may ask Envoy for the body."""
         phase = message.WhichOneof("request") or ""
         match phase:
             case "request_body" if self.full_duplex:
@@ -160,7 +162,7 @@ class Exchange:
         """True if Envoy waits for the reply to each chunk of the response (full duplex)."""
         return self._response_body_mode == messages.FULL_DUPLEX_STREAMED
 
-    # -- its end ----------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------
 
     def end_if_hung(self, hung: Container[str]) -> bytes | None:
         """Ends the request if its replica is in ``hung``.
@@ -175,8 +177,7 @@ class Exchange:
         return refuse(NoReplica(HUNG), self.endpoint)
 
     def close(self, lost: bool = False) -> None:
-        """Ends the request if it is in flight. ``lost``: the router ended it because its replica is
-        hung."""
+        """Ends the request if it is in flight. ``lost``: its replica is hung."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.end(lost)
@@ -201,8 +202,8 @@ class Exchange:
 
     @property
     def only_model(self) -> str | None:
-        """Model of every request, if all replicas serve the same model and clients know no other
-        name."""
+        """Model of every request, if all replicas serve the same model and ``route.models`` is
+        empty."""
         services = self.services
         return None if services.config.route.models else services.fleet.members.only_model
 
@@ -210,11 +211,11 @@ class Exchange:
         """Answers a request that needs no decision.
 
         A request about a stored response goes to the replica that owns the response. The router
-        answers ``GET /v1/models`` itself unless every replica gives the same answer. Any replica
-        may serve other requests; a gateway has no fallback to choose one.
+        itself answers ``GET /v1/models``, unless every replica gives the same answer. Any replica
+        may serve other requests; for a gateway, which has no fallback, the router chooses one.
 
         Raises:
-            NoReplica: a gateway asks, and no replica is ready.
+            NoReplica: a gateway needs a choice, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
         services.metrics.requests.add("passed")
@@ -239,8 +240,7 @@ class Exchange:
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:
-        """Adds the request to the ledger after ``waited`` seconds in the queue, for the reason
-        ``reason``."""
+        """Adds the request to the ledger. ``waited``: seconds in the queue, for ``reason``."""
         services, outcome = self.services, self._logged(decision)
         self._destination = self.destination(decision)
         self._in_flight = InFlight(
@@ -267,20 +267,20 @@ class Exchange:
         self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
-        """Compares Envoy's choice with the decision, once the response tells it."""
+        """Keeps the decision, to compare it with Envoy's choice once the response shows it."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits
         self._observed = Observed(self.services, decision, outcome, sent_at, samples)
 
     def left_to_envoy(self, result: str = "unrouted") -> None:
-        """Counts a request whose replica Envoy chooses, by default because no replica is usable."""
+        """Counts a request whose replica Envoy chooses; ``unrouted``: no replica is usable."""
         self.services.metrics.requests.add(result)
         if self._trace is not None:
             self._trace.ended(result)
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
-        """Waits in the queue, and asks Envoy to wait for the reply.
+        """Asks Envoy to wait for the reply, and waits in the queue.
 
         Raises:
             Left: the stream ends first.
@@ -294,11 +294,11 @@ class Exchange:
     # -- the reply --------------------------------------------------------------------------
 
     def reply(self, phase: str, decision: Decision | None, leave_body: bool = False) -> bytes:
-        """Reply that sends the request to the chosen replica. ``decision`` None: Envoy chooses.
+        """Returns the reply that sends the request to the chosen replica.
 
         The body is adapted to the replica: it names the model as the replica does, and has the
-        priority of the request's objective instead of the client's. ``leave_body``: Envoy sends the
-        rest of the body to the replica, and not to the router.
+        priority of the request's objective instead of the client's. ``decision`` None: Envoy
+        chooses. ``leave_body``: Envoy sends the rest of the body only to the replica.
         """
         if decision is None:
             return messages.proceed(phase)
@@ -321,12 +321,13 @@ class Exchange:
         second, everywhere = decision.second, decision.situation.view.candidates.everywhere
         only_some = decision.name and decision.name not in everywhere
         if second is None and (only_some or decision.profile.previous_response):
-            # Envoy would retry on any replica, and this request needs the chosen one.
+            # Without a second choice Envoy would retry on any replica, which may lack the model
+            # or the previous response.
             second = decision.replica
         return self._listed(decision.replica, second)
 
     def _listed(self, first: str, second: str | None) -> str:
-        """The destinations in the order in which Envoy tries them, separated by a comma."""
+        """Lists the destinations in the order in which Envoy tries them, separated by a comma."""
         wanted = self.services.config.serve.second_choice
         if wanted is None:
             wanted = not self.full_duplex  # some gateways take no list

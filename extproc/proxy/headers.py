@@ -1,4 +1,4 @@
-"""Headers of a request, whether the router steers it, and the answer to ``GET /v1/models``."""
+"""Headers of a request, the choice of requests to steer, and the answer to ``GET /v1/models``."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -21,7 +21,7 @@ _STANDARD = frozenset({":path", ":method", "x-request-id", "content-length", "co
 
 
 class RequestHeaders(NamedTuple):
-    """The headers of a request with an endpoint that routing depends on."""
+    """Headers on which the routing of a request depends."""
 
     endpoint: Endpoint
     request_id: str
@@ -35,7 +35,7 @@ class RequestHeaders(NamedTuple):
 
 
 def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHeaders | None:
-    """Reads the headers of a request with an endpoint; returns None for any other request."""
+    """Reads the headers of a POST to an endpoint; returns None for any other request."""
     endpoint = endpoint_of(headers.get(":path", ""))
     if endpoint is None or headers.get(":method") != "POST":
         return None
@@ -55,10 +55,10 @@ def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHead
 
 
 def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
-    """Decides by a hash, so that all routers and all requests of a session agree.
+    """Decides by a hash of the session or the request id whether to steer a request.
 
-    A request that is steered at one share is steered at every larger share. A request with
-    neither a session nor an id is not steered, unless all requests are.
+    So all routers, and all requests of a session, agree, and a larger ``serve.share`` steers the
+    same requests and more. A request without session and id is steered only if all requests are.
     """
     serve, route = config.serve, config.route
     if serve.steers_all or serve.mode == "observe":

@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _VARIED_S, _VARIED_BY = 0.2, 0.618
-"""Range and step of the length of a pause: a CPU limit stops a process at the same point of each
-100 ms, where pauses of equal lengths would all end, or none."""
-_WARNINGS_EVERY = 5  # seconds
+"""Range of the pauses' lengths in seconds, and step as a fraction of the range. A CPU limit stops a
+process at the same point of every 100 ms: equal pauses would always measure this stop, or never."""
+_WARNINGS_EVERY = 5  # turns
 _REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"
 _OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
-"""Refusals whose cause is the request."""
+"""Refusals that the request itself causes, which are not logged."""
 _NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 
 
@@ -58,18 +58,18 @@ class Housekeeping:
             await asyncio.sleep(pause_s)
 
     def _look_at(self, pool: Services) -> Iterator[tuple[str, str]]:
-        """Update what is known of a pool; yield its excluded replicas, with the reasons."""
+        """Do the work for one pool; yield its excluded replicas, each with the reason."""
         fleet, name, now = pool.fleet, pool.config.pool, pool.wall()
         fleet.drop_stale(TTL_S)
         excluded = pool.exclusions.look(fleet, now)
         usable = len(fleet.members) - len(excluded)
         needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
         self._metrics.replicas_needed.labels(name).set(needed)
-        if pool.config.serve.steers_all:  # an observed request counts as external at first
+        if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
             self._metrics.external_requests.labels(name).set(fleet.external_requests)
             pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
-        if fleet.pollers is not None and not self._delays.redis_refusal:  # else unknown
+        if fleet.pollers is not None and not self._delays.redis_refusal:  # pollers are known
             pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
         yield from excluded.items()
 

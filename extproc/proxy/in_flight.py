@@ -16,10 +16,10 @@ from extproc.route.decision import Decision
 
 logger = logging.getLogger(__name__)
 
-_OVERLOADED = "x-envoy-overloaded"  # Envoy answered: a circuit breaker is full
+_OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit breaker is full
 _OK, _UNAVAILABLE = 200, 503
 _RETRIED = "no connection, a reset or a 5xx status: Envoy retried elsewhere"
-"""Envoy does not report which of them caused a retry."""
+"""Reason of a retry; Envoy does not report which of the three it was."""
 _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 
@@ -44,10 +44,10 @@ class InFlight:
         Args:
             services: services of the pool.
             decision: names the replica that has the request.
-            destination: the choice as Envoy got it.
-            outcome: of the request, which this object fills in.
+            destination: the choice that Envoy got: ``ip:port[,ip:port]``.
+            outcome: outcome of the request, to be filled in.
             response_visible: Envoy forwards the response to the router.
-            observed: the request before its response began, if Envoy alone chose the replica.
+            observed: the observed request, if Envoy alone chose the replica.
         """
         self._services = services
         self._destination = destination
@@ -57,7 +57,7 @@ class InFlight:
         self._envoy_samples = observed is not None and observed.envoy_samples
         self.outcome = outcome
         self.served_by = decision.replica
-        """The replica that has the request, as far as the router knows: ``ip:port``."""
+        """Replica (``ip:port``) that has the request, as far as the router knows."""
         self._ticket = services.fleet.dispatch(
             decision.replica, decision.profile, decision.cached, response_visible=response_visible
         )
@@ -71,8 +71,7 @@ class InFlight:
         self._response_ended = False
 
     def response_headers(self, request: ProcessingRequest) -> bool:
-        """Reads the response's headers; returns True if the router needs the response's body,
-        too."""
+        """Reads the response's headers; returns True if the router needs the body, too."""
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
         self.outcome.status = messages.status_of(message)
@@ -107,7 +106,7 @@ class InFlight:
     def end(self, lost: bool = False) -> None:
         """Ends the request: the response is complete, or the client or Envoy has given up.
 
-        ``lost``: the router ended the request because its replica is hung.
+        ``lost``: the router gives the request up, because its replica is hung.
         """
         services, outcome, profile = self._services, self.outcome, self._forecast.profile
         unanswered = outcome.status is None
@@ -121,10 +120,10 @@ class InFlight:
         succeeded = outcome.status is not None and outcome.status < 400
         # A response that was cut off or runs on in the background has no known length.
         succeeded = succeeded and not lost and not profile.in_background
-        # Envoy closes the stream alike when a response ends and when a client hangs up: only the
-        # last chunk shows that the response is complete.
+        # Envoy closes the stream in the same way when a response ends and when a client hangs up:
+        # only the last chunk shows that the response is complete.
         complete = succeeded and self._response_ended
-        # A request that was sent earlier may have overtaken others of the ledger.
+        # An observed request entered the ledger late: prompts before it may not be prefilled yet.
         prefilled = complete and not profile.stream and self._observed is None
         prefilled |= outcome.ttft_s is not None
         generated = services.fleet.release(self._ticket, prefilled and self._served_by_member)
@@ -135,7 +134,7 @@ class InFlight:
             self._measure(seconds, usage)
         if usage is not None:
             self._learn(usage, seconds)
-        # Envoy closes the stream of an observed request late (deferred_close_timeout).
+        # In observability mode only if complete: Envoy closes streams late (deferred_close_timeout)
         elif complete or (succeeded and self._usage is None and not self._envoy_samples):
             services.router.learn_counted(self._forecast, self.served_by, generated, outcome.ttft_s)
         if services.recorder:
@@ -152,7 +151,7 @@ class InFlight:
         services.queue.request_ended(self.served_by)
 
     def _served(self, upstream: Upstream) -> None:
-        """Records which replica answered, and why if it is not the chosen one."""
+        """Records which replica answered and, if this is not the chosen replica, why."""
         services, chosen, address = self._services, self.served_by, upstream.address
         reason = self._not_followed(upstream)
         if reason is not None:
@@ -169,8 +168,8 @@ class InFlight:
         failed = status >= 500 and not self.outcome.overloaded
         if reason is not None and self.served_by == chosen:
             return  # a server that no poller knows answered
-        # A request that fails on two replicas counts against neither: it may itself be the cause,
-        # unless it never reached the second.
+        # A request that fails on two replicas may itself be the cause, and counts against neither.
+        # If it got no connection to the second, it counts against both.
         counts = upstream.is_unsent or not (retried and failed)
         if retried:
             self._failed(chosen, _RETRIED, unavailable=True, counts=counts)
@@ -188,10 +187,10 @@ class InFlight:
         return self.outcome.served_by == self.served_by
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
-        """Says why another replica than the chosen one answered; None if the chosen one did.
+        """Returns why a replica other than the chosen one answered; None: the chosen one did.
 
-        If no replica has the address that answered, a tunnel or a sidecar has it, and the choice
-        counts as followed, unless Envoy reports that the choice did not reach it.
+        An address that no replica has belongs to a tunnel or a sidecar. Then the choice counts as
+        followed, unless Envoy's report shows that Envoy did not hold the choice.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")
@@ -226,7 +225,7 @@ class InFlight:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
-        # The first token alone shows how fast a replica loads an adapter.
+        # Only the first token shows how fast a replica loads an adapter.
         loads_adapter = self._forecast.adapter_load > 0.0 or self._forecast.adapter_wait > 0.0
         services, reserved = self._services, 0.0 if loads_adapter else RESERVED_FOR_ADAPTERS
         if services.chunks.takes(services.clock(), self._expected_chunks, reserved):
@@ -256,7 +255,7 @@ class InFlight:
             services.router.learn(forecast, self.served_by, each, seconds, outcome.ttft_s)
 
     def _measure(self, seconds: float, usage: ReportedUsage | None) -> None:
-        """Updates the metrics: the prediction against the ``seconds`` that the response took."""
+        """Updates the metrics that compare predicted and actual times of a complete response."""
         services, forecast, metrics = self._services, self._forecast, self._services.metrics
         profile, replica = forecast.profile, forecast.replica
         predicted, hits = forecast.predicted_completion, forecast.expected_hits
@@ -299,7 +298,7 @@ class Observed(NamedTuple):
     envoy_samples: bool  # Envoy decides which bodies of responses it forwards, not the router
 
     def answered(self, request: ProcessingRequest) -> InFlight | None:
-        """Adds the request to the ledger once its response has begun; returns None if no replica
+        """Adds the request to the ledger once its response has begun. Returns None unless a replica
         answered that the router could have chosen."""
         replica, services = messages.upstream_of(request).address, self.services
         self.outcome.status = messages.status_of(request.response_headers)
@@ -314,7 +313,7 @@ class Observed(NamedTuple):
         return InFlight(services, by_envoy, replica, self.outcome, observed=self)
 
     def measure(self, by_envoy: float, actual: float) -> None:
-        """Adds up completion times in seconds: predicted for both choices, and actual."""
+        """Adds completion times (s) to the metrics: predicted for both choices, and actual."""
         by_router = self.decision.predicted_completion
         if isfinite(by_router) and isfinite(by_envoy):
             seconds = self.services.metrics.observed_seconds

@@ -18,10 +18,10 @@ from extproc.proxy.proto.ext_proc_pb2 import (
 )
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""Header, and metadata key, of the chosen endpoint: ``ip:port[,ip:port]``
+"""Header, and metadata key, of the choice: ``ip:port[,ip:port]``
 (Gateway API Inference Extension, endpoint picker protocol)."""
 SERVED = "x-gateway-destination-endpoint-served"
-"""Metadata key of the endpoint that served, which gateways send with the response's headers."""
+"""Metadata key of the endpoint that sent the response; gateways set it with response headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
 RESPONSE_SKIPPED = "x-extproc-response-skipped"
@@ -140,7 +140,7 @@ def with_metadata(reply: bytes, metadata: Mapping[str, str | float]) -> bytes:
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """Replaces the body in the reply to a request's body. ``length``: bytes of the whole body that
+    """Adds a new body to the reply to a request's body. ``length``: bytes of the whole body that
     the replica gets; None: unknown."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
@@ -161,8 +161,7 @@ def with_whole_request(reply: bytes, body: bytes) -> bytes:
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
-    """Reply to a body chunk in full duplex, where Envoy forwards only the bytes that the router
-    returns."""
+    """Reply to a body chunk in full duplex: Envoy forwards only bytes that the router returns."""
     reply = ProcessingResponse()
     chunk = getattr(reply, phase).response.body_mutation.streamed_response
     chunk.body = body
@@ -182,7 +181,7 @@ def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
 
 
 def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
-    """Values of the named headers; of a repeated header, the last value. Names are lower-case."""
+    """Values of the named headers; if a header repeats, its last value. Names are lower-case."""
     return {
         name: header.raw_value.decode("utf-8", "replace") or header.value
         for header in message.headers.headers
@@ -214,7 +213,7 @@ def _by_expression(names: frozenset[str]) -> dict[str, str]:
 
 
 def expression_of(header: str) -> str:
-    """Envoy's attribute for a request header."""
+    """Name of Envoy's attribute for a request header."""
     return _OWN_ATTRIBUTES.get(header, f"request.headers['{header}']")
 
 
@@ -230,16 +229,16 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 class Upstream(NamedTuple):
-    """Path of a request to its replica, as Envoy reports it with the response's headers."""
+    """Endpoint that answered a request, and how Envoy reached it."""
 
     address: str  # endpoint that sent the response, ``ip:port``; empty: unknown
     attempts: int  # requests that Envoy sent, 1 without a retry; 0: unknown
-    destination: str  # choice that Envoy holds; empty: unknown, or Envoy does not hold it
+    destination: str  # choice in Envoy's metadata; empty: unknown, or Envoy has no choice
     is_unsent: bool  # Envoy answered: its last attempt to reach a replica got no connection
 
 
 def upstream_of(message: ProcessingRequest) -> Upstream:
-    """Path of a request to its replica, read from the message with the response's headers."""
+    """Reads the :class:`Upstream` of a request from the message with the response's headers."""
     address, attempts, flags = b"", 0, 0
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields

@@ -24,20 +24,20 @@ POOL = "x-extproc-pool"  # metadata of the gRPC stream: the pool that a request 
 
 _READINESS = "", SERVICE, "readiness"
 """Health services: Envoy asks for one of the first two, gateways for the last."""
-_LIVENESS = "liveness"  # of the endpoint picker's protocol; good while the router stops, too
+_LIVENESS = "liveness"  # in the endpoint picker's protocol; stays good while the router stops
 _LARGEST_MESSAGE = 128 * 2**20
 """Bytes: a buffered body comes in one message, and requests carry images."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-    # A body of tens of MB arrives several times sooner than with gRPC's small windows.
+    # A body of tens of MB arrives several times sooner than with gRPC's small default windows.
     ("grpc.http2.lookahead_bytes", 16 * 2**20),
     # Two servers on one port would share it silently; an error is better.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-    # gRPC pings an Envoy as long as its streams are silent, and so detects one that vanished.
+    # Any number of pings while all streams are silent: so gRPC detects an Envoy that vanished.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
@@ -71,7 +71,7 @@ class GrpcServer:
         self._settings = serve = services.config.serve
         self._pools = {services.config.pool: services, **pools}
         self._unknown_pool = services.of_pool(services.config)
-        """Parts without replicas, for pools that do not exist: Envoy's fallback serves."""
+        """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
         self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._opened_at = -inf  # when the last stream began
@@ -81,10 +81,10 @@ class GrpcServer:
         keepalive_ms = round(keepalive_s * 1000)
         options = [
             *_OPTIONS,
-            ("grpc.max_concurrent_streams", serve.max_streams),  # of a connection
+            ("grpc.max_concurrent_streams", serve.max_streams),  # per connection
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
-            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
+            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of any ping; only one is open at a time
         ]
         with batch_scheduled_threads():
             self._server = grpc.aio.server(options=options)
@@ -109,7 +109,7 @@ class GrpcServer:
         """Reports the health service as ready once the router knows a replica; then ends requests
         on hung replicas.
 
-        Until then Envoy uses other routers. Runs until cancelled.
+        Until the router is ready, Envoy uses other routers. Runs until cancelled.
         """
         ready = False
         while True:
@@ -124,9 +124,9 @@ class GrpcServer:
     async def stop(self, drain_s: float) -> None:
         """Stops the server; open streams have ``drain_s`` seconds to end.
 
-        Health checks fail at once. New streams are accepted until Envoy must have noticed that,
-        because Envoy serves the request of a refused stream without the router. An idle router
-        refuses new streams at once.
+        Health checks fail at once. New streams are accepted until Envoy must have noticed the
+        failed checks, because Envoy serves the request of a refused stream without the router. An
+        idle router refuses new streams at once.
         """
         self._stopping = True
         await self._report_readiness()
@@ -136,8 +136,8 @@ class GrpcServer:
         await self._server.stop(drain_s - lame_duck_s)
 
     def unready(self) -> str:
-        """Returns the reason why the router should get no requests, or an empty string if it is
-        ready. A router that loses Redis stays ready."""
+        """Returns why the router should get no requests, or an empty string if the router is ready.
+        A router that loses Redis stays ready."""
         if self._stopping:
             return "stopping"
         knows_replicas = any(pool.fleet.members for pool in self._pools.values())
@@ -149,7 +149,7 @@ class GrpcServer:
         for service in _READINESS:
             await self._health.set(service, status)
 
-    # -- its streams ------------------------------------------------------------------------
+    # -- the streams ------------------------------------------------------------------------
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Serves one stream; after an error, Envoy goes on without the router.
@@ -196,8 +196,8 @@ class GrpcServer:
             del self._exchanges[exchange]
 
     def _services_of(self, pool: str | None, context: grpc.aio.ServicerContext) -> Services:
-        """Services of a pool, which Envoy's route names in the stream's metadata; no client can set
-        the metadata."""
+        """Returns the services of the pool that Envoy's route names in the stream's metadata, which
+        no client can set."""
         if pool is None:
             return self._services
         if pool in self._pools:
@@ -213,8 +213,8 @@ class GrpcServer:
         return self._unknown_pool
 
     async def end_hung(self) -> None:
-        """Ends the requests on hung replicas. Without this they would last until their clients give
-        up."""
+        """Ends the requests on hung replicas. Otherwise these requests would last until their
+        clients give up."""
         if not (after := self._settings.hung_s):
             return
         fleets = (pool.fleet for pool in self._pools.values())

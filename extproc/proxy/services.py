@@ -1,4 +1,4 @@
-"""The parts of a router that its streams share, and the budgets of the messages that they read."""
+"""Parts of a router that its streams share, with the budgets of messages that the router reads."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -25,8 +25,8 @@ from extproc.route.router import Router
 
 RESERVED_FOR_ADAPTERS = 0.5  # fraction of the chunk budget for streams that load an adapter
 CHUNKS_SAVED_S = 60.0
-"""Seconds for which unread chunks stay in the budget: in a quiet hour whole responses are read."""
-_RESPONSES_PER_S = 100.0  # a replica with 1% of the requests is checked once a second
+"""Seconds for which unread chunks add up, so that in quiet hours whole responses can be read."""
+_RESPONSES_PER_S = 100.0  # so a replica with 1% of the requests shows a response each second
 
 
 class Budget:
@@ -38,10 +38,10 @@ class Budget:
         self._as_of = 0.0
 
     def takes(self, now: float, amount: float, reserved: float = 0.0) -> bool:
-        """Spends ``amount``, and returns True, unless too little is left before.
+        """Spends ``amount`` and returns True, or returns False if too little is left.
 
-        The budget must hold at least 1, and more than the fraction ``reserved`` of the limit. It
-        may become negative. ``now``: seconds.
+        The budget must hold at least 1, and more than ``reserved`` (a fraction of the limit).
+        Afterwards the budget may be negative. ``now``: seconds.
         """
         self._left = min(self._left + (now - self._as_of) * self._per_s, self._limit)
         self._as_of = now
@@ -56,8 +56,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services(ObservedPool):
-    """Parts of a router that serve one pool. All pools share the parts that :func:`parts_of_pool`
-    does not create."""
+    """Parts of a router that serve one pool. Pools share all parts except those that
+    :func:`parts_of_pool` creates."""
 
     tokens: TokenCounter
     metrics: RouterMetrics
@@ -72,9 +72,9 @@ class Services(ObservedPool):
     recorder: Recorder | None = None  # None: no record of the traffic
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     responses: Budget
-    """Responses whose headers Envoy sends: one of three messages a request, which delays the first
-    token. Without them the ledger knows when a request ends, but not whether it failed or which
-    replica served a retry. Envoy accepts ``mode_override`` only in replies to headers, so the
+    """Responses that Envoy forwards. Their headers are one of a request's three messages, and delay
+    the first token. Without them the ledger knows when a request ends, but not whether it failed or
+    which replica served a retry. Envoy accepts ``mode_override`` only in replies to headers, so the
     router decides before it has chosen a replica."""
 
     def of_pool(self, config: Config) -> "Services":
@@ -97,7 +97,7 @@ def routing(
 def parts_of_pool(
     config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
 ) -> dict[str, Any]:
-    """Fields of :class:`Services` that each pool has of its own.
+    """Creates the fields of :class:`Services` that pools do not share.
 
     Raises:
         OSError: the folder of ``record.path`` cannot be used.

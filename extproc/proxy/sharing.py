@@ -37,14 +37,14 @@ from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReade
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
 _MODELS_EVERY_S = 5.0
-_ALONE_S = 0.25  # between batches of prompts that only routers which start later read
+_ALONE_S = 0.25  # between batches of prompts without peers: only later routers read them
 
 T = TypeVar("T")
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: Delays) -> None:
-    """Sends this router's state to the other routers and receives theirs. Sends a farewell when
-    cancelled."""
+    """Sends this router's state to the other routers, and receives their states. Sends a farewell
+    when cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
     async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
         keys = Keys(pool)
@@ -80,7 +80,7 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
 
 
 async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Sends entries; while Redis is away, repeats the attempt."""
+    """Sends entries; while Redis is away, tries again and again."""
     backoff = reconnecting(Random())
     while True:
         try:

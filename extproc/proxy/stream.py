@@ -4,7 +4,7 @@ The first message selects the protocol: body first, headers first, or full duple
 ``tests/proxy/test_stream.py`` checks with random messages:
 
 - Every message gets one reply, in order; in full duplex, one reply may answer several messages. A
-  message that the protocol does not expect gets an empty reply, at any time.
+  message that the protocol does not expect gets an empty reply.
 - However the stream ends, afterwards the request has no entry in the ledger or the queue, and holds
   no body memory.
 - The router holds a body only until the replies that route its request are written.
@@ -51,11 +51,10 @@ async def stream(exchange: Exchange) -> None:
 
 
 async def _body_first(exchange: Exchange) -> None:
-    """Serves a request if Envoy sends its body, and not its headers (``request_header_mode:
-    SKIP``).
+    """Serves a request of which Envoy sends the body only (``request_header_mode: SKIP``).
 
-    Envoy adds the headers that the router needs as attributes. The stream of a request without a
-    body, such as a GET, begins with the response, or has no message at all.
+    The message with the body has the headers that the router needs as attributes. The stream of a
+    request without a body, such as a GET, begins with the response, or has no message at all.
     """
     config = exchange.services.config
     message = await exchange.read("request_body")
@@ -80,7 +79,7 @@ async def _body_first(exchange: Exchange) -> None:
 
 
 async def _headers_first(exchange: Exchange) -> None:
-    """Serves a request in two messages, or in one if the headers are enough to route it.
+    """Serves a request whose headers come first, and then the body, unless the headers suffice.
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """
@@ -126,7 +125,7 @@ async def _full_duplex(exchange: Exchange) -> None:
 
 
 async def _read_chunks(exchange: Exchange) -> bool:
-    """Reads the body up to its end or ``LARGE_BODY``; reads on if the model is still unknown.
+    """Reads at most ``LARGE_BODY`` bytes of the body, and more only while the model is unknown.
 
     Returns True if the body has ended with trailers.
 
@@ -174,9 +173,9 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
 
 
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
-    """Returns each message of a request unchanged, and only then predicts the request.
+    """Passes each message of a request on unchanged, and only then predicts the request.
 
-    The router predicts as soon as it has the whole request, or as many bytes of it as it may hold,
+    The prediction follows once the router has the whole request, or as much as the router may hold,
     and at the latest when the response begins.
     """
     body, headers, enough = exchange.body, exchange.headers, False
@@ -223,7 +222,7 @@ async def _route_body(exchange: Exchange) -> None:
 
 
 def _request_body(exchange: Exchange) -> bytes:
-    """Reply to the headers that asks for the body, and for the response if the router needs it.
+    """Returns the reply to the headers: it asks for the body and, if needed, for the response.
 
     The router needs a response if its budget of responses allows, if a failed replica may have
     recovered, or if the replica stores the response under an id.

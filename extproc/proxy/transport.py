@@ -14,7 +14,7 @@ from extproc.ground.tls import Certificates, watched
 def open_port(
     server: grpc.aio.Server, address: str, settings: MutualTlsSettings, section: str
 ) -> int:
-    """Lets the server listen on ``host:port``; returns the port, which the system chooses for 0.
+    """Lets the server listen on ``host:port``; returns the port (the system chooses it for port 0).
 
     Raises:
         OSError: the address cannot be listened on; the message names the setting in ``section``.
@@ -60,7 +60,7 @@ def batch_scheduled_threads() -> Iterator[None]:
     message. By default, Linux lets a thread that wakes up interrupt the thread that runs on its
     core. Under ``SCHED_BATCH`` the woken thread waits until the other thread pauses, and then
     handles several messages at once: a seventh less CPU per request on a busy core
-    (``benchmarks.overhead``). On an idle core nothing changes, nor on other systems than Linux.
+    (``benchmarks.overhead``). Nothing changes on an idle core, or on systems other than Linux.
     """
     scheduled = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
     try:

@@ -10,16 +10,16 @@ from pydantic_core import from_json
 from extproc.request.errors import BadRequest
 
 _BUDGET = 40e6  # nanoseconds to read a body: the router decides nothing else meanwhile
-_PER_BYTE = 4.5  # nanoseconds for any byte; 11 in numbers of thousands of digits
+_PER_BYTE = 4.5  # nanoseconds for each byte; 11 in numbers with thousands of digits
 _COSTS = {ord(","): 130.0, ord('"'): 75.0, ord("["): 350.0, ord("{"): 900.0}
-"""Nanoseconds to decode and visit the value that begins with a byte, measured with pydantic-core
-2.50 under Python 3.11. A value or a key follows a comma; a string has two quotes. Bytes inside
-strings count as well. A thread would not help: the decoder keeps the GIL."""
-_STRIDE = 131_072  # bytes weighed at a time, and read of every body: at worst in 40 ms
+"""Byte → further nanoseconds to decode and visit a value, measured with pydantic-core 2.50 under
+Python 3.11. A value or key follows each comma; a string has two quotes. Bytes inside strings count
+as well. A thread would not help: the decoder keeps the GIL."""
+_STRIDE = 131_072  # bytes in a step of the estimate; at least one step is read, in 40 ms at worst
 
-_TAIL = 4_096  # bytes at the end of a truncated body from which the rest is guessed
+_TAIL = 4_096  # bytes at the end of a truncated body, from which tokens of the rest are estimated
 
-_END = 16_384  # bytes at the end of a body that are read for the fields that follow a long prompt
+_END = 16_384  # bytes at the end of a long body, where fields may follow the prompt
 _NAMES = re.compile(
     rb'"(?:model|n|stream|previous_response_id|max_(?:completion_|output_)?tokens)"\s*:'
 )
@@ -30,7 +30,7 @@ _TOKEN_IDS = re.compile(rb"[\d,\s\[\]]{256,}\Z")
 
 
 def without_mark(body: bytes) -> bytes:
-    """Remove the byte order mark that UTF-8 may begin with."""
+    """Remove the byte order mark with which UTF-8 may begin."""
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
@@ -62,7 +62,7 @@ def readable(body: bytes) -> bytes:
     """
     left = _BUDGET
     for start in range(0, len(body) if len(body) > _STRIDE else 0, _STRIDE):
-        part = np.frombuffer(body[start : start + _STRIDE], np.uint8)  # faster than to count bytes
+        part = np.frombuffer(body[start : start + _STRIDE], np.uint8)  # faster than bytes.count
         marks = sum(np.count_nonzero(part == mark) * cost for mark, cost in _COSTS.items())
         left -= len(part) * _PER_BYTE + marks
         if left < 0.0:
@@ -71,12 +71,11 @@ def readable(body: bytes) -> bytes:
 
 
 def ending(body: bytes) -> dict[str, object]:
-    """Return the end of a body that is too long to be decoded, from the first of the fields
-    ``_NAMES`` on.
+    """Return the fields at the end of a body that is too long to be decoded as a whole.
 
-    Clients may put the model and the bound of the output behind the prompt. The rest of the body
-    from a top-level field on is an object that lacks its opening brace. The rest from a nested
-    field on is no object, and is ignored.
+    Clients may put the model and the bound of the output behind the prompt. From a top-level field
+    on, the body is an object that lacks only its opening brace. From a nested field on, the body is
+    no object, and the next match of ``_NAMES`` is tried.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):
@@ -89,8 +88,8 @@ def tokens_per_byte(part: bytes, of_text: float) -> float:
     """Estimate the prompt tokens per byte in the rest of a body that begins with ``part``.
 
     If the part ends inside an image or other media, the rest has no tokens. If it ends inside a
-    list of token ids, the rest has as many per byte as the last ids. Otherwise the rest is text,
-    with ``of_text`` tokens per byte.
+    list of token ids, the rest has as many ids per byte as the part's end. Otherwise the rest is
+    text, with ``of_text`` tokens per byte.
     """
     tail = part[-_TAIL:]
     if _BASE64.search(tail):

@@ -1,7 +1,7 @@
 """Endpoints of vLLM whose requests are routed, and their paths.
 
-A prefix before vLLM's path does not matter, as Envoy's route may remove the prefix later. Paths are
-decoded as vLLM's server decodes them: ``/v1/chat%2Fcompletions`` is a chat, too.
+A prefix before vLLM's path does not matter, because Envoy's route may remove the prefix later.
+Paths are decoded as in vLLM's server: ``/v1/chat%2Fcompletions`` is a chat, too.
 """
 
 import re
@@ -33,7 +33,7 @@ class Endpoint(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """True if the requests make the engine work; the others only tokenize."""
+        """True if requests make the engine work, False if they only tokenize."""
         return self not in _TOKENIZE_ALONE
 
     @property
@@ -68,9 +68,9 @@ PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/generative_scoring": Endpoint.SCORE,
     "/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
-    "/v1/systemone": Endpoint.POOLING,  # a token for each question
+    "/v1/systemone": Endpoint.POOLING,  # generates a token for each question
     "/detokenize": Endpoint.TOKENIZE,
-}  # by path, all those of vLLM 0.32 that make an engine work
+}  # by path: all that make an engine work in vLLM 0.32, and some that only tokenize
 _MOST_PARTS = max(path.count("/") for path in PATHS)
 
 _INVOKED = {
@@ -83,13 +83,13 @@ _INVOKED = {
     "queries": Endpoint.SCORE,
     "data_1": Endpoint.SCORE,
     "data": Endpoint.POOLING,
-}  # by a field that only bodies for the endpoint have, in the order in which vLLM tries them
+}  # field that identifies the endpoint → endpoint, in the order in which vLLM tries the fields
 
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
 def endpoint_of(path: str) -> Endpoint | None:
-    """Return the endpoint with which a path ends, if any; the query string does not matter."""
+    """Return the endpoint with which a path ends, if any. The query string is ignored."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)
     for first in range(1, len(parts)):
         if endpoint := PATHS.get("/" + "/".join(parts[first:])):
@@ -98,7 +98,7 @@ def endpoint_of(path: str) -> Endpoint | None:
 
 
 def invoked(fields: Container[str]) -> Endpoint:
-    """Return the endpoint that serves a body at ``/invocations``, SageMaker's path."""
+    """Return the endpoint that serves a body with these fields at ``/invocations`` (SageMaker)."""
     return next((_INVOKED[field] for field in _INVOKED if field in fields), Endpoint.CHAT)
 
 
@@ -109,7 +109,7 @@ def stored_response_of(path: str) -> str:
 
 
 def lists_models(path: str) -> bool:
-    """Return True if the path lists the models."""
+    """Return True for the path of the list of models, ``/v1/models``."""
     return _decoded(path).endswith("/v1/models")
 
 

@@ -1,4 +1,4 @@
-"""Refusals: requests that the router answers with an error itself."""
+"""Refusals: errors with which the router itself answers requests."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -7,17 +7,17 @@ from pydantic_core import to_json
 
 from extproc.request.endpoint import Endpoint
 
-_MOST_NAMED = 50  # models in a message
+_MOST_NAMED = 50  # models named in a message
 _LONGEST_S = 3600.0  # of ``retry-after``
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
-    """A request that the router answers with an error.
+class Refusal(Exception):  # noqa: N818 - an answer to the client
+    """Error with which the router answers a request.
 
     Args:
         message: text for the client.
-        param: the field of the body at fault, if any.
-        code: a reason for programs to read, as in OpenAI's API.
+        param: the field of the body that is wrong, if any.
+        code: the reason, in a form for programs, as in OpenAI's API.
         retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the default of the class.
     """
 
@@ -80,7 +80,7 @@ class Saturated(Refusal):
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
-    """Return the JSON body of the answer: Anthropic's form at its endpoints, else OpenAI's."""
+    """Return the JSON body of the answer, in the form of Anthropic's or OpenAI's endpoints."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
         described = {"type": error.anthropic_kind, "message": error.message}
         return to_json({"type": "error", "error": described})

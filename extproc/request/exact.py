@@ -1,4 +1,4 @@
-"""Token ids of prompts exactly as vLLM makes them, for models whose chat template is known."""
+"""Token ids of prompts, exactly those of vLLM, for models whose chat template is known."""
 
 import json
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ _UNUSUAL = (
     "continue_final_message",
     "documents",
     "reasoning_effort",
-)  # fields that make vLLM render a chat in ways unknown here
-_MOST_SCHEMAS = 1_024  # objects in the schemas of tools: some templates print each by itself
+)  # fields that make vLLM render a chat in ways that this module does not imitate
+_MOST_SCHEMAS = 1_024  # objects in tools' schemas: templates that print them one by one take long
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 T = TypeVar("T")
 
 
 class _UnknownRenderingError(Exception):
-    """The way in which vLLM renders the request is not known here."""
+    """This module cannot render the request as vLLM does."""
 
 
 class ExactPrompts:
-    """Tokenises prompts by a model's tokenizer and chat template, exactly as vLLM does."""
+    """Tokenizes prompts by a model's tokenizer and chat template, exactly as vLLM does."""
 
     def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate) -> None:
         self._template = template
@@ -43,7 +43,7 @@ class ExactPrompts:
         self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
-        """Return the only prompt of a request; None if there are several or its ids are unknown."""
+        """Return a request's prompt; None: there are several prompts, or the ids are unknown."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None

@@ -7,7 +7,7 @@ from extproc.request.endpoint import Endpoint
 MAX_TOKENS = 10_000_000  # limit of token counts: above every context length
 MAX_SEQUENCES = 100_000  # limit of numbers of sequences
 
-_COMPLETIONS_DEFAULT = 16  # ``max_tokens`` of completions where it is absent or null
+_COMPLETIONS_DEFAULT = 16  # ``max_tokens`` of completions if it is absent or null
 
 _BOUND_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
@@ -45,8 +45,8 @@ def _lax(kind: SchemaValidator, value: object) -> object:
 
 
 def sampling_of(endpoint: Endpoint, body: dict[str, object]) -> dict[str, object]:
-    """Return the fields that bound the output: those of the body or, at ``/inference/v1/generate``,
-    those of an object in it."""
+    """Return the object whose fields bound the output: the body or, at ``/inference/v1/generate``,
+    its ``sampling_params``."""
     fields = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
     return fields if isinstance(fields, dict) else {}
 

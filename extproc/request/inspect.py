@@ -25,7 +25,7 @@ from extproc.request.tokenized import TokenizedPrompt
 from extproc.request.tokens import TokenCounter
 
 _LONGEST_NAME = 512  # characters of a model's name, which is kept with every decision
-_LONGEST_ID = 128  # characters of a response's id; those of vLLM have 21
+_LONGEST_ID = 128  # characters of a response's id; vLLM's ids have 21
 _MAX_LENGTH = 2**40  # bytes of a body, whatever its header says
 
 
@@ -83,7 +83,7 @@ def inspect(
     if endpoint.decodes and not (cut or previous or (limit and size.tokens >= limit)):
         prefix = _prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
     if not prefix.tokens:
-        # The replica still counts all tokens of the prompt.
+        # Without keys, too, the prompt takes space in the replica's prefix cache.
         prefix = replace(NO_PREFIX, tokens=float(prompt_tokens))
     stream, responses = flag(fields.get("stream")), endpoint is Endpoint.RESPONSES
     return RequestProfile(
@@ -91,7 +91,7 @@ def inspect(
         model=model,
         requested_model=requested,
         prompt_tokens=prompt_tokens,
-        prompt_bytes=0 if previous else size.bytes,  # earlier turns are not in the body
+        prompt_bytes=0 if previous else size.bytes,  # the report includes earlier turns
         output_bound=bound,
         sequences=sequences(endpoint, sampling, bound, reading.prompts),
         prompts=min(reading.prompts, MAX_SEQUENCES),
@@ -132,7 +132,7 @@ def _beginning(part: bytes) -> dict[str, object]:
 
 
 def _model(fields: dict[str, object]) -> str:
-    """Return the model's name, or an empty string: then each replica serves its own model."""
+    """Return the model's name, or an empty string if the body has no model."""
     model = fields.get("model")
     if model is None:
         return ""
@@ -157,10 +157,9 @@ def _prefix(
 
 
 class _Size(NamedTuple):
-    """Size of a prompt, as fields of the profile.
+    """Size of a request's prompts, as fields of the profile.
 
-    Bytes, images and image tokens are kept because ratios are learned from them once the replica
-    reports the prompt's tokens.
+    Bytes, images and image tokens serve to learn ratios once the replica reports prompt tokens.
     """
 
     tokens: int
@@ -189,8 +188,8 @@ def _measure(
         return _Size(tokens, share, images=images, image_tokens=image_tokens)
     if media or not of_text:
         return _Size(tokens, share)
-    # Template and token ids enter at the model's own ratio, so they do not change the ratio that is
-    # learned from all bytes and tokens.
+    # The replica will report all tokens, including those of token ids and template. ``bytes``
+    # counts these two at the present ratio, so that they do not change the learned ratio.
     return _Size(tokens, share, bytes=round(tokens * counter.bytes_per_token(model)))
 
 

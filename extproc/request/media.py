@@ -14,12 +14,12 @@ _BYTES_PER_S = 16_000  # MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, Opus 3,000
 _TOKENS_PER_S = 25  # Qwen2-Audio, Qwen2.5-Omni; Whisper makes 50, Voxtral 12.5, Ultravox 6.25
 _CLIP_S = 30  # vLLM transcribes clips of this length, each a prompt (max_audio_clip_s)
 
-CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of unknown size
+CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # estimate for audio of unknown size
 
 LARGE_BODY = 8 * 2**20
-"""Bytes. Behind Envoy 1.40 a body of 8 MB reached the router after 30 ms, one of 40 MB after 240 to
-380 ms; by default Envoy waits 200 ms."""
-_MEDIUM = 2**20  # bytes: about one image
+"""Bytes. The router reads a larger body only if it must: behind Envoy 1.40, a body of 8 MB reached
+the router after 30 ms, and 40 MB after 240 to 380 ms. By default Envoy waits 200 ms."""
+_MEDIUM = 2**20  # bytes that count as one image
 _ENDS = 16_384  # bytes at either end of a form that are searched for its fields
 _FIELD = re.compile(
     rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part
@@ -74,7 +74,7 @@ def of_form(
 
 
 def model_in_form(body: bytes) -> tuple[int, int] | None:
-    """Return where the model's name in a form begins and ends, or None if it has no name."""
+    """Return where the model's name in a form begins and ends; None: the form names no model."""
     ends = _ends(body)
     spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
     if not spans:

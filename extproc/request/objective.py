@@ -38,7 +38,7 @@ NO_OBJECTIVE = Objective()
 
 OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
-"""Headers of llm-d and, second, of the Gateway API Inference Extension; llm-d accepts both
+"""Headers, as llm-d and as the Gateway API Inference Extension name them; llm-d accepts both names
 (``pkg/epp/metadata/consts.go``)."""
 TARGETS = {
     "x-slo-ttft-ms": "ttft_s",
@@ -54,8 +54,8 @@ def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
 
 
 def targets_of(headers: Mapping[str, str]) -> dict[str, float]:
-    """Return the targets in the headers, in seconds. Values that are no time are ignored, as in
-    llm-d."""
+    """Return the targets in the headers, in seconds. Like llm-d, ignore values that are no positive
+    number."""
     named = {target: headers[name] for name, target in TARGETS.items() if name in headers}
     return {target: time for target, text in named.items() if (time := _seconds(text))}
 

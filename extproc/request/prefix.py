@@ -17,8 +17,8 @@ MOST_BYTES = _MOST_UNITS * UNIT_BYTES  # keys cover this much of a prompt: 262,0
 
 _UNIT_WORDS = UNIT_BYTES // 4
 
-_MOST_BLOCKS = 16_384  # as many tokens in blocks of 16
-_FACTOR = 0x9E3779B97F4A7C15  # any odd number without structure, as is the next
+_MOST_BLOCKS = 16_384  # of token ids: 262,000 tokens in blocks of 16
+_FACTOR = 0x9E3779B97F4A7C15  # arbitrary odd number, like ``_MIX``
 _MIX = np.array(0xD6E8FEB86659FD93, np.uint64)
 _HALF = np.array(32, np.uint64)  # an array: numpy takes twice as long for a scalar
 _POWERS = np.full(_MOST_BLOCKS, _FACTOR, np.uint64).cumprod()
@@ -31,7 +31,7 @@ _NO_IDS = np.zeros(0, np.uint32)
 class Prefix:
     """Beginning of a prompt that a prefix cache may hold, as keys."""
 
-    keys: Keys  # for each whole unit, of the prompt up to the end of the unit
+    keys: Keys  # one for each whole unit, computed from the prompt up to the end of the unit
     unit: float  # tokens in a unit
     tokens: float  # of the whole prompt, including the parts without keys
     whole: int = 0  # key of the whole prompt; 0: not known
@@ -56,7 +56,7 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
         tokens: tokens in the whole prompt.
         seed: key before the first unit (:func:`seed_of`).
     """
-    data = before + answer + after  # no copy if two of them are empty
+    data = before + answer + after  # no copy if two parts are empty
     if not data:
         return NO_PREFIX
     keys = unit_keys(data, seed)
@@ -79,8 +79,7 @@ def seed_of(*names: str) -> int:
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each unit of ``data``; the key covers all of ``data`` up to the end of the
-    unit."""
+    """Return a key for each whole unit of ``data``, computed from ``data`` up to the unit's end."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 
@@ -89,8 +88,8 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """Return the keys of whole blocks of token ids.
 
     ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for a fixed odd F. The powers of F and of its
-    inverse give all keys at once, in a tenth of the time of a cryptographic hash. After a
-    collision, the router only errs about which replicas have the two prompts in their caches.
+    inverse give all keys at once, in a tenth of the time of a cryptographic hash. If the keys of
+    two prompts collide, the router only errs about which replicas have the prompts cached.
 
     Args:
         ids: token ids.
@@ -123,7 +122,7 @@ def _mixed(values: Keys) -> Keys:
 
 
 def _key_at(end: int, data: bytes, keys: Keys, seed: int) -> int:
-    """Return the key of all bytes before ``end``; 0: beyond ``MOST_BYTES``."""
+    """Return the key of all bytes before ``end``, or 0 if ``end`` is above ``MOST_BYTES``."""
     if end > MOST_BYTES:
         return 0
     units = end // UNIT_BYTES

@@ -19,7 +19,7 @@ TOKENS_PER_MESSAGE = 5
 ``<|im_end|>``, newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``,
 blank line, ``<|eot_id|>`` in Llama 3."""
 
-TOKENS_TO_REPLY = 4  # the header of the answer that ends a chat prompt, in these templates
+TOKENS_TO_REPLY = 4  # of the answer's header, with which a chat prompt ends in these templates
 
 _IMAGES = frozenset({"image", "image_embeds", "image_pil", "image_url", "input_image"})
 _AUDIO = frozenset({"audio_embeds", "audio_url", "input_audio"})
@@ -30,11 +30,11 @@ VIDEO_TOKENS = 32 * 256
 """vLLM samples 32 frames (``num_frames``) of 256 tokens each in InternVL; LLaVA-OneVision has 196,
 Qwen2-VL up to 384."""
 
-_BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; exact for token ids
+_BYTES_PER_TOKEN = 4  # of a medium, in the bytes from which keys are made; token ids have 4, too
 _IMAGE_TOKENS = 576  # of any image in keys; a learned number would change all later keys
 
 _SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
-"""Marks before a message, or before the tools, in the bytes that keys are made of."""
+"""Marks before a message, or before the tools, in the bytes from which keys are made."""
 _ROLES = {
     "system": _SYSTEM,
     "developer": _SYSTEM,
@@ -46,7 +46,7 @@ _ROLES = {
 
 _BILLING = "x-anthropic-billing-header"
 
-_SCHEME_WITHIN = 16  # characters that contain the ``://`` of an address; base64 has none
+_SCHEME_WITHIN = 16  # first characters, in which an address has ``://``; base64 never has it
 
 _PRINTED = frozenset(
     {"text", "name", "arguments", "refusal", "thinking"}
@@ -59,7 +59,7 @@ _INPUTS = {
     Endpoint.EMBEDDINGS: ("input", "texts"),
     Endpoint.POOLING: ("input",),
     Endpoint.CLASSIFY: ("input",),
-}  # fields with a text, token ids or a list of them
+}  # fields with a text, token ids, or a list of texts or of token ids
 _CHATS = {Endpoint.RESPONSES: ("input", "instructions")}
 _PAIRS = (
     ("query", "documents"),
@@ -81,7 +81,7 @@ class Prompt:
         self.images = 0
         self.media = 0  # tokens of audio and video, roughly estimated
         self._rendered: list[str] = []  # for keys: texts, marks of roles, digests of media
-        self._answer = slice(0, 0)  # of ``_rendered``: last consecutive messages of the assistant
+        self._answer = slice(0, 0)  # of ``_rendered``: the assistant's last consecutive messages
         self._media_left = MOST_BYTES  # bytes that further digests may take
         self._ids: list[int] = []
 
@@ -149,12 +149,12 @@ class Prompt:
             self._add_message(message)
 
     def _add_message(self, message: dict[str, object]) -> None:
-        """Add a message: its frame, its content, its tool calls or their results."""
+        """Add a message: the template's tokens, its content, its tool calls or their results."""
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
         content = message.get("content")
-        if isinstance(content, str) and len(message) == 2:  # role and content, as most are
+        if isinstance(content, str) and len(message) == 2:  # role and content, as in most messages
             self._add_text(content)
         else:
             self.add_content(message)
@@ -202,8 +202,8 @@ class Prompt:
 class Reading(NamedTuple):
     """Pieces of a request's prompts, and the length of each prompt."""
 
-    pieces: list[tuple[Prompt, int]]  # with the number of times that the replica reads each
-    lengths: list[int]  # of each prompt, for comparison: characters of text, or token ids
+    pieces: list[tuple[Prompt, int]]  # piece, and how many times the replica reads it
+    lengths: list[int]  # of the prompts, only to compare them: characters of text, or token ids
 
     @property
     def prompts(self) -> int:
@@ -241,7 +241,7 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
 
 
 def _read_pairs(fields: dict[str, object]) -> Reading:
-    """Collect documents with their queries: one query for all, or one for each."""
+    """Collect documents and queries: one query for all documents, or one for each."""
     pairs_of = (pair for pair in _PAIRS if fields.keys() >= set(pair))
     queries, documents = map(fields.get, next(pairs_of, _PAIRS[0]))
     query, document = Prompt(), Prompt()
@@ -261,8 +261,8 @@ def _lengths(values: object) -> list[int]:
 
 
 def without_billing(text: str) -> str:
-    """Remove the line that Claude Code changes for each request, as vLLM does. With that line no
-    two prompts would have a common beginning."""
+    """Remove, as vLLM does, a first line that Claude Code changes with each request. With this line
+    no two prompts would have a common beginning."""
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 

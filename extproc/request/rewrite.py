@@ -18,11 +18,11 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
-    """Replace the model's name in ``body``. A body without a model, or one that cannot be read,
-    stays unchanged.
+    """Replace the model's name in ``body``; all other values keep their bytes. A body without a
+    model, or one that cannot be read, stays unchanged.
 
-    The bytes of all other values stay. If the body is cut off, or has values that JSON lacks such
-    as NaN, the first model that a decoder would read is replaced.
+    If the body is cut off, or has values such as NaN that JSON lacks, a text search finds the name;
+    a decoder then checks that the renamed body names the new model.
     """
     if endpoint.takes_audio:
         span = model_in_form(body)
@@ -46,7 +46,7 @@ def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
 def with_priority(body: bytes, priority: int) -> bytes:
     """Set vLLM's ``priority`` (lower numbers go first) in ``body``, a complete JSON object.
 
-    The field is appended. Decoders take the last of several fields with one name, so a client's
+    The field is appended. Of several fields with one name, decoders take the last, so a client's
     own priority has no effect.
     """
     end = body.rfind(b"}")

@@ -34,7 +34,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"not a Jinja template: {error}") from None
         self._special_tokens = dict(special_tokens)
-        # A template that loops over contents takes parts; any other prints a content as it is.
+        # A template that loops over a content takes a list of parts; others print the content.
         self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
 
     @classmethod
@@ -49,7 +49,7 @@ class ChatTemplate:
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
-            raise ValueError("neither chat_template.jinja nor a text in tokenizer_config.json")
+            raise ValueError("neither chat_template.jinja nor a template in tokenizer_config.json")
         special = {name: _content(config.get(name)) for name in _SPECIAL}
         return cls(source, {name: token for name, token in special.items() if token is not None})
 

@@ -1,4 +1,4 @@
-"""Tokenisation of long texts, most of which begin like earlier texts."""
+"""Tokenization of long texts, most of which begin like earlier texts."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -12,10 +12,10 @@ from extproc.request.prefix import Ids, Prefix, prefix_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_MOST_CHARACTERS = 16_384  # tokenised in one call, in some 10 ms
+_MOST_CHARACTERS = 16_384  # tokenized in one call, in some 10 ms
 _UNIT = 256  # characters whose tokens are remembered together
-_MOST_UNITS = 65_536  # remembered of all texts: 16 million characters in some 50 MB
-_OVERLAP = 8  # remembered tokens that must come out again, or all are tokenised anew
+_MOST_UNITS = 65_536  # remembered, of all texts together: 16 million characters in some 50 MB
+_OVERLAP = 8  # last remembered tokens that must result again; otherwise the text is tokenized anew
 
 
 class TokenizedPrompt(NamedTuple):
@@ -23,31 +23,31 @@ class TokenizedPrompt(NamedTuple):
 
     ids: Ids
     tokens: int  # of the whole prompt, estimated unless ``complete``
-    complete: bool  # ``ids`` are all of the prompt's
+    complete: bool  # ``ids`` cover the whole prompt
 
     def prefix(self, seed: int) -> Prefix:
-        """Return the keys of the prompt's beginning, as far as its token ids are known."""
+        """Return the keys of the prompt, as far as its token ids are known."""
         ids = self.ids
         prefix = prefix_of(b"", b"", ids.tobytes(), len(ids), seed)
         return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 
 class _Unit(NamedTuple):
-    start: int  # of the first token, in the text
+    start: int  # of the unit's first token: characters before it in the text
     ids: bytes  # of the tokens that begin in the unit
 
 
 class CachingTokenizer:
-    """Tokenises texts, and remembers the tokens of their beginnings in units of 256 characters.
+    """Tokenizes texts, and remembers the tokens of their beginnings in units of 256 characters.
 
     A token depends on the text that follows it. So the tokens that begin in a unit are stored under
-    a hash of the text up to the end of the next unit. Tokenisation starts again with the last unit
+    a hash of the text up to the end of the next unit. Tokenization starts again with the last unit
     found. If that unit ends in the same tokens as stored, the units before it are valid, too.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
-        # By the text that the tokens depend on; the least recently used first.
+        # By the hash of the text on which the tokens depend; the least recently used first.
         self._units: OrderedDict[int, _Unit] = OrderedDict()
 
     def tokenize(self, text: str) -> TokenizedPrompt:
@@ -77,8 +77,8 @@ class CachingTokenizer:
         return known
 
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
-        """Return the token ids from ``start`` on that later text cannot change, where each begins
-        in the text, and where the last ends."""
+        """Tokenize the text from ``start`` on. Return the token ids that later text cannot change,
+        the position in the text where each begins, and the position up to which they are known."""
         part = text[start : start + _MOST_CHARACTERS]
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)

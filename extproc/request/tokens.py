@@ -11,7 +11,7 @@ from extproc.request.tokenized import TokenizedPrompt
 if TYPE_CHECKING:
     from extproc.request.exact import ExactPrompts
 
-PLAUSIBLE = (0.5, 32.0)  # bytes per token; reports outside are not learned from
+PLAUSIBLE = (0.5, 32.0)  # bytes per token; reports outside this range are ignored
 
 _PRIOR_TOKENS = 2_000.0  # weight of the configured ratio, in tokens
 _MEMORY_TOKENS = 200_000.0  # prompt tokens after which older reports weigh 1/e as much
@@ -19,14 +19,14 @@ _REPORT_TOKENS = 20_000.0  # largest weight of a report, so that no odd document
 
 _PRIOR_IMAGES = 4.0  # weight of ``request.image_tokens``, in images
 _MEMORY_IMAGES = 200.0  # images after which older reports weigh 1/e as much
-_MOST_IMAGE_TOKENS = 16_384  # of an image, as in Qwen2-VL; a larger report is not of an image
+_MOST_IMAGE_TOKENS = 16_384  # of an image, as in Qwen2-VL; larger reports are ignored
 
-_MAX_MODELS = 1_000  # remembered, those with the latest reports
-_MAX_TEXTS = 1_024  # messages, texts and media of a prompt that is tokenised
+_MAX_MODELS = 1_000  # whose ratios are remembered: those with the latest reports
+_MAX_TEXTS = 1_024  # messages, texts and media in a prompt; with more, its tokens are estimated
 
 
 class TokenSettings(Protocol):
-    """Initial ratios, as in :class:`~extproc.config.RequestSettings`."""
+    """Initial ratios and tokenizers, as in :class:`~extproc.config.RequestSettings`."""
 
     @property
     def bytes_per_token(self) -> float: ...
@@ -42,7 +42,7 @@ class TokenizerError(ValueError):
 
 class _Ratio:
     """Ratio of two sums for each model, such as Σ bytes ÷ Σ tokens of reports. Both sums start from
-    the configured ratio; older reports decay exponentially, by the growth of the second sum."""
+    the configured ratio. Each report reduces the weight of older reports."""
 
     def __init__(self, prior: float, evidence: float, memory: float) -> None:
         self._begin = prior * evidence, evidence
@@ -77,10 +77,9 @@ class TokenCounter:
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
     ) -> TokenizedPrompt | None:
-        """Return the token ids of a request's only prompt, or None if the template is not known.
+        """Return the token ids of a request's prompt, or None if they cannot be known.
 
-        ``size``: number of messages, texts and media in the prompt; if there are too many, returns
-        None.
+        ``size``: number of messages, texts and media; above ``_MAX_TEXTS``, returns None.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
@@ -94,8 +93,8 @@ class TokenCounter:
         return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
-        """Learn the tokens of an image; ``tokens``: reported tokens of a prompt without its text.
-        Absurd numbers are ignored."""
+        """Learn the tokens of an image; ``tokens``: reported tokens of a prompt, less those of its
+        text. Absurd numbers are ignored."""
         if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
             self._images.learn(model, tokens / images, images)
 

@@ -17,12 +17,12 @@ _CACHED, _CREATED = "cache_read_input_tokens", "cache_creation_input_tokens"
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _MAX_USAGE = 8_192  # bytes of a usage object; longer objects are ignored
 
-# Marks of equal length, so that one overlap between chunks counts each of them once.
-_EVENT = b"\nevent:"  # of the second and later events: JSON has no bare line break
+# All marks have the same length, so that one overlap between chunks counts each mark once.
+_EVENT = b"\nevent:"  # begins the second and later events; JSON contains no raw line break
 _DELTA = b'delta":'
 _ROLE = b'{"role"'  # in the delta that opens a chat
 _TEXT = b'"text":'  # of completions, which have no deltas
-_IDS = b'_ids":['  # of tokens, without their text
+_IDS = b'_ids":['  # of streams with token ids instead of text
 _COUNTED = _DELTA, _ROLE, _TEXT, _IDS
 _OVERLAP = len(_EVENT) - 1
 
@@ -39,12 +39,12 @@ class ReportedUsage:
 
 
 class UsageReader:
-    """Reads the usage of a response from its body, in chunks split anywhere.
+    """Reads the usage of a response from its body, in chunks split anywhere, in a few kB of memory.
 
-    Knows OpenAI's chat, completions, embeddings and Responses APIs and Anthropic's messages, as
-    JSON or as server-sent events. Decodes only usage objects. The key ``"usage":`` cannot occur
-    inside generated text, because JSON escapes the quotes. Generated JSON that is embedded as an
-    object may contain the key, but the replica's own usage follows later. Needs a few kB of memory.
+    The reader knows OpenAI's chat, completions, embeddings and Responses APIs and Anthropic's
+    messages, as JSON or as server-sent events. It decodes only usage objects. Generated text cannot
+    contain the key ``"usage":``, because JSON escapes the quotes. Generated JSON that is embedded
+    as an object may contain the key, but the replica's own usage follows later.
     """
 
     def __init__(self, prelude: int = 0) -> None:
@@ -52,13 +52,13 @@ class UsageReader:
         self.generating = False  # the first token has come
         self._prelude = prelude
         self._carry = b""
-        self._open: bytes | None = None  # bytes after a usage key, until they are a whole object
+        self._open: bytes | None = None  # bytes of an incomplete usage object; None: there is none
         self._reported: dict[str, int] = {}
         self._streamed: bool | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def feed(self, chunk: bytes) -> None:
-        """Read the next bytes of the response body. No content of the bytes raises an error."""
+        """Read the next bytes of the response body; bytes of any kind raise no error."""
         if self._streamed is None and (head := chunk.lstrip()):
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
@@ -123,7 +123,7 @@ def _first(usage: dict[str, object], *names: str) -> int | None:
 
 
 _ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
-_WITHIN = 4_096  # bytes that contain the id: vLLM's JSON and streams begin with it
+_WITHIN = 4_096  # first bytes, which contain the id: vLLM's JSON and streams begin with it
 
 
 class ResponseIdReader:

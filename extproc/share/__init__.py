@@ -1,4 +1,4 @@
-"""Redis: keys, values, and how long each lives.
+"""Redis: keys, values, and how long Redis keeps each value.
 
-RedisError is raised if Redis refuses a command or does not answer in time.
+Functions raise RedisError if Redis refuses a command or does not answer in time.
 """

@@ -1,8 +1,8 @@
 """Assignment of a pool's replicas to its pollers, by rendezvous hashing.
 
-Each poller's heartbeat lists the replicas that its sources name. A replica is assigned to the
-living poller that lists the replica and has the highest hash of both names. So if a poller starts
-or stops, only its own replicas move.
+The heartbeat of a poller lists the replicas that the poller's sources name. Of the living pollers
+that list a replica, the poller with the highest hash of (poller, replica) gets the replica. So if a
+poller starts or stops, only its own replicas move.
 """
 
 from collections.abc import Collection, Set
@@ -22,15 +22,15 @@ from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 
-LIFE_S = 1.2  # of a heartbeat: the replicas of a dead poller are taken over within 2 s
+LIFE_S = 1.2  # of a heartbeat: others take over the replicas of a dead poller within 2 s
 BEAT_S = 0.3  # between two heartbeats
-_FAREWELL_S = 5.0  # life of a farewell: routers look once a second
+_FAREWELL_S = 5.0  # life of a farewell; routers look for farewells once a second
 
 
 class Heartbeat(Struct, array_like=True, frozen=True):
-    """Message of a poller that lives, or the farewell of a poller that stopped in order."""
+    """Sign of life of a poller, or its farewell when it shuts down."""
 
-    replicas: tuple[str, ...]  # ip:port of the replicas that its sources name
+    replicas: tuple[str, ...]  # ip:port of the replicas that the poller's sources name
     problems: tuple[str, ...] = ()  # sources that cannot be looked up, each with the reason
     stopped: bool = False
 
@@ -44,15 +44,15 @@ class Assignment:
 
     replicas: frozenset[str]
     listed_by_others: frozenset[str] = frozenset()
-    lapsed: bool = False  # the heartbeat had expired, and others may have scraped its replicas
+    lapsed: bool = False  # the heartbeat had expired: others may have scraped the replicas
     redis_was_emptied: bool = False
 
 
 async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns the living pollers of a pool by host and port, each with the sources that it cannot
-    look up, and the names of the pollers that said farewell in the last seconds."""
+    """Returns a pool's living pollers, as ``host:port`` → sources that cannot be looked up, and the
+    names of the pollers that shut down within the last 5 s."""
     keys = Keys(pool)
     async with in_time():
         found: Any = await redis.smembers(keys.pollers)
@@ -70,7 +70,7 @@ async def known_pollers(
 async def _heartbeats(
     redis: Redis, keys: Keys, names: Collection[str], skips: Skips
 ) -> dict[str, Heartbeat | None]:
-    """Returns the heartbeat of each named poller that is alive, or None if it is unreadable."""
+    """Returns the named pollers' heartbeats in Redis, with None for an unreadable heartbeat."""
     by_key = {keys.poller + name: name for name in names}
     async with in_time():
         values = await redis.mget([*by_key])
@@ -81,10 +81,10 @@ async def _heartbeats(
 class Assigner:
     """Assigns replicas to one poller, whose name is unique.
 
-    - A new poller takes no replica of the others until its second heartbeat: the others learn of
-      it from the first.
+    - Until its second heartbeat, a new poller takes no replica that other pollers list: they learn
+      of the new poller from its first heartbeat.
     - While Redis is away, the poller keeps its replicas. If Redis comes back empty, the pollers
-      known before count as living for ``LIFE_S``, during which each writes its heartbeat again.
+      known before count as living for ``LIFE_S``, so that they can write new heartbeats.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Assigner:
         self._outage = outage
         self._clock = clock
         self._skips = skips or Skips()
-        self._others: dict[str, frozenset[str]] = {}  # lists of the living pollers
-        self._others_until = clock()  # no poller counts as gone before
+        self._others: dict[str, frozenset[str]] = {}  # other living poller → its list
+        self._others_until = clock()  # until then all known pollers count as living
         self._replicas: frozenset[str] = frozenset()
         self._is_new = True
-        self._lives_until = inf  # of the last heartbeat; while Redis is away, as if it were there
-        self.beat_at: float | None = None  # end of the last heartbeat, failed or not
+        self._lives_until = inf  # expiry of the last heartbeat, written or only attempted
+        self.beat_at: float | None = None  # when the last attempt to write a heartbeat ended
 
     @property
     def lapsed(self) -> bool:
         """True if the heartbeat has expired, because the process stood still or was slow.
 
-        Then other pollers may have taken over the replicas, so states must not be written before a
-        heartbeat tells who scrapes them.
+        Then other pollers may have taken over the replicas, so this poller must write no states
+        until its next heartbeat tells which replicas it still has.
         """
         return self._clock() > self._lives_until
 
@@ -144,19 +144,19 @@ class Assigner:
             self._replicas = frozenset(filter(self._owns, replicas))
             self._is_new = False
             self._lives_until = began + LIFE_S
-            if not self._replicas:  # else the next write of states ends the outage
+            if not self._replicas:  # with replicas, the next write of states ends the outage
                 self._outage.recovered()
         self.beat_at = self._clock()
         listed_by_others = frozenset().union(*self._others.values())
-        lapsed &= bool(self._others)  # nobody else scraped the replicas of a single poller
+        lapsed &= bool(self._others)  # without other pollers, nobody took the replicas
         return Assignment(self._replicas, listed_by_others, lapsed, redis_was_emptied)
 
     async def release(self) -> None:
-        """Says farewell, so that other pollers take the replicas over at once."""
+        """Writes a farewell, so that other pollers take over the replicas at once."""
         farewell, life_ms = Heartbeat((), stopped=True), round(_FAREWELL_S * 1000)
         try:
             async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-                pipe.delete(self._key)  # a full Redis stores no farewell
+                pipe.delete(self._key)  # a full Redis deletes the heartbeat, but stores no farewell
                 pipe.set(self._key, HEARTBEAT.seal(farewell), px=life_ms)
                 pipe.pexpire(self._keys.pollers, life_ms)
                 await pipe.execute()
@@ -171,10 +171,10 @@ class Assigner:
         return all(mine > _weight(name, replica) for name in rivals)
 
     async def _write(self, heartbeat: Heartbeat) -> tuple[bool, set[str]]:
-        """Writes the heartbeat. Returns True if Redis knew this poller before, and the names of the
-        other pollers, living or dead.
+        """Writes the heartbeat. Returns two results: True if Redis still had the last heartbeat;
+        and the names of the other pollers, living or dead.
 
-        A full Redis refuses only new pollers.
+        A full Redis refuses a new poller, but prolongs the last heartbeat of a known poller.
         """
         life_ms = round(LIFE_S * 1000)
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:

@@ -1,6 +1,6 @@
 """Updates of replicas' KV blocks in Redis: pollers write them, and every router reads them.
 
-Redis stores a list for each replica: a whole update, and the updates since then.
+For each replica, Redis stores a list: a whole update, which has all blocks, and later updates.
 """
 
 import math
@@ -18,12 +18,12 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-LIFE_S = 3600  # of a replica's blocks in Redis, from the last update on
+LIFE_S = 3600  # of a replica's blocks in Redis, counted from the last update
 _READ_AGAIN_S = 1.0  # shortest time between two reads of a replica's blocks
 
-# KEYS: a replica's list. ARGV: life in s, channel, update (empty: it is the whole one), whole
-# update (empty: none is due). Publishes the update. Returns 1 if it is stored, and 0 if there is no
-# list to append to, or Redis refuses writes.
+# KEYS: a replica's list. ARGV: life in s, channel, update (empty: same as the whole update), whole
+# update (empty: none is due). Publishes the update. Returns 1 if Redis has stored the update, and 0
+# if there is no list to append it to, or Redis refuses writes.
 _WRITE = """
 local stored
 if ARGV[4] ~= '' then
@@ -61,10 +61,10 @@ class BlockWriter:
     async def write(
         self, updates: Mapping[str, tuple[BlockUpdate, BlockUpdate | None]]
     ) -> set[str]:
-        """Writes updates in one round trip, and with each update the whole update that is due, if
-        any.
+        """Writes updates in one round trip: replica → its update, and the whole update if one is
+        due.
 
-        Returns the replicas whose next update must be whole, because Redis lacks the update before.
+        Returns the replicas whose next update must be whole, because Redis did not store this one.
         """
         if not updates:
             return set()
@@ -95,8 +95,8 @@ class BlockWriter:
 
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
-    """Yields block updates that can be applied to ``held``, to which the caller applies each before
-    it asks for the next."""
+    """Yields block updates that ``held`` can apply next. The caller must apply each update before
+    it asks for another."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 yield change
 
     async def _pushed(self, data: bytes) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields the pushed update, or the stored ones if earlier updates were missed."""
+        """Yields the pushed update, or the stored updates if the reader missed earlier updates."""
         change = self._skips.open(self._channel, data, BLOCKS)
         if change is None:
             return
@@ -131,7 +131,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 yield stored
 
     async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields a replica's stored updates, without those that another poller appended."""
+        """Yields a replica's stored updates; skips updates that another poller appended."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:

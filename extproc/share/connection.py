@@ -42,8 +42,9 @@ class Keys:
     """Names of one pool's keys and channels in Redis.
 
     The pool's name stands in braces, so that all keys are in one slot of a Redis Cluster. A name
-    that ends in a colon is a prefix; a replica (``ip:port``), a poller or a router follows. All
-    values are envelopes, except the set of pollers, departed models and KV streams.
+    that ends in a colon is a prefix of keys: the name of a replica (``ip:port``), poller or router,
+    or a hash, follows. All values are envelopes, except ``pollers``, ``departed_models`` and the
+    values under ``kv_stream``.
     """
 
     def __init__(self, pool: str) -> None:
@@ -61,9 +62,9 @@ class Keys:
         self.responses = f"{tag}responses"  # stream of the owners of stored responses
         self.sessions = f"{tag}sessions"  # stream of the owners of sessions
         self.prompts = f"{tag}prompts"  # stream of the prompts that routers sent
-        self.blocks = f"{tag}blocks:"  # list: all KV blocks, and updates since then
+        self.blocks = f"{tag}blocks:"  # list: whole update of KV blocks, and later updates
         self.blocks_channel = f"{tag}blocks"  # channel of all updates of KV blocks
-        self.kv_stream = f"{tag}kv-stream:"  # position for the next poller
+        self.kv_stream = f"{tag}kv-stream:"  # position in the KV events, for the next poller
 
 
 def connect(redis: RedisSettings | str, pool: str) -> Redis:
@@ -110,7 +111,7 @@ def reconnecting(random: Random) -> Backoff:
 
 @asynccontextmanager
 async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Limits the round trip inside to ``TIMEOUT_S`` plus ``wait_s``.
+    """Limits the enclosed round trip to ``TIMEOUT_S`` plus ``wait_s``.
 
     Raises:
         redis.exceptions.TimeoutError: the limit is reached.

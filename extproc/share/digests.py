@@ -13,21 +13,21 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
-_LIFE_MS = 2000  # of a digest in Redis: four whole digests
+_LIFE_MS = 2000  # of a whole digest in Redis; the router sends four in this time
 DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
 @dataclass(frozen=True, slots=True)
 class DigestReceived:
-    """Digest that was pushed, or found in Redis."""
+    """Digest that Redis pushed, or that was stored in Redis."""
 
     digest: Digest
-    age: float = 0.0  # seconds in Redis, of a digest found there
+    age: float = 0.0  # seconds since Redis stored the digest; 0: pushed
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Connection to Redis; the digests found there follow."""
+    """Event: the reader has connected to Redis; the stored digests follow."""
 
 
 DigestEvent = DigestReceived | Connected
@@ -61,7 +61,7 @@ class DigestWriter:
 
 
 class DigestReader(ChannelReader[DigestEvent]):
-    """Yields every router's digests, after ``Connected`` and those found in Redis."""
+    """Yields ``Connected``, the digests stored in Redis, and then every digest of any router."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)

@@ -18,12 +18,12 @@ from extproc.share.envelope import EnvelopeKind, Skips
 log = logging.getLogger(__name__)
 
 _LIFE_S = 7 * 86_400  # of the hash in Redis while no poller runs
-_EVERY_S = 0.25  # between two reads of a poller, within which a command takes effect
-_REMEMBERED_S = 3600.0  # for which a drain outlives its replica, and an undrain is remembered
+_EVERY_S = 0.25  # between two reads by a poller: a command takes effect within this time
+_REMEMBERED_S = 3600.0  # for which Redis keeps undrains, and drains whose replica left the sources
 
 
 class Drain(Struct, array_like=True, frozen=True):
-    """Drain or undrain of a replica by a command."""
+    """Command that drains or undrains a replica."""
 
     drains: bool  # False: an undrain
 
@@ -32,8 +32,8 @@ DRAIN = EnvelopeKind("drain", Drain)
 
 
 class DrainStore:
-    """Reads and writes the commands of one pool by ``ip:port``: True for a drain, False for an
-    undrain.
+    """Reads and writes the commands of one pool, as replica (``ip:port``) → True for a drain, False
+    for an undrain.
 
     Each method takes at most ``connection.TIMEOUT_S`` and raises RedisError if Redis failed.
     """
@@ -51,7 +51,7 @@ class DrainStore:
         self._skips = skips or Skips()
 
     async def read(self) -> dict[str, bool]:
-        """Returns all drains that can be read."""
+        """Returns all commands in Redis, except unreadable values."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(self.key)
             pipe.expire(self.key, _LIFE_S)
@@ -59,14 +59,14 @@ class DrainStore:
                 values, _ = await pipe.execute()
             except NoPermissionError:
                 raise
-            except ResponseError:  # a Redis that cannot save its data refuses EXPIRE alone
+            except ResponseError:  # a Redis that cannot save its data refuses only EXPIRE
                 values = await self._redis.hgetall(self.key)
         named = {str_if_bytes(key): value for key, value in values.items()}
         found = {key: self._skips.open(key, value, DRAIN) for key, value in named.items()}
         return {key: command.drains for key, command in found.items() if command}
 
     async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
-        """Writes drains; ``only_new``: skips replicas for which Redis has a drain already."""
+        """Writes commands; ``only_new``: skips replicas for which Redis has a command already."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             put: Any = pipe.hsetnx if only_new else pipe.hset
             for replica, value in drains.items():
@@ -80,7 +80,7 @@ class DrainStore:
 
 
 class Drains:
-    """A poller's copy of the drains of one pool, which restores them if Redis loses them.
+    """A poller's copy of the commands of one pool; if Redis loses some, the poller restores them.
 
     Pollers read the hash every 0.25 s. They do not subscribe to changes, because the channel would
     also bring them every state that any poller writes.
@@ -89,8 +89,8 @@ class Drains:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self._drains: dict[str, bool] = {}
-        self._named: frozenset[str] | None = None  # replicas of all sources; None: not known
-        self._idle_since: dict[str, float] = {}  # since when an entry has had no effect
+        self._named: frozenset[str] | None = None  # replicas that the sources list; None: unknown
+        self._idle_since: dict[str, float] = {}  # replica → since when its command has no effect
 
     def name(self, replicas: Iterable[str]) -> None:
         """Sets the replicas, ``ip:port``, that the sources list now."""
@@ -105,15 +105,15 @@ class Drains:
             await self.look(store, clock())
 
     async def look(self, store: DrainStore, now: float) -> None:
-        """Reads the drains in Redis, writes back those that Redis lost, and deletes those
+        """Reads the commands in Redis, writes back commands that Redis lost, and deletes commands
         that have had no effect for an hour."""
         try:
             await self._look(store, now)
         except NoPermissionError as error:
             store.refused.failed(error, allow=f"~{store.key} +@read +@write")  # rules of an ACL
-        except ResponseError as error:  # Redis may still take states
+        except ResponseError as error:  # Redis may still accept states
             store.refused.failed(error)
-        except (RedisError, OSError):  # the writer of states logs it
+        except (RedisError, OSError):  # the writer of states logs the outage
             pass
         else:
             store.refused.recovered()
@@ -126,7 +126,7 @@ class Drains:
         old = {name for name, since in self._idle_since.items() if now - since > _REMEMBERED_S}
         if old & there.keys():
             await store.forget(old & there.keys())
-        # Entries without effect are not restored: another poller may have deleted them as old.
+        # Commands without effect are not restored: another poller may have deleted them as old.
         lost = known.keys() - there.keys() - idle
         if lost:
             await store.write({replica: known[replica] for replica in lost}, only_new=True)

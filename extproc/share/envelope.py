@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Envelope(Struct, array_like=True, frozen=True):
-    """Value of a key, a hash field, a list or stream entry, or a part of a message."""
+    """Value of a key, hash field, list entry or stream entry, or part of a message."""
 
     tag: str
     version: int
@@ -59,7 +59,7 @@ class EnvelopeKind(Generic[T]):
 
 
 class Skips:
-    """Opens envelopes, and counts the parts that this version cannot read.
+    """Opens envelopes, and counts the parts that this version of the program cannot read.
 
     Args:
         count: called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
@@ -109,8 +109,8 @@ class Skips:
             )
 
     def garbage(self, source: str, error: Exception) -> None:
-        """Counts garbage. Logs only the first of each source, because its writer usually repeats
-        it."""
+        """Counts an unreadable value. Logs only the first of each source, because writers usually
+        repeat their mistakes."""
         self._count("garbage", 1)
         if source not in self._warned:
             self._warned.add(source)
@@ -118,19 +118,19 @@ class Skips:
 
 
 def sealed_list(*envelopes: bytes) -> bytes:
-    """Returns a message that :meth:`Skips.open_all` opens."""
+    """Joins envelopes into a message that :meth:`Skips.open_all` opens."""
     return b"\xdc" + len(envelopes).to_bytes(2) + b"".join(envelopes)
 
 
 def _number_of_fields(body: type) -> int:
-    """Returns the fields of a type and of the types nested in it."""
+    """Counts the fields of a type and of the types nested in it."""
     fields = structs.fields(body)
     nested = (_nested(field.type) for field in fields)
     return len(fields) + sum(_number_of_fields(type_) for type_ in nested if type_)
 
 
 def _unknown(value: Any, body: type) -> int:
-    """Returns how many fields of a decoded value this version's type does not know."""
+    """Counts the fields of a decoded value that the type ``body`` lacks."""
     fields = structs.fields(body)
     if isinstance(value, dict):
         unknown = len(value.keys() - {field.name for field in fields})
@@ -146,7 +146,7 @@ def _unknown(value: Any, body: type) -> int:
 
 
 def _nested(type_: Any) -> type | None:
-    """Returns the struct of which a field holds one or a tuple; None: the field holds none."""
+    """Returns S if the type of a field is a struct S or a tuple of S; otherwise None."""
     each = get_args(type_)[0] if get_origin(type_) is tuple else type_
     return each if isinstance(each, type) and issubclass(each, Struct) else None
 

@@ -1,7 +1,7 @@
-"""Lists of models and LoRA adapters, which states name by a hash.
+"""Lists of models and LoRA adapters, to which replica states refer by a hash.
 
 With 500 names in every state, each router would receive 8 MB/s. Redis stores each list once, and
-longer than the states that name it. If Redis lacks a list, the state carries the list itself.
+keeps it longer than the states that refer to it. If Redis lacks a list, states carry the list.
 """
 
 from collections.abc import Collection, Container, Mapping
@@ -21,17 +21,17 @@ class Put(Struct, array_like=True, frozen=True):
     """New state of a replica."""
 
     state: ReplicaState
-    lists: str = ""  # hash of the models and adapters, which the state lacks; empty: it has them
+    lists: str = ""  # hash of models and adapters, which the state lacks; empty: the state has them
 
 
 class Lists(Struct, array_like=True, frozen=True):
-    """Models and adapters of a replica, which its states name by a hash."""
+    """Models and adapters of a replica, to which its states refer by a hash."""
 
     models: tuple[str, ...]
     adapters: tuple[str, ...]
 
 
-PUT = EnvelopeKind("replica state", Put, pack=float)  # for numbers of numpy
+PUT = EnvelopeKind("replica state", Put, pack=float)  # float() encodes numpy's numbers
 LISTS = EnvelopeKind("lists", Lists)
 
 
@@ -43,7 +43,7 @@ def sealed_lists(models: tuple[str, ...], adapters: tuple[str, ...]) -> tuple[st
 
 
 def sealed(state: ReplicaState) -> bytes:
-    """Returns the envelope of a state, which names its lists if it has adapters."""
+    """Returns the envelope of a state. If the state has adapters, a hash replaces its lists."""
     if not state.adapters:
         return PUT.seal(Put(state))
     name, _ = sealed_lists(state.models, state.adapters)
@@ -51,7 +51,7 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """Lists that replicas' last states named; other lists are read from Redis."""
+    """Cache of the lists to which each replica's last state referred; Redis has the others."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
@@ -63,12 +63,12 @@ class KnownLists:
         self._last.pop(replica, None)
 
     def keep(self, replicas: Container[str]) -> None:
-        """Forgets all other replicas."""
+        """Forgets all replicas except these."""
         self._last = {id_: last for id_, last in self._last.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:
-        """Adds the lists to states that name them. Drops a state whose list Redis lacks; the
-        replica's next state carries the list itself."""
+        """Puts lists in place of their hashes. Drops a state whose list Redis lacks; the replica's
+        next state carries the list itself."""
         listed = [change for change in changes if isinstance(change, Put) and change.lists]
         known = dict(
             self._last[change.state.id] for change in listed if change.state.id in self._last

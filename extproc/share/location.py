@@ -70,7 +70,7 @@ class Server:
         try:
             return await ask(connection, node)
         finally:
-            await connection.disconnect(nowait=True)  # completes even if cancelled again
+            await connection.disconnect(nowait=True)  # does not wait: nothing can interrupt it
 
 
 def ask_sentinel(service: str) -> Ask:
@@ -100,16 +100,16 @@ def ask_cluster(key: str) -> Ask:
             await connection.send_command("EXISTS", key)
             await connection.read_response()
         except MovedError as moved:
-            return moved.host or node[0], moved.port  # no host: the same host
+            return moved.host or node[0], moved.port  # empty host: the same host
         return node
 
     return ask
 
 
 async def _resolve(host: str) -> None:
-    """Looks up a name before a connection does.
+    """Looks up a name before the connection does, so that an unknown name fails here.
 
-    The connection's own lookup cannot be abandoned in a time limit: uvloop would log its failure,
+    If a time limit ended the connection's own lookup, uvloop would later log the lookup's failure,
     which nobody awaits any more.
 
     Raises:

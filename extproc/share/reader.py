@@ -39,8 +39,8 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
 async def stored_values(
     redis: Redis, keys: Sequence[str]
 ) -> AsyncIterator[list[tuple[str, bytes, float]]]:
-    """Yields pages of the strings among the values of keys: each with its key, and the seconds that
-    it has left to live. Between two pages the event loop is free."""
+    """Yields pages of (key, value, seconds until it expires) for the keys that hold a string. The
+    event loop may serve requests between two pages."""
     for first in range(0, len(keys), _VALUES_PAGE):
         page = keys[first : first + _VALUES_PAGE]
         async with in_time(), redis.pipeline(transaction=False) as pipe:
@@ -86,8 +86,7 @@ class Reader(ABC, Generic[T]):
 
 
 class ChannelReader(Reader[T]):
-    """Reads the stored values of keys, and then the channel on which changes of these keys are
-    pushed."""
+    """Reads the stored values of keys, and then the channel to which Redis pushes their changes."""
 
     _channel: str
 
@@ -101,7 +100,7 @@ class ChannelReader(Reader[T]):
                 await pubsub.subscribe(self._channel)
             async for message in messages:
                 if message["type"] == "subscribe":
-                    # The channel brings every change from now on. The client resubscribes itself.
+                    # The channel brings every change from now on. redis-py resubscribes if needed.
                     async for change in self._found():
                         yield change
                     self._backoff.reset()
@@ -125,10 +124,10 @@ class ChannelReader(Reader[T]):
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yields messages; asks for an answer while none arrive, to detect a dead connection."""
+    """Yields messages; asks Redis for an answer if none arrive, to detect a dead connection."""
     asked = False
     while True:
-        async with in_time(TIMEOUT_S):  # get_message reconnects without a limit
+        async with in_time(TIMEOUT_S):  # get_message reconnects without a time limit
             message = await pubsub.get_message(timeout=TIMEOUT_S)
         if message is not None:
             asked = False
@@ -141,7 +140,7 @@ async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
 
 
 async def _ask_for_answer(pubsub: PubSub) -> None:
-    """Makes Redis send a message of the type ``unsubscribe``. A Redis that cannot save its data
-    would refuse PING, and connections would be made anew without end."""
+    """Makes Redis send a message of the type ``unsubscribe``. (A Redis that cannot save its data
+    refuses PING, so the reader would reconnect without end.)"""
     async with in_time():
         await pubsub.unsubscribe(_NO_CHANNEL)

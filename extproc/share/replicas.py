@@ -18,8 +18,8 @@ from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _MAX_IN_MESSAGE = 16
-"""States in a message. To receive a message costs a router as much as to apply one state; a message
-of 16 states blocks its event loop for a millisecond."""
+"""States in a message. Receiving a message costs a router as much as applying one state; 16 states
+block the router's event loop for a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Snapshot:
 
     states: tuple[ReplicaState, ...]
     ages: dict[str, float] = field(default_factory=dict, compare=False)
-    """Seconds that each state has been in Redis, by replica and by Redis's clock."""
+    """Replica → seconds that its state has been in Redis, on Redis's clock."""
 
 
 class Removed(Struct, array_like=True, frozen=True):
@@ -98,7 +98,7 @@ class StateWriter:
         if not replicas:
             return
         keys = self._keys
-        # No transaction: a Redis that refuses to delete would publish nothing.
+        # In a transaction, a Redis that refuses to delete would also publish nothing.
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for replica in replicas:
                 pipe.delete(*(key + replica for key in (keys.replica, keys.blocks, keys.kv_stream)))
@@ -117,7 +117,7 @@ class StateReader(ChannelReader[Change]):
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.changes
         self._outage = outage(redis)
-        self._scraped_at: dict[str, float] = {}  # of the snapshot, while older states may arrive
+        self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older state comes
         self._lists = KnownLists(redis, pool, self._skips)
 
     @property
@@ -158,8 +158,8 @@ class StateReader(ChannelReader[Change]):
             yield change
 
     def _is_newer(self, change: Change) -> bool:
-        """Returns False for a state older than the snapshot, whose lower counters would look like a
-        restart.
+        """Returns False for a state that is older than the snapshot's. Its lower counters would
+        look like a restart of the replica.
 
         Times are compared only until the reader has caught up, because the clocks of two pollers
         may differ.

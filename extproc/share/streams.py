@@ -15,10 +15,10 @@ from extproc.share.connection import TIMEOUT_S, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
-_PAGE = 100  # entries read at a time: they block the event loop for some 5 ms
-_BLOCK_MS = round(TIMEOUT_S * 500)  # for which Redis waits for an entry
-_LIFE_S = 86_400  # of a stream, from its last entry on
-_NONE = "0-0"  # number before the first entry
+_PAGE = 100  # entries in a read, which block the event loop for some 5 ms
+_BLOCK_MS = round(TIMEOUT_S * 500)  # longest time for which Redis waits for an entry
+_LIFE_S = 86_400  # of a stream, counted from its last entry
+_NONE = "0-0"  # id before that of the first entry
 _FIELD = ""  # an entry's only field
 
 B = TypeVar("B", bound=Struct)
@@ -43,7 +43,7 @@ PROMPTS = EnvelopeKind("sent_prompts", Prompts, pack, unpack)
 
 
 class StreamWriter(Generic[B]):
-    """Appends entries of one kind; Redis stores about the last ``most``."""
+    """Appends entries of one kind; Redis stores about the last ``most`` entries."""
 
     def __init__(self, redis: Redis, key: str, kind: EnvelopeKind[B], most: int) -> None:
         self._redis = redis
@@ -55,7 +55,7 @@ class StreamWriter(Generic[B]):
         """Appends entries in one round trip.
 
         Raises:
-            RedisError: Redis did not take all of them.
+            RedisError: Redis did not accept all entries.
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for body in bodies:
@@ -107,7 +107,7 @@ class StreamReader(Reader[B]):
         key: Any = {self.key: self._after}
         async with in_time():
             found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
-        if isinstance(found, dict):  # RESP3: by key a list of lists
+        if isinstance(found, dict):  # RESP3: {key: [[entry, …]]}
             return [entry for entries in found.values() for entry in entries[0]]
         return [entry for _, entries in found for entry in entries]
 

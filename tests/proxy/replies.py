@@ -89,7 +89,7 @@ def common(reply: ProcessingResponse) -> CommonResponse:
 
 
 def body_of(reply: ProcessingResponse) -> bytes | None:
-    """The body that replaces Envoy's; None: Envoy's body stays."""
+    """Body that replaces Envoy's; None: Envoy's body stays."""
     mutation = common(reply).body_mutation
     return None if mutation is None else mutation.body
 

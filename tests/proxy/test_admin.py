@@ -24,8 +24,8 @@ PAGE = 50
 
 @pytest.fixture
 async def large(services: Services) -> Services:
-    """A router with a thousand replicas and some decisions. No time passes: on a busy machine the
-    first replicas would be stale before the last ones are added."""
+    """A router with a thousand replicas and some decisions. Its clock stands still: on a busy
+    machine the first replicas would otherwise be stale before the last are added."""
     clock = ManualClock()
     services = on_fleet(services, fleet_of(clock), clock=clock)
     await apply(Snapshot(thousand_states()), services.fleet)

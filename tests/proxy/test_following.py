@@ -62,7 +62,7 @@ async def test_poller_clock_skew_changes_no_progress(
         await writer.put([other := state(2, "llama-8b-a10", clock)])
         await until(knows(fleet, [first, other]))
         after = fleet.sequences(fleet.view(MODEL)).remaining.max()
-        assert after > before - 200  # else the skew would count as steps done
+        assert after > before - 200  # otherwise the skew would count as steps done
 
 
 async def test_large_snapshot_does_not_delay_requests(redis_server: RedisServer) -> None:

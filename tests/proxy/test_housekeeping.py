@@ -94,7 +94,7 @@ async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture)
     pool = services.config.pool
     assert vars(record)[f"r1 ({replica(1)}) of pool {pool}"] == 1
     assert vars(record)[f"r2 ({replica(2)}) of pool batch"] == 2
-    assert replica(3) not in vars(record)  # it left, and its counter with it
+    assert replica(3) not in vars(record)  # the replica left, and its counter with it
     await one_pass(services)
     assert vars(caplog.records[-1])[f"r1 ({replica(1)})"] == 1
 

@@ -1,4 +1,4 @@
-"""Requests on a hung replica end, and no others."""
+"""The router ends requests on hung replicas, and no other requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Container, Mapping

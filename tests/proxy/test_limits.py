@@ -32,7 +32,7 @@ def has_less_than(services: Services, size: int) -> bool:
 
 @pytest.mark.parametrize("config", [config_of(serve={"max_streams": 2})])
 async def test_streams_beyond_max_streams_are_refused(services: Services, logged: Logged) -> None:
-    """Envoy opens further connections when one has its limit of streams."""
+    """Envoy opens another connection if the present ones have ``max_streams`` each."""
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     own = [("grpc.use_local_subchannel_pool", 1)]
@@ -54,7 +54,7 @@ async def test_streams_beyond_max_streams_are_refused(services: Services, logged
         assert set(destination(await EnvoySide(other).ask())) == MEMBERS
     await server.stop(0)
     assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
-    assert len(logged.lines()) == 2  # when it begins, and when it is over
+    assert len(logged.lines()) == 2  # when the overload begins, and when it is over
 
 
 class TestBodies:
@@ -173,7 +173,7 @@ async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> 
         assert services.fleet.in_flight == 2
         proxy.vanished = True
         await until(lambda: services.fleet.in_flight == 1)
-        await other.response_headers()  # silent for as long, and still there
+        await other.response_headers()  # as silent, but not vanished
         await other.end()
     await server.stop(0)
 

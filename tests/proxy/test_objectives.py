@@ -131,7 +131,7 @@ async def test_sheddable_request_beyond_target_is_refused(
 async def test_idle_replica_whose_speed_is_not_measured_is_never_too_slow(
     config: Config, limits: dict[str, float], headers: dict[str, str]
 ) -> None:
-    """Only a request can show the speed: if all were refused, it would never be measured."""
+    """If all requests were refused, the speed of the replica would never be measured."""
     route = config.route.model_copy(update=limits)
     services = router_of(config.model_copy(update={"route": route}), measured=False)
     envoy = EnvoySide(Local(services))

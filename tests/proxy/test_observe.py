@@ -43,7 +43,7 @@ TEMPTING: dict[str, Any] = {
     "route": {"models": {"llama": MODEL}, "max_ttft_s": 1e-9},
     "hold": {"objectives": {"high": {"priority": 5, "models": [MODEL]}}},
 }
-"""Settings by which a router that routes would rename, prioritise, refuse and tell Envoy more."""
+"""Settings with which a steering router would rename, prioritize or refuse, or add metadata."""
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ async def test_priority_needs_support_of_all_replicas(envoy: EnvoySide, services
     assert [await written() for _ in range(4)] == [None] * 4
     assert await written(priority=-999) == 0
     put_replicas(services, 2, takes_priority=True)
-    put_replicas(services, 3, models=(), healthy=False)  # and of none that loads yet
+    put_replicas(services, 3, models=(), healthy=False)  # a replica that still loads does not count
     assert await written() == -10
 
 
@@ -343,7 +343,7 @@ async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Servic
 async def test_model_that_a_replica_may_serve_is_routed(
     envoy: EnvoySide, services: Services, figures: dict[str, Any], known: bool
 ) -> None:
-    """A replica without a list, or whose metrics alone name a model, may serve others, too."""
+    """A replica without a list, or with models from its metrics only, may serve other models."""
     put_replicas(services, 2, **figures)
     if not known:
         services.fleet.members_known.clear()

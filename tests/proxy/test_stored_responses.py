@@ -46,7 +46,7 @@ async def respond(
 async def test_stored_response_continues_on_its_owner(
     envoy: EnvoySide, services: Services, streamed: bool, second: bool
 ) -> None:
-    """The owner is the replica that served, even where another was chosen."""
+    """The owner is the replica that served, even if another was chosen."""
     served = replica(2 if second else 1)
     await respond(envoy, served, {"stream": streamed}, streamed=streamed)
     for _ in range(5):

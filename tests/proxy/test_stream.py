@@ -217,7 +217,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
         await settle()
         held = sum(len(exchange.body) for exchange in exchanges)
         assert services.body_memory.free == MEMORY - held
-    for call in reversed(begun):  # those that wait before those that they wait for
+    for call in reversed(begun):  # a waiting request before the request that it waits for
         call.cancel()
     await settle()
     assert not exchanges

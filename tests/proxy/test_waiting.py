@@ -66,7 +66,7 @@ def services(services: Services, clock: ManualClock) -> Services:
 
 
 def long(name: str) -> dict[str, Any]:
-    """A request of about 25,000 tokens: a replica has room for one, with 42,000."""
+    """A request of about 25,000 tokens: a replica, with room for 42,000, takes one."""
     message = {"role": "user", "content": f"{name} sea " * 11_000}
     return {**CHAT, "messages": [message], "max_tokens": 50}
 
@@ -156,9 +156,7 @@ async def test_reset_after_body_ends_wait(
         await queued(stream, "third")
         await stream.write_body(b"", end_of_stream=True)
         await stream.write_body(b"", end_of_stream=True)
-        async with (
-            over_grpc.stream() as other
-        ):  # on this connection: when it is answered, they came
+        async with over_grpc.stream() as other:  # same connection: once it is answered, all came
             assert status_of(await other.body_first(CHAT | {"model": "nobody's"})) == 404
         stream.reset()
         await until(lambda: len(services.queue) == 0)
@@ -180,7 +178,7 @@ async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full
 
 
 async def test_late_request_is_refused(envoy: EnvoySide, services: Services, full: Full) -> None:
-    """The requests before it make it late: on its replica the first token would be in time."""
+    """Only the queued requests make this request late: the replica itself would be in time."""
     soon = {"x-objective": "soon"}
     async with envoy.stream() as first, envoy.stream() as second, envoy.stream() as late:
         await queued(first, "third")

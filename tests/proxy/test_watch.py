@@ -15,7 +15,7 @@ MARK = {"x-extproc-response-skipped": "1"}
 PER_S = 100
 TOKENS = 20  # of a streamed response, each a chunk
 CHUNKS_PER_S = 2.0
-"""This rate saves the chunks of six responses, half of them for responses that load an adapter."""
+"""Six responses' chunks add up at this rate, half of them for responses that load an adapter."""
 BOUNDED = STREAMED | {"min_tokens": TOKENS, "max_tokens": TOKENS}
 
 
@@ -59,7 +59,7 @@ async def test_a_hundred_responses_a_second_are_visible(
 
 
 async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
-    """Envoy replaces the whole mode by an override: ``ask`` checks the mode of the body."""
+    """An override replaces Envoy's whole mode, so ``ask`` checks that the body's mode stays."""
     for _ in range(PER_S):
         await ask(envoy)
     for mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):

@@ -107,7 +107,7 @@ def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the texts that are tokenised."""
+    """Record the texts that are tokenized."""
     texts: list[str] = []
 
     class RecordingTokenizer:
@@ -126,7 +126,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
-    """Return the profile of a prompt after enough requests to tokenise all of it."""
+    """Return the profile of a prompt after enough requests to tokenize all of it."""
     for _ in range(20):
         got = profiled(tokens, Endpoint.CHAT, **given)
         if got.prefix.whole:

@@ -102,7 +102,7 @@ MESSAGES = [
 ]
 OF_MESSAGES = 3 + 2 + 3 + len('{"a":1}') + 2 + IMAGE_TOKENS + len("brief")
 PROMPTS: list[tuple[Endpoint, dict[str, Any], int, int]] = [
-    # a chat's messages: tokens of their content, and how many they are
+    # endpoint, body, tokens of the content, number of messages
     (E.CHAT, {"messages": [{"role": "system", "content": "12345"}, user("123")]}, 8, 2),
     (E.CHAT, {"messages": [user("héllo 😀")]}, 11, 1),  # bytes of UTF-8
     (E.CHAT, {"messages": [user(["abc", {"type": "refusal", "refusal": "no"}])]}, 5, 1),
@@ -282,7 +282,7 @@ def test_prompts_that_are_not_only_text_teach_no_ratio() -> None:
     assert profile(E.COMPLETIONS, prompt=[1, 2, 3]).prompt_bytes == 0
     assert profile(E.RERANK, query="a", documents=["b", "c"]).prompt_bytes == 0
     continued = profile(E.RESPONSES, input="abc", previous_response_id="resp_1")
-    assert continued.prompt_bytes == 0  # the replica also counts earlier turns
+    assert continued.prompt_bytes == 0  # the report includes earlier turns
     assert profile(E.RESPONSES, input="abc", previous_response_id=5).prompt_bytes > 0
 
 

@@ -294,7 +294,7 @@ def test_digests_of_many_media_are_bounded() -> None:
 
 
 def test_keys_are_the_same_in_another_process() -> None:
-    """Routers exchange keys; each process has another seed for the hashes of Python."""
+    """Routers exchange keys, but each process has another seed for Python's hashes."""
     source = (
         "from tests.request.test_prefix import CHAT, TOOLS, chat; got = chat(*CHAT, tools=TOOLS); "
         "print(got.whole, got.previous_key, got.keys.tolist())"

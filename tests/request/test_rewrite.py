@@ -129,7 +129,7 @@ def test_written_priority_replaces_that_of_the_client(body: bytes) -> None:
         (
             b'{"model":"m","messages":[' + b"{}," * 2_000_000 + b"{}]}",
             True,
-        ),  # not read, so it may have a priority
+        ),  # the end is not read, so it may have a priority
     ],
     ids=["none", "inner", "escaped", "null", "large"],
 )

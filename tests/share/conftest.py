@@ -81,7 +81,7 @@ async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
 
 @pytest.fixture
 async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
-    """Reader of an empty pool; returns its next change."""
+    """Function that returns the next change in a pool, which is empty at first."""
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot(())
         yield following

@@ -116,7 +116,7 @@ async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_clie
             await second.holds({2, 3, 2**64 - 1})
             await first.holds({2, 3, 2**64 - 1})
         wholes = first.wholes
-        await write(update_of(4, {4}), whole(4, {4}))  # readers in sequence ignore the whole one
+        await write(update_of(4, {4}), whole(4, {4}))  # readers that missed nothing skip it
         await first.holds({2, 3, 4, 2**64 - 1})
         assert first.wholes == wholes
     assert await redis_client.llen(Keys("test").blocks + replica(1)) == 1

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 @asynccontextmanager
 async def passing_on(url: str) -> AsyncIterator[tuple[IntoRedis, Next]]:
-    """A publisher, and a reader that has got the state A from it."""
+    """A publisher, and a reader that has received the state A from the publisher."""
     async with publishing(url) as publisher, reading(url) as following:
         publisher.put(A)
         await until(following, Put(A))
@@ -83,7 +83,7 @@ async def test_redis_that_cannot_save_passes_states_on(
         await until(following, Put(B))
         async with reading(redis_server.url) as later:
             assert isinstance(await later(), Snapshot)
-            changes = [await later() for _ in range(3)]  # no snapshot again
+            changes = [await later() for _ in range(3)]  # no further snapshot
             assert Put(B) in changes
             assert {type(change) for change in changes} <= {Put, Removed}
         await redis_client.config_set("save", "")
@@ -99,7 +99,7 @@ async def test_slow_reader_is_cut_off_and_starts_anew(
     await redis_client.config_set("client-output-buffer-limit", "pubsub 1mb 0 0")
     large = ReplicaState(id="10.0.0.1:8000", models=("x" * 1_000_000,))
     written = 0
-    while await redis_client.client_list(_type="pubsub"):  # it does not read all the while
+    while await redis_client.client_list(_type="pubsub"):  # the reader does not read meanwhile
         written += 1
         await writer.put([structs.replace(large, running=written)])
     last = ReplicaState(id=large.id, running=written + 1)

@@ -111,7 +111,7 @@ async def test_redis_bounds_response_owners(
             first.responses.record(f"resp_{number}", replica(2))
         await knows(second, "resp_999")
     stored = await redis_client.xlen(Keys("test").responses)
-    assert 200 <= stored <= 400  # whole nodes of a hundred go
+    assert 200 <= stored <= 400  # Redis drops whole nodes of a hundred entries
 
 
 @asynccontextmanager
