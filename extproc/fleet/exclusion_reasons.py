@@ -45,9 +45,9 @@ OTHER_MODEL = Reason(
 STALLED = Reason(
     "stalled",
     f"no answer to any scrape for {HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
-    f"replicas have some; no progress for {STUCK_S:g} s of an engine with work | an answer; an "
-    "update; progress, or no requests | no limit | one every "
-    f"{TRIAL_S:g} s, unless no scrape is answered | all but one",
+    f"replicas have updates; no progress for {STUCK_S:g} s although the engine has work | an "
+    "answer; an update; progress, or no requests | no limit | none while no scrape is answered, "
+    f"otherwise one every {TRIAL_S:g} s | all but one",
 )
 FAILING = Reason(
     "failing",
@@ -59,12 +59,12 @@ FAILING = Reason(
 )
 FULL = Reason(
     "full",
-    f"503 or a retry, while the engine steps | time | {FULL_S:g} s | none | all but one",
+    f"503 or a retry, while the engine steps | only time | {FULL_S:g} s | none | all but one",
 )
 DRAINING = Reason(
     "draining",
-    "`extproc replicas drain`; Kubernetes or DNS that no longer lists it | `extproc replicas "
-    "undrain`; Kubernetes or DNS that lists it again | no limit | none | all but one",
+    "`extproc replicas drain`; Kubernetes or DNS no longer lists the replica | `extproc replicas "
+    "undrain`; Kubernetes or DNS lists the replica again | no limit | none | all but one",
 )
 NEW = Reason(
     "new",
