@@ -31,17 +31,25 @@ def test_prose_lint_finds_nothing() -> None:
     assert not found, "\n".join(found)
 
 
-def hits() -> Iterator[str]:
-    """Hits as ``kind: file:line text``. Class names are compared within a tree."""
+def test_class_name_occurs_once_in_all_trees(tmp_path: Path) -> None:
     for tree in TREES:
-        classes = Counter[str]()
-        for path in sorted((ROOT / tree).rglob("*.py")):
-            if path.name.endswith("_pb2.py"):
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                for kind, text in _hits(node, classes):
-                    line = getattr(node, "lineno", 1)
-                    yield f"{kind}: {path.relative_to(ROOT)}:{line} {text}"
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / "stack.py").write_text("class Stack: ...")
+    assert [*hits(tmp_path)] == [
+        "class name: benchmarks/stack.py:1 Stack",
+        "class name: tests/stack.py:1 Stack",
+    ]
+
+
+def hits(root: Path = ROOT) -> Iterator[str]:
+    """Hits as ``kind: file:line text``. Class names are compared over all trees."""
+    classes = Counter[str]()
+    for path in (path for tree in TREES for path in sorted((root / tree).rglob("*.py"))):
+        if path.name.endswith("_pb2.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            for kind, text in _hits(node, classes):
+                yield f"{kind}: {path.relative_to(root)}:{getattr(node, 'lineno', 1)} {text}"
 
 
 def _hits(node: ast.AST, classes: Counter[str]) -> Iterator[tuple[str, str]]:

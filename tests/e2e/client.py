@@ -16,7 +16,7 @@ from extproc.config import AdminSettings
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
 from extproc.observe.client import follow
-from tests.e2e.stack import Stack
+from tests.e2e.stack import PatientStack
 from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
@@ -26,7 +26,7 @@ _HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gau
 
 
 @dataclass
-class Answer:
+class RoutedAnswer:
     """A response, and the router's records of its request."""
 
     sent: float  # on the monotonic clock
@@ -41,21 +41,21 @@ class Answer:
         return record
 
 
-class Client:
+class EnvoyClient:
     """Sends requests through Envoy, with the header ``host`` if given."""
 
-    def __init__(self, stack: Stack, session: aiohttp.ClientSession, host: str = "") -> None:
+    def __init__(self, stack: PatientStack, session: aiohttp.ClientSession, host: str = "") -> None:
         self.stack = stack
         self.session = session
         self._headers = {"host": host} if host else {}
 
-    def of(self, pool: str) -> "Client":
+    def of(self, pool: str) -> "EnvoyClient":
         """Return a client of the host that Envoy routes to this pool."""
-        return Client(self.stack, self.session, f"{pool}.example")
+        return EnvoyClient(self.stack, self.session, f"{pool}.example")
 
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
-    ) -> Answer:
+    ) -> RoutedAnswer:
         body = {"model": MODEL, "messages": MESSAGES} | fields
         length = {"x-simulate-output-tokens": str(tokens)}
         return await self.request("POST", CHAT, body, length | (headers or {}))
@@ -75,7 +75,7 @@ class Client:
         path: str,
         body: Any = None,
         headers: dict[str, str] | None = None,
-    ) -> Answer:
+    ) -> RoutedAnswer:
         """Send a request; return when the router's record of it is complete."""
         id_ = str(uuid.uuid4())
         answer = await self.send(method, path, body, {"x-request-id": id_} | (headers or {}))
@@ -86,7 +86,7 @@ class Client:
 
     async def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> Answer:
+    ) -> RoutedAnswer:
         sent = monotonic()
         headers = self._headers | (headers or {})
         if isinstance(body, dict):
@@ -95,7 +95,7 @@ class Client:
         url = self.stack.url + path
         async with self.session.request(method, url, headers=headers, data=body) as response:
             content = await response.read()
-            return Answer(sent, response.status, content, response.headers)
+            return RoutedAnswer(sent, response.status, content, response.headers)
 
     async def _settled(self, request_id: str) -> bool:
         """Return true if the router knows the outcome, or has nothing in flight.

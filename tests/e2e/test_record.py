@@ -12,7 +12,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
 from extproc.lab.replay.recorded import Recorded, read
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack, here
+from tests.e2e.stack import PatientStack, here
 
 pytestmark = pytest.mark.process
 
@@ -33,7 +33,7 @@ async def test_record_is_replayed_and_holds_no_text(
 ) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
-    async with Stack(
+    async with PatientStack(
         tmp_path / "stack", here(FLEET), {**SETTINGS, "record": record_to}, pollers=0
     ) as stack:
         sent = islice(samples(MODEL, 12.0, Random(1)), REQUESTS)

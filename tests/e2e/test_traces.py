@@ -17,8 +17,8 @@ from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_address
 from extproc.lab.harness.processes import Check, free_port, listening
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import Client
-from tests.e2e.stack import Stack, here
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import PatientStack, here
 from tests.spans import Spans, attributes
 from tests.waiting import until
 
@@ -33,7 +33,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
 
 
-class TracedStack(Stack):
+class TracedStack(PatientStack):
     """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
@@ -105,7 +105,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trace
             yield running
 
 
-async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Client) -> None:
+async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: EnvoyClient) -> None:
     assert TRACES == {"traces": {"endpoint": "http://collector:4318"}}
     sampled = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
     answer = await client.chat(20, headers=sampled, stream=True)
@@ -135,7 +135,7 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Cl
     assert request.end_time_unix_nano > request.start_time_unix_nano >= route.end_time_unix_nano
 
 
-async def test_access_log_has_decision(stack: TracedStack, client: Client) -> None:
+async def test_access_log_has_decision(stack: TracedStack, client: EnvoyClient) -> None:
     record = (await client.chat()).decision
     lines: list[dict[str, Any]] = []
 
@@ -156,7 +156,7 @@ async def test_access_log_has_decision(stack: TracedStack, client: Client) -> No
     assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
 
 
-async def test_allowed_client_gets_decision_in_response_headers(client: Client) -> None:
+async def test_allowed_client_gets_decision_in_response_headers(client: EnvoyClient) -> None:
     names = ("x-extproc-replica", "x-extproc-predicted-completion")
     for value, allowed in (("a-value-of-your-own", True), ("true", False), ("", False)):
         answer = await client.chat(headers={"x-tell-decision": value} if value else None)

@@ -21,7 +21,7 @@ from extproc.observe.admin import serve_admin
 from extproc.share import assignment
 from extproc.share.connection import Keys, connect
 from tests.conftest import RedisServer
-from tests.e2e.stack import EdsStack, Stack, here, patient
+from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, models, page, serving, text
@@ -261,9 +261,9 @@ class WatchingStack(EdsStack):
         return bootstrap(whole, live)
 
 
-@pytest.mark.parametrize("kind", [Stack, WatchingStack])
+@pytest.mark.parametrize("kind", [PatientStack, WatchingStack])
 async def test_running_envoy_is_checked_like_its_file(
-    check: Check, tmp_path: Path, kind: Callable[..., Stack]
+    check: Check, tmp_path: Path, kind: Callable[..., PatientStack]
 ) -> None:
     async with kind(tmp_path, here(PAIR)) as stack:
         arguments = stack.config_file, "--envoy-admin", stack.envoy_admin
@@ -283,7 +283,7 @@ async def _unhealthy(envoy_admin: str) -> bool:
 
 
 async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Path) -> None:
-    async with Stack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
+    async with PatientStack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
         file = written(tmp_path / "other.yaml", Config.model_validate(other))

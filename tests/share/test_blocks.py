@@ -41,7 +41,7 @@ def whole(number: int, stored: set[int]) -> BlockUpdate:
     )
 
 
-class Router:
+class FollowingRouter:
     """Router that applies the updates it reads."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Router:
 
 
 @asynccontextmanager
-async def router(url: str) -> AsyncIterator[Router]:
-    one = Router()
+async def router(url: str) -> AsyncIterator[FollowingRouter]:
+    one = FollowingRouter()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
         reader = BlockReader(redis, "test", one.blocks, Random(1), monotonic)
         following = tasks.create_task(one.follow(reader))
@@ -95,7 +95,7 @@ async def write(redis_server: RedisServer) -> AsyncIterator[Tell]:
 
 
 @pytest.fixture
-async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[Router]:
+async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[FollowingRouter]:
     async with router(redis_server.url) as one:
         await write(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
@@ -124,7 +124,7 @@ async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_clie
 
 
 async def test_blocks_of_an_older_poller_are_skipped(
-    redis_server: RedisServer, write: Tell, following: Router
+    redis_server: RedisServer, write: Tell, following: FollowingRouter
 ) -> None:
     before = structs.replace(update_of(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
     await write(before)
@@ -204,7 +204,7 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
 
 
 async def test_router_that_lost_blocks_reads_them_again(
-    write: Tell, following: Router, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: FollowingRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     following.held.clear()
@@ -214,7 +214,7 @@ async def test_router_that_lost_blocks_reads_them_again(
 
 
 async def test_lost_block_list_is_written_whole_again(
-    write: Tell, following: Router, redis_client: Redis
+    write: Tell, following: FollowingRouter, redis_client: Redis
 ) -> None:
     await redis_client.delete(Keys("test").blocks + replica(1))
     assert await write(update_of(2, {2})) == {replica(1)}
@@ -224,7 +224,7 @@ async def test_lost_block_list_is_written_whole_again(
 
 @each_refusal
 async def test_redis_that_refuses_writes_passes_blocks_on(
-    write: Tell, following: Router, redis_client: Redis, refuse: Refuse
+    write: Tell, following: FollowingRouter, redis_client: Redis, refuse: Refuse
 ) -> None:
     await refuse(redis_client)
     assert await write(update_of(2, {2})) == {replica(1)}
@@ -235,7 +235,7 @@ async def test_redis_that_refuses_writes_passes_blocks_on(
 
 
 async def test_missed_blocks_are_read_from_redis(
-    write: Tell, following: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: FollowingRouter, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     missed = BLOCKS.seal(ReplicaBlockUpdate(replica(1), update_of(2, {2})))
