@@ -104,7 +104,7 @@ class EnvoyClient:
         did not wait.
         """
         outcomes = [record["outcome"] for record in await self.decisions(request_id)]
-        if all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes):
+        if all(outcome["completion_s"] or (outcome["status"] or 0) >= 400 for outcome in outcomes):
             return True
         try:
             return not (await self.fleet())["in_flight"]
@@ -127,12 +127,12 @@ class EnvoyClient:
 
     async def replica(self, name: str) -> dict[str, Any]:
         replicas = (await self.fleet())["replicas"]
-        return next(one for one in replicas if one["name"] == name)
+        return next(replica for replica in replicas if replica["name"] == name)
 
     async def measured(self, *names: str) -> bool:
         """Return true if polls have measured these replicas; otherwise send requests first."""
         replicas = [await self.replica(name) for name in names]
-        if all(one["healthy"] and one["measured"] for one in replicas):
+        if all(replica["healthy"] and replica["measured"] for replica in replicas):
             return True
         answers = await asyncio.gather(*(self.chat(tokens=300) for _ in range(8)))
         assert {answer.status for answer in answers} == {200}
@@ -150,7 +150,7 @@ class EnvoyClient:
 
         async def found() -> bool:
             replicas = (await self.fleet())["replicas"]
-            names[:] = [one["name"] for one in replicas if one["in_flight"]]
+            names[:] = [replica["name"] for replica in replicas if replica["in_flight"]]
             return bool(names)
 
         await until(found)
@@ -180,13 +180,15 @@ class EnvoyClient:
             await self.simulate(name, **{key: _HEALTHY[key] for key in behaviour})
 
     async def slow(self, times: float) -> None:
-        for one in self.stack.replicas:
-            await self.simulate(one.name, slow=times)
+        for replica in self.stack.replicas:
+            await self.simulate(replica.name, slow=times)
 
     async def envoy_counts(self, pattern: str) -> int:
         """Return the sum of Envoy's counters whose names match."""
         async with self.session.get(f"{self.stack.envoy_admin}/stats?filter={pattern}") as page:
-            return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
+            return sum(
+                int(counter.rpartition(" ")[2]) for counter in (await page.text()).splitlines()
+            )
 
     async def replica_counts(self, name: str, metric: str) -> float:
         """Return a metric of a replica, summed over its labels.

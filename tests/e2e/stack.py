@@ -168,7 +168,10 @@ def patient(envoy_file: str, seconds: int = PatientStack.patience_s) -> str:
 
 
 def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
+    filters = {
+        http_filter["name"]: http_filter["typed_config"]
+        for http_filter in manager_of(bootstrap)["http_filters"]
+    }
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
     return settings
 

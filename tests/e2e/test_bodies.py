@@ -169,8 +169,8 @@ async def ask(client: EnvoyClient, objective: str, tokens: int, **fields: object
 
 
 async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient) -> None:
-    for one in REPLICAS:
-        await until_read(partial(client.replica, one.name), lambda now: now["takes_priority"])
+    for replica in REPLICAS:
+        await until_read(partial(client.replica, replica.name), lambda now: now["takes_priority"])
     ended: list[str] = []
 
     async def send(objective: str, **fields: object) -> None:
@@ -199,4 +199,4 @@ async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient
 
 
 async def at_replicas(client: EnvoyClient, count: int) -> bool:
-    return sum([await client.load(one.name) for one in REPLICAS]) == count
+    return sum([await client.load(replica.name) for replica in REPLICAS]) == count

@@ -46,8 +46,8 @@ class GatewayStack(PatientStack):
         manager["http_filters"].insert(0, _subset_hint())
         cluster = cluster_of(bootstrap, "replicas")
         second = deepcopy(cluster) | {"name": "second"}
-        for one, names in ((cluster, PRIMARY), (second, SECONDARY)):
-            one["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
+        for pool_cluster, names in ((cluster, PRIMARY), (second, SECONDARY)):
+            pool_cluster["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
         resources["clusters"].append(second)
         (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
         manager["route_config"]["virtual_hosts"][0]["routes"].insert(0, _weighted(route))
@@ -85,12 +85,12 @@ async def selected(
     headers = {SELECTION: ",".join(stack.address(name) for name in names)}
     limit = asyncio.Semaphore(10)
 
-    async def one() -> RoutedAnswer:
+    async def send() -> RoutedAnswer:
         async with limit:
             body = {"model": "llama-8b", "prompt": "San Francisco", "max_tokens": 2}
             return await client.request("POST", f"{path}/v1/completions", body, headers)
 
-    return await asyncio.gather(*(one() for _ in range(requests)))
+    return await asyncio.gather(*(send() for _ in range(requests)))
 
 
 def served_by(answers: list[RoutedAnswer], stack: PatientStack) -> set[str]:

@@ -53,7 +53,7 @@ async def test_replica_joins_drains_and_leaves(
     async def is_known(field: str) -> bool:
         """Return true if the router knows the new replica, and this field of it is true."""
         fleet = (await client.fleet())["replicas"]
-        return any(one[field] for one in fleet if one["name"] == "new")
+        return any(replica[field] for replica in fleet if replica["name"] == "new")
 
     async with new_replica(stack), traffic(client) as sent:
         listed = stack.listed()
@@ -61,7 +61,7 @@ async def test_replica_joins_drains_and_leaves(
         await members.have(one="HEALTHY", two="HEALTHY", new="HEALTHY")
         await until(lambda: is_known("healthy"))
         turns = await asyncio.gather(*(client.chat(tokens=3, headers=IN_TURN) for _ in range(6)))
-        assert stack.address("new") in {one.decision["outcome"]["served_by"] for one in turns}
+        assert stack.address("new") in {answer.decision["outcome"]["served_by"] for answer in turns}
 
         await client.simulate("new", slow=20)  # its requests do not end by themselves
         long = [asyncio.create_task(client.chat(500, headers=IN_TURN)) for _ in range(3)]

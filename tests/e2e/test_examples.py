@@ -52,7 +52,7 @@ class Examples(EdsStack, Behind):
 
     def _bootstrap(self) -> Bootstrap:
         if self.name == "ext_proc":  # a fragment
-            ports, replicas = self.ports, [self.address(one.name) for one in FAST_AND_SLOW]
+            ports, replicas = self.ports, [self.address(replica.name) for replica in FAST_AND_SLOW]
             return around_the_fragment(
                 ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
             )
@@ -101,8 +101,11 @@ async def test_envoy_follows_choice_to_each_replica(client: EnvoyClient, stack: 
     answers = [await client.chat(tokens=5, headers=IN_TURN) for _ in range(8)]
     assert {answer.status for answer in answers} == {200}
     decisions = [answer.decision for answer in answers]
-    assert all(one["outcome"]["served_by"] == one["replica"] for one in decisions)
-    assert {one["replica"] for one in decisions} == {stack.address("one"), stack.address("two")}
+    assert all(decision["outcome"]["served_by"] == decision["replica"] for decision in decisions)
+    assert {decision["replica"] for decision in decisions} == {
+        stack.address("one"),
+        stack.address("two"),
+    }
 
 
 async def test_openai_client_gets_whole_and_streamed_answers(stack: Examples) -> None:

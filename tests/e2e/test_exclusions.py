@@ -35,10 +35,10 @@ async def excluded(client: EnvoyClient, reason: str = "") -> list[str]:
     metric = "extproc_replica_excluded"
     reasons = [reason] if reason else ["unhealthy", "stalled", "failing", "full", "asleep"]
     return [
-        one["name"]
-        for one in fleet
+        replica["name"]
+        for replica in fleet
         for why in reasons
-        if await client.metric(f'{metric}{{reason="{why}",replica="{one["id"]}"}}')
+        if await client.metric(f'{metric}{{reason="{why}",replica="{replica["id"]}"}}')
     ]
 
 
@@ -58,7 +58,7 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     asked: list[asyncio.Task[int]] = []
 
     async def full() -> bool:
-        if all(one.done() for one in asked):  # the router may have queued too many of them
+        if all(task.done() for task in asked):  # the router may have queued too many of them
             count = len(asked)
             for number in range(count, count + 3 * FIT):
                 sent = client.uncached(f"{frozen} {number}", headers=IN_TURN)
@@ -122,7 +122,9 @@ async def test_replica_that_refuses_connections_is_ejected(
         async with client.simulating("plain", reset=True):
             answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
             assert {answer.status for answer in answers} == {503}
-        reasons = [one["why"] for answer in answers for one in answer.decision["excluded"]]
+        reasons = [
+            exclusion["why"] for answer in answers for exclusion in answer.decision["excluded"]
+        ]
         assert any(why.startswith("ejected") for why in reasons)
     await stack.start("limited")
     await until(lambda: served(client, "limited"))

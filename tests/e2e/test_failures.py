@@ -34,7 +34,7 @@ async def traffic(client: EnvoyClient, per_second: float = 20) -> AsyncIterator[
     tasks: set[asyncio.Task[None]] = set()
     ended, room = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
 
-    async def one() -> None:
+    async def chat() -> None:
         try:
             answers.append(await client.chat(tokens=5))
         finally:
@@ -43,7 +43,7 @@ async def traffic(client: EnvoyClient, per_second: float = 20) -> AsyncIterator[
     async def send() -> None:
         while not ended.is_set():
             await room.acquire()
-            tasks.add(asyncio.create_task(one()))
+            tasks.add(asyncio.create_task(chat()))
             await asyncio.sleep(1 / per_second)
 
     sender = asyncio.create_task(send())

@@ -34,8 +34,8 @@ async def one_hangs(stack: PatientStack, client: EnvoyClient) -> AsyncIterator[N
         yield
 
     async def back() -> bool:
-        one = await client.replica("one")
-        return bool(one["healthy"] and not one["unanswered_s"])
+        replica = await client.replica("one")
+        return bool(replica["healthy"] and not replica["unanswered_s"])
 
     await until(back)
 
@@ -46,8 +46,8 @@ async def has_in_flight(client: EnvoyClient, name: str, requests: int) -> None:
 
 async def avoided(client: EnvoyClient) -> None:
     async def owes() -> bool:
-        one = await client.replica("one")
-        return bool(one["healthy"] and one["unanswered_s"] >= 0.5)
+        replica = await client.replica("one")
+        return bool(replica["healthy"] and replica["unanswered_s"] >= 0.5)
 
     await until(owes)
 

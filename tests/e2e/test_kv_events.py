@@ -42,13 +42,13 @@ async def blocks_are_known(client: EnvoyClient) -> None:
 async def known(client: EnvoyClient, known: bool = True) -> None:
     async def all_are() -> bool:
         replicas = (await client.fleet())["replicas"]
-        return all((one["known_blocks"] is not None) is known for one in replicas)
+        return all((replica["known_blocks"] is not None) is known for replica in replicas)
 
     await until(all_are)
 
 
 async def kv_updates(client: EnvoyClient) -> list[int]:
-    return [one["kv_update"] for one in (await client.fleet())["replicas"]]
+    return [replica["kv_update"] for replica in (await client.fleet())["replicas"]]
 
 
 async def settled(client: EnvoyClient, before: list[int]) -> None:
@@ -63,7 +63,7 @@ async def settled(client: EnvoyClient, before: list[int]) -> None:
 
 async def polled(client: EnvoyClient) -> None:
     async def scraped() -> list[float]:
-        return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
+        return [replica["scraped_at"] for replica in (await client.fleet())["replicas"]]
 
     since = await scraped()
     await until_read(

@@ -42,7 +42,11 @@ class BodyModeStack(Behind):
         settings["processing_mode"]["request_body_mode"] = self.name
         if self.name != "BUFFERED":
             settings["processing_mode"]["request_header_mode"] = "SEND"
-            filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.buffer"]
+            filters[:] = [
+                http_filter
+                for http_filter in filters
+                if http_filter["name"] != "envoy.filters.http.buffer"
+            ]
         if self.name == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_trailer_mode"] = "SEND"
             settings["failure_mode_allow"] = False

@@ -128,11 +128,14 @@ async def in_turn(client: EnvoyClient, requests: int = 8) -> list[ReceivedReques
         answer = await send(client, body)
         assert answer.status == 200
         found.append(recorded(client, answer))
-    assert Counter(one.replica for one in found) == {"one": requests / 2, "two": requests / 2}
-    assert {one.body for one in found} == {body}
-    for one in found:
-        assert DESTINATION not in one.headers
-        assert OWN.items() <= one.headers.items()
+    assert Counter(request.replica for request in found) == {
+        "one": requests / 2,
+        "two": requests / 2,
+    }
+    assert {request.body for request in found} == {body}
+    for request in found:
+        assert DESTINATION not in request.headers
+        assert OWN.items() <= request.headers.items()
     return found
 
 
@@ -146,7 +149,7 @@ async def compared(client: EnvoyClient, answer: RoutedAnswer) -> dict[str, Any]:
 
 
 def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
-    return {frozenset(one.headers) for one in found}
+    return {frozenset(request.headers) for request in found}
 
 
 async def test_envoy_alone_decides_and_no_byte_changes(client: EnvoyClient) -> None:

@@ -83,9 +83,9 @@ class PoolsStack(PatientStack):
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
-        by_name = {one["name"]: one for one in whole["replicas"]}
+        by_name = {replica["name"]: replica for replica in whole["replicas"]}
         pools = {
-            name: {"replicas": [by_name[one.name] for one in fleet]}
+            name: {"replicas": [by_name[replica.name] for replica in fleet]}
             for name, fleet in POOLS.items()
         }
         return {**whole, **pools.pop("default"), "pools": pools}
@@ -100,7 +100,7 @@ class PoolsStack(PatientStack):
         default = cluster_of(bootstrap, "replicas")
         hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         for name, fleet in POOLS.items():
-            members = endpoints([self.address(one.name) for one in fleet])
+            members = endpoints([self.address(replica.name) for replica in fleet])
             if name == "default":
                 default["load_assignment"]["endpoints"] = members
                 continue
@@ -115,7 +115,7 @@ class PoolsStack(PatientStack):
 
     def missing(self, bootstrap: object) -> set[str]:
         found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
-        return {one.rule for one in found if one.level is Level.ERROR}
+        return {finding.rule for finding in found if finding.level is Level.ERROR}
 
 
 def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
@@ -157,7 +157,10 @@ async def test_route_selects_pool(client: EnvoyClient) -> None:
         decision = answer.decision
         assert decision["pool"] == "second"
         assert decision["outcome"]["served_by"] == decision["replica"]
-        assert {one["name"] for one in decision["candidates"]} == {"second-1", "second-2"}
+        assert {candidate["name"] for candidate in decision["candidates"]} == {
+            "second-1",
+            "second-2",
+        }
 
 
 async def test_route_with_prefix_rewrite_selects_pool(client: EnvoyClient) -> None:
@@ -190,8 +193,8 @@ async def test_unknown_pool_is_logged_once_and_served(
 
 async def test_fleet_page_shows_every_pool(client: EnvoyClient) -> None:
     await client.has_in_flight(0)
-    shown = {one["name"]: one["pool"] for one in (await client.fleet())["replicas"]}
-    assert shown == {one.name: pool for pool, fleet in POOLS.items() for one in fleet}
+    shown = {replica["name"]: replica["pool"] for replica in (await client.fleet())["replicas"]}
+    assert shown == {replica.name: pool for pool, fleet in POOLS.items() for replica in fleet}
 
 
 async def test_command_lists_one_pool(
@@ -199,7 +202,7 @@ async def test_command_lists_one_pool(
 ) -> None:
     assert await replicas(stack, "list", "--pool", "second", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in listed] == ["second-1", "second-2"]
+    assert [replica["name"] for replica in listed] == ["second-1", "second-2"]
     assert await replicas(stack, "list", "--pool", "secnd") == 2
     assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
 
@@ -243,7 +246,9 @@ async def ask_adapter(client: EnvoyClient, model: str, tokens: int = 8) -> dict[
 
 
 def terms(decision: dict[str, Any]) -> dict[str, float]:
-    return {one["name"]: one["terms_s"]["adapter"] for one in decision["candidates"]}
+    return {
+        candidate["name"]: candidate["terms_s"]["adapter"] for candidate in decision["candidates"]
+    }
 
 
 async def homes(client: EnvoyClient) -> dict[str, str]:
@@ -272,7 +277,7 @@ async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(
             decision = await ask_adapter(client, name)
             assert decision["replica_name"] == where[name]
             assert decision["outcome"]["status"] == 200
-            (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
+            (elsewhere,) = [s for other, s in terms(decision).items() if other != where[name]]
             assert elsewhere > 0.5 * LOAD_S, "0.1 s until a load was measured"
     plain = await ask_adapter(client, MODEL)
     assert set(terms(plain).values()) == {0.0}
@@ -334,7 +339,7 @@ async def test_full_circuit_breaker_excludes_no_replica(client: EnvoyClient) -> 
     long = asyncio.create_task(narrow.chat(tokens=20_000))
 
     async def arrived() -> bool:
-        return sum([await client.load(one.name) for one in POOLS["narrow"]]) == 1
+        return sum([await client.load(replica.name) for replica in POOLS["narrow"]]) == 1
 
     await until(arrived)
     refused = [await narrow.chat(tokens=1) for _ in range(5)]

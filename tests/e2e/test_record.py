@@ -25,7 +25,7 @@ def text_of(folder: Path) -> str:
 
 
 def by_lengths(record: Recorded) -> list[tuple[int, float]]:
-    return sorted((one.prompt_tokens, one.output_tokens) for one in record.requests)
+    return sorted((request.prompt_tokens, request.output_tokens) for request in record.requests)
 
 
 async def test_record_is_replayed_and_holds_no_text(
@@ -42,8 +42,10 @@ async def test_record_is_replayed_and_holds_no_text(
     assert all(answer.ok for answer in answers)
     record = read(folder)
     assert len(record.requests) == REQUESTS
-    assert {one.replica for one in record.requests} == served == set(record.replicas)
-    counted = {(one.tokens("prompt"), one.tokens("completion")) for one in answers if one.usage}
+    assert {request.replica for request in record.requests} == served == set(record.replicas)
+    counted = {
+        (answer.tokens("prompt"), answer.tokens("completion")) for answer in answers if answer.usage
+    }
     assert counted <= set(by_lengths(record))
     assert CANARY not in text_of(folder)
     # A busy machine makes the replay inexact, which is exit status 1.

@@ -42,9 +42,11 @@ def system(directory: Path) -> PatientStack:
 async def finished(client: EnvoyClient) -> dict[str, float]:
     """Return the number of requests that each replica has served."""
     served = {}
-    for one in FAST_AND_SLOW:
+    for replica in FAST_AND_SLOW:
         with suppress(aiohttp.ClientError, TimeoutError):
-            served[one.name] = await client.replica_counts(one.name, "vllm:request_success_total")
+            served[replica.name] = await client.replica_counts(
+                replica.name, "vllm:request_success_total"
+            )
     return served
 
 

@@ -56,7 +56,7 @@ async def nothing_left(client: EnvoyClient) -> AsyncIterator[None]:
             await client.metric(f"extproc_{name}")
             for name in ("open_streams", "requests_in_flight")
         ]
-        running = [(await client.replica(one.name))["running"] for one in REPLICAS]
+        running = [(await client.replica(replica.name))["running"] for replica in REPLICAS]
         return not any(held + running)
 
     await until(idle)

@@ -214,7 +214,7 @@ async def test_response_after_retry_belongs_to_serving_replica(
     name = REPLICAS[0].name
     async with client.simulating(name, fail=503):
         served = [await respond(client) for _ in range(len(REPLICAS) * 2)]
-    retried = [one for one in served if one.status == 200]
-    assert stack.address(name) not in {server_of(one) for one in retried}
-    for one in retried:
-        await known(client, one)
+    retried = [answer for answer in served if answer.status == 200]
+    assert stack.address(name) not in {server_of(answer) for answer in retried}
+    for answer in retried:
+        await known(client, answer)

@@ -51,7 +51,7 @@ class TracedStack(PatientStack):
         if name != "collector":
             return super()._recipe(name)
         agent = Path(rotel.__file__).with_name("rotel-agent")
-        grpc, http = (self.address(one) for one in ("collector", "collector-http"))
+        grpc, http = (self.address(part) for part in ("collector", "collector-http"))
         onward = f"http://127.0.0.1:{self.spans.port}"
         argv: list[str | Path] = [agent, "start", "--exporter", "otlp"]
         argv += ["--otlp-grpc-endpoint", grpc, "--otlp-http-endpoint", http]
@@ -67,7 +67,7 @@ class TracedStack(PatientStack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         manager = manager_of(bootstrap)
-        filters = {one["name"]: one for one in manager["http_filters"]}
+        filters = {http_filter["name"]: http_filter for http_filter in manager["http_filters"]}
         assert self.missing(bootstrap) == {"decision_metadata_is_received"}
         filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
         manager["http_filters"].insert(-1, TELL)
@@ -91,7 +91,7 @@ class TracedStack(PatientStack):
 
     def missing(self, bootstrap: object) -> set[str]:
         found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
-        return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
+        return {finding.rule for finding in found if finding.level in (Level.ERROR, Level.WARNING)}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -112,7 +112,7 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: En
     spans = await stack.spans.of(TRACE, 5)
     assert answer.status == 200
     route, request = spans["extproc: route"], spans[f"extproc: chat {MODEL}"]
-    by_id = {one.span_id: name for name, one in spans.items()}
+    by_id = {span.span_id: name for name, span in spans.items()}
     asked = spans[by_id[route.parent_span_id]]
     assert by_id[asked.span_id].startswith("envoy: async envoy.service.ext_proc")
     assert request.parent_span_id == asked.span_id
@@ -122,7 +122,7 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: En
     assert f"{decided['server.address']}:{decided['server.port']}" == record["replica"]
     for key in ("policy", "prompt_tokens", "predicted_completion_s"):
         assert decided[f"extproc.{key}"] == record[key], key
-    terms = {one["name"]: one["terms_s"] for one in record["candidates"]}
+    terms = {candidate["name"]: candidate["terms_s"] for candidate in record["candidates"]}
     for which in ("replica", "second"):
         prefill_s = decided[f"extproc.{which}.prefill_s"]
         assert prefill_s == pytest.approx(

@@ -59,9 +59,9 @@ async def measured_and_empty(client: EnvoyClient) -> None:
 
     async def empty() -> bool:
         replicas = (await client.fleet())["replicas"]
-        return not any(one["kv_usage"] for one in replicas)
+        return not any(replica["kv_usage"] for replica in replicas)
 
-    await until(lambda: client.measured(*(one.name for one in REPLICAS)))
+    await until(lambda: client.measured(*(replica.name for replica in REPLICAS)))
     await client.has_in_flight(0)
     await until(empty)
 
@@ -73,7 +73,7 @@ async def waiting(client: EnvoyClient) -> int:
 
 async def preempted(client: EnvoyClient) -> float:
     name = "vllm:num_preemptions_total"
-    return sum([await client.replica_counts(one.name, name) for one in REPLICAS])
+    return sum([await client.replica_counts(replica.name, name) for replica in REPLICAS])
 
 
 class Crowd:
@@ -96,7 +96,7 @@ class Crowd:
 
     @property
     def unanswered(self) -> int:
-        return sum(not one.done() for one in self.answers)
+        return sum(not answer.done() for answer in self.answers)
 
 
 @asynccontextmanager
@@ -111,7 +111,7 @@ async def full_replicas(client: EnvoyClient, more: int, slow: float = 1.0) -> As
         if not crowd.unanswered:
             await crowd.joined_by(len(REPLICAS) * FIT)
         replicas = (await client.fleet())["replicas"]
-        return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
+        return sum(float(replica["kv_usage"]) for replica in replicas) > 0.7 * len(REPLICAS)
 
     await client.slow(min(slow, FILLING))
     await until(full)
@@ -130,8 +130,8 @@ async def test_queued_requests_are_computed_once(client: EnvoyClient, stack: Pat
     async with full_replicas(client, 30, SO_SLOW) as crowd:
         await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
     await nothing_left(client)
-    records = [one for name in crowd.names for one in await client.decisions(name)]
-    waited = [one for one in records if one["outcome"]["queued_s"] > 0.0]
+    records = [record for name in crowd.names for record in await client.decisions(name)]
+    waited = [record for record in records if record["outcome"]["queued_s"] > 0.0]
     assert len(records) == len(crowd.names)
     assert len(waited) >= 20
     assert await client.metric("extproc_queued_seconds_count") == before + len(waited)

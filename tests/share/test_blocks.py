@@ -52,11 +52,11 @@ class FollowingRouter:
     async def follow(self, reader: BlockReader) -> None:
         async with aclosing(reader.changes()) as following:
             async for change in following:
-                name, one = change.replica, change.update
-                await in_turns(self.blocks.apply(name, one))
-                self.wholes += one.whole
-                held = set() if one.whole else self.held[name]
-                self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
+                name, update = change.replica, change.update
+                await in_turns(self.blocks.apply(name, update))
+                self.wholes += update.whole
+                held = set() if update.whole else self.held[name]
+                self.held[name] = held - {*update.removed.tolist()} | {*update.stored.tolist()}
 
     async def holds(self, keys: set[int], number: int = 1) -> None:
         await until(lambda: self.held.get(replica(number)) == keys)
@@ -64,11 +64,11 @@ class FollowingRouter:
 
 @asynccontextmanager
 async def router(url: str) -> AsyncIterator[FollowingRouter]:
-    one = FollowingRouter()
+    follower = FollowingRouter()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        reader = BlockReader(redis, "test", one.blocks, Random(1), monotonic)
-        following = tasks.create_task(one.follow(reader))
-        yield one
+        reader = BlockReader(redis, "test", follower.blocks, Random(1), monotonic)
+        following = tasks.create_task(follower.follow(reader))
+        yield follower
         following.cancel()
 
 
@@ -96,10 +96,10 @@ async def write(redis_server: RedisServer) -> AsyncIterator[Tell]:
 
 @pytest.fixture
 async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[FollowingRouter]:
-    async with router(redis_server.url) as one:
+    async with router(redis_server.url) as follower:
         await write(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        yield one
+        await follower.holds({1})
+        yield follower
 
 
 async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_client: Redis) -> None:
@@ -137,14 +137,14 @@ async def test_blocks_of_an_older_poller_are_skipped(
 async def test_poller_writes_no_blocks_of_another_pollers_replica(
     redis_server: RedisServer,
 ) -> None:
-    async with router(redis_server.url) as one, publishing(redis_server.url) as into:
+    async with router(redis_server.url) as follower, publishing(redis_server.url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
             blocks.reset(complete=True)
             await into.blocks_changed(replica(number), blocks)
         into.forget(replica(1))
-        await one.holds(set(), number=2)
-    assert one.held.keys() == {replica(2)}
+        await follower.holds(set(), number=2)
+    assert follower.held.keys() == {replica(2)}
 
 
 async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> None:
@@ -173,11 +173,11 @@ async def test_removed_replica_leaves_no_blocks(
 async def test_whole_update_is_sent_once(
     redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
-    async with router(redis_server.url) as one:
+    async with router(redis_server.url) as follower:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")
         assert await write(many, many) == set()
-        await one.holds({*range(10_000)})
+        await follower.holds({*range(10_000)})
         after: Any = await redis_client.info("stats")
     assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
 
@@ -252,10 +252,10 @@ async def test_garbage_blocks_are_logged_once(
 ) -> None:
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
     await redis_client.set(Keys("test").blocks + "text", "no list")
-    async with router(redis_server.url) as one:
+    async with router(redis_server.url) as follower:
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
             await redis_client.publish(Keys("test").blocks_channel, garbage)
         await write(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
+        await follower.holds({1})
     assert len(logged.lines("skipped garbage in redis")) == 3
