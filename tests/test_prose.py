@@ -2,15 +2,17 @@
 
     python -m tests.test_prose [PATH ...]
 
-prints the hits in these files or folders.
+prints the hits in these files or folders, or all; the exit status is 1 if there are any.
 """
 
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 TREES = ("extproc", "benchmarks", "tests")
@@ -48,6 +50,17 @@ def test_banned_name_is_found_wherever_it_is_defined_or_used(tmp_path: Path) -> 
     assert sorted(hits(tmp_path)) == [
         f"identifier: tests/names.py:{line} one" for line in range(1, len(uses) + 1)
     ]
+
+
+def test_exit_status_tells_whether_there_are_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/names.py").write_text("one = 1")
+    assert main([], tmp_path) == main(["tests/names.py"], tmp_path) == 1
+    assert capsys.readouterr().out == "identifier: tests/names.py:1 one\n" * 2
+    assert main(["extproc"], tmp_path) == 0
+    assert capsys.readouterr().out == ""
 
 
 def hits(root: Path = ROOT) -> Iterator[str]:
@@ -93,8 +106,12 @@ def _name_fields(fields: tuple[str, ...]) -> list[str]:
     return [field for field in ("id", "attr", "arg", "name", "asname") if field in fields]
 
 
+def main(paths: Sequence[str], root: Path = ROOT) -> int:
+    found = [hit for hit in hits(root) if hit.partition(": ")[2].startswith((*paths,) or TREES)]
+    for hit in found:
+        print(hit)
+    return int(bool(found))
+
+
 if __name__ == "__main__":
-    _paths = tuple(sys.argv[1:]) or TREES
-    for _hit in hits():
-        if _hit.partition(": ")[2].startswith(_paths):
-            print(_hit)
+    sys.exit(main(sys.argv[1:]))
