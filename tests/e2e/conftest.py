@@ -1,3 +1,5 @@
+"""Running system of each test module: its stack, and a client that sends through Envoy."""
+
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
