@@ -1,4 +1,4 @@
-"""No name and no docstring needs a second reading, as far as a program can tell.
+"""No name, docstring or page needs a second reading, as far as a program can tell.
 
     python -m tests.test_prose [PATH ...]
 
@@ -6,6 +6,7 @@ prints the hits in these files or folders, or all; the exit status is 1 if there
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,16 @@ BANNED_NAMES = {
     *("left_out", "kv_news", "held_s", "waited_s", "one"),
 }
 """Identifiers that had several meanings each, or say nothing."""
+LINE_CHARACTERS = 100
+"""Greatest length of a line in Markdown."""
+LONG_LINES = {
+    "row of a table": r"\s*\|",
+    "image": r"!\[",
+    "address of links": r"\[[^]]+\]: \S+$",
+    "one link": r"\s*(- )?\(?\[[^]]+\]\(\S+$",
+    "one word": r"\s*(- )?\S+$",
+}
+"""Kinds of lines that may be longer, besides code blocks and parts that a program writes."""
 
 
 def test_prose_lint_finds_nothing() -> None:
@@ -63,8 +74,62 @@ def test_exit_status_tells_whether_there_are_hits(
     assert capsys.readouterr().out == ""
 
 
+MARKDOWN = """\
+{long}
+| {long} |
+![{long}](picture.png)
+[address]: https://{word}
+- ([a link](https://{word}))
+  `{word}`
+```
+{long}
+```
+<!-- made by: a program -->
+{long}
+<!-- end: a program -->
+{umlauts}
+- {long}
+"""
+
+
+def test_long_line_of_markdown_is_found_where_it_can_be_wrapped(tmp_path: Path) -> None:
+    lines = {"long": "word " * 20 + "x", "word": "x" * 101, "umlauts": "ä ö " * 24 + "äöüß"}
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/page.md").write_text(MARKDOWN.format(**lines), encoding="utf-8")
+    assert [*hits(tmp_path)] == [
+        "long line: docs/page.md:1 101 characters",
+        "long line: docs/page.md:14 103 characters",
+    ]
+
+
 def hits(root: Path = ROOT) -> Iterator[str]:
-    """Hits as ``kind: file:line text``. Class names are compared over all trees."""
+    """Hits as ``kind: file:line text``."""
+    yield from _code_hits(root)
+    yield from _markdown_hits(root)
+
+
+def _markdown_hits(root: Path) -> Iterator[str]:
+    folders = (root / folder for folder in (*TREES, "docs"))
+    pages = [*root.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    exempt = re.compile("|".join(LONG_LINES.values()))
+    for page in sorted(pages):
+        for number, line in _written_lines(page.read_text(encoding="utf-8")):
+            if len(line) > LINE_CHARACTERS and not exempt.match(line):
+                yield f"long line: {page.relative_to(root)}:{number} {len(line)} characters"
+
+
+def _written_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, without code blocks and parts that a program writes."""
+    in_code = made = False
+    for number, line in enumerate(text.splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        made = line.startswith("<!-- made by: ") or (made and not line.startswith("<!-- end: "))
+        if not in_code and not made:
+            yield number, line
+
+
+def _code_hits(root: Path) -> Iterator[str]:
+    """Hits in Python code. Class names are compared over all trees."""
     classes = Counter[str]()
     for path in (path for tree in TREES for path in sorted((root / tree).rglob("*.py"))):
         if path.name.endswith("_pb2.py"):
@@ -107,7 +172,7 @@ def _name_fields(fields: tuple[str, ...]) -> list[str]:
 
 
 def main(paths: Sequence[str], root: Path = ROOT) -> int:
-    found = [hit for hit in hits(root) if hit.partition(": ")[2].startswith((*paths,) or TREES)]
+    found = [hit for hit in hits(root) if hit.partition(": ")[2].startswith((*paths,) or "")]
     for hit in found:
         print(hit)
     return int(bool(found))
