@@ -30,10 +30,11 @@ test: venv  ## all tests, with real processes
 coverage: venv  ## lines and branches that `make fast` runs, by file
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile fast --cov --cov-report term $(ARGS)
 
-check: venv  ## lint, format and types
+check: venv  ## lint, format, types and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.test_prose
 
 fix: venv  ## mend what lint and format can
 	$(BIN)/ruff check --fix .

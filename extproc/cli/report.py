@@ -77,7 +77,7 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
 
 
 def _versions() -> bytes:
-    installed = {one.metadata["Name"]: one.version for one in distributions()}
+    installed = {package.metadata["Name"]: package.version for package in distributions()}
     lines = [
         f"extproc {described()}",
         f"Python {platform.python_version()}, {platform.platform()}",

@@ -1,3 +1,5 @@
+"""A simulated replica that runs 50 times as fast, and a check of a command's refusal."""
+
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path

@@ -86,7 +86,7 @@ def test_each_part_changes_decisions_and_is_restored() -> None:
     def differs(variant: str) -> bool:
         """Plays the scene up to the first decision that differs; returns True if there is one."""
         pairs = zip(decisions(requests, variant), whole[variant], strict=True)
-        return any(one != other for one, other in pairs)
+        return any(decision != other for decision, other in pairs)
 
     without_effect = set()
     for name, part in PARTS.items():

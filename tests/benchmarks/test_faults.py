@@ -101,7 +101,7 @@ def test_contender_without_the_part_is_left_out(
     assert "no contender in this comparison has a poller" in capsys.readouterr().err
 
 
-class ObservedContender:
+class InspectedContender:
     """Contender that keeps its front and its servers for the test."""
 
     def __init__(self, contender: Contender) -> None:
@@ -120,11 +120,11 @@ class ObservedContender:
 
 
 class FaultTurn:
-    def __init__(self, run: Json, accesses: list[Access], observed: "ObservedContender") -> None:
+    def __init__(self, run: Json, accesses: list[Access], inspected: "InspectedContender") -> None:
         self.run = run
         self.by_envoy = {access.request_id: access for access in accesses}
-        self.victim = observed.servers["a-0"]
-        parts = observed.front.parts.items()
+        self.victim = inspected.servers["a-0"]
+        parts = inspected.front.parts.items()
         self.killed = {name for name, process in parts if process.returncode == -9}
         self.harm = harm(RunResult.model_validate(run))
         self.at_s = run["fault"]["at_s"]
@@ -153,11 +153,11 @@ async def played(fault: str, contender: Contender, directory: Path) -> FaultTurn
     args = Namespace(trace=[directory / "trace.jsonl"], fault=Fault(name=fault, at_s=AT_S), **part)
     simulated = SimulatedFleet(FleetFile.model_validate(FLEET))
     for number in range(_TURNS):
-        observed, files = ObservedContender(contender), directory / f"turn-{number}"
-        run = await play(observed, simulated, args, 0, files)
+        inspected, files = InspectedContender(contender), directory / f"turn-{number}"
+        run = await play(inspected, simulated, args, 0, files)
         if run["fault"]["at_s"] < RESUMES_S:
             break
-    return FaultTurn(run, AccessLog(files / "access.log").new(), observed)
+    return FaultTurn(run, AccessLog(files / "access.log").new(), inspected)
 
 
 @pytest.mark.process

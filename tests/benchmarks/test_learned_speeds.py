@@ -88,7 +88,7 @@ def test_lone_requests_reach_every_replica_of_a_fresh_pool(believed: str) -> Non
     group = {"name": "gpu", "profile": H100, "believed": believed, "count": 4}
     file = FleetFile.model_validate({"replicas": [group]})
     served = FleetSimulation(file, "completion").run(requests_at(0.5, 100, 0, SHORT))
-    sent = Counter(one.replica for one in served)
+    sent = Counter(request.replica for request in served)
     assert min(sent[name] for name in file.members) >= 15, sent
 
 

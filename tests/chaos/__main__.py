@@ -21,7 +21,7 @@ from extproc.ground.text import Column, table
 from tests.chaos.figures import HEADINGS, SceneFigures, Times
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
-from tests.chaos.scenes import SCENES, Scene
+from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem, LoadedSystem
 from tests.waiting import until
@@ -33,7 +33,7 @@ _PATIENCE_S = 30.0
 _LEDGER_S = 5.0
 
 
-async def play(scene: Scene, system: FaultySystem) -> Times:
+async def play(scene: ChaosScene, system: FaultySystem) -> Times:
     """Make a part fail and repair it; return after the recovery, or after 30 s without one."""
     began = time.monotonic()
     await asyncio.sleep(_BEFORE_S)
@@ -48,7 +48,7 @@ async def play(scene: Scene, system: FaultySystem) -> Times:
     return Times(began, failed, mended, recovered, time.monotonic())
 
 
-async def _recovery(scene: Scene, system: FaultySystem, since: float) -> float | None:
+async def _recovery(scene: ChaosScene, system: FaultySystem, since: float) -> float | None:
     async def recovered() -> bool:
         with suppress(aiohttp.ClientError, TimeoutError):  # a busy part answers late
             return await scene.recovered(system, since)
@@ -69,7 +69,7 @@ async def _ledgers(system: LoadedSystem) -> dict[str, int]:
     return await system.ledgers()
 
 
-async def run(scenes: Sequence[Scene], rate: float, directory: Path) -> list[str]:
+async def run(scenes: Sequence[ChaosScene], rate: float, directory: Path) -> list[str]:
     """Play the scenes and print their figures; return the problems."""
     async with (
         ChaosStack(directory) as stack,

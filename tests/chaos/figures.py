@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.traffic import Answer
-from tests.chaos.scenes import Scene
+from tests.chaos.scenes import ChaosScene
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SceneRequest:
 class SceneFigures:
     def __init__(
         self,
-        scene: Scene,
+        scene: ChaosScene,
         times: Times,
         answers: Iterable[Answer],
         accesses: Mapping[str, Access],
@@ -90,7 +90,7 @@ class SceneFigures:
 
     @property
     def share(self) -> float | None:
-        """The failing replica's share of requests, from ``Scene.excluded_s`` to the repair."""
+        """The failing replica's share of requests, from ``ChaosScene.excluded_s`` to the repair."""
         begin, end = self.times.failed + self.scene.excluded_s, self.times.mended
         sent = [
             request.first_choice

@@ -25,7 +25,7 @@ from extproc.observe.client import RouterUnavailableError, follow
 from tests.chaos.load import LONG, SteadyLoad
 from tests.chaos.prometheus import Prometheus, longest_s
 from tests.chaos.report import report
-from tests.chaos.scenes import SCENES, Scene
+from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem
 from tests.waiting import until
@@ -44,7 +44,7 @@ _SIGNS = ("page", "top", "metric", "log", "alert")
 class Watch:
     """Looks for the signs of one fault, and notes when each appeared."""
 
-    def __init__(self, scene: Scene, system: FaultySystem, prometheus: Prometheus) -> None:
+    def __init__(self, scene: ChaosScene, system: FaultySystem, prometheus: Prometheus) -> None:
         self.seen: dict[str, float] = {}  # seconds after the fault
         self.other_alerts: dict[str, str] = {}
         self._scene = scene
@@ -140,7 +140,7 @@ class Watch:
         return "".join(texts)
 
 
-async def play(scene: Scene, system: FaultySystem, session: aiohttp.ClientSession) -> Watch:
+async def play(scene: ChaosScene, system: FaultySystem, session: aiohttp.ClientSession) -> Watch:
     """Make a part fail, wait for the signs, and repair the part."""
     directory = system.stack.directory / f"prometheus-{scene.name}"
     prometheus = await Prometheus.start(system.stack, directory, session)
@@ -160,14 +160,14 @@ async def play(scene: Scene, system: FaultySystem, session: aiohttp.ClientSessio
     return watch
 
 
-def _row(watch: Watch, scene: Scene) -> list[str]:
+def _row(watch: Watch, scene: ChaosScene) -> list[str]:
     due = watch.due
     times = [f"{watch.seen[sign]:.0f}" if sign in watch.seen else "" for sign in due]
     shown = dict(zip(due, times, strict=True))
     return [scene.name, *(shown.get(sign, "–") for sign in _SIGNS), scene.signs.alert]
 
 
-async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
+async def run(scenes: Sequence[ChaosScene], directory: Path) -> list[str]:
     """Play the scenes and print the seconds until each sign; return the problems."""
     problems, rows = [], []
     async with (

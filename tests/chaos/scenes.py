@@ -24,7 +24,7 @@ async def _nothing(system: FaultySystem) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ChaosFault:
     """Failure of a part, and its repair."""
 
     fail: Act
@@ -42,11 +42,11 @@ class Signs:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ChaosScene:
     """Fault that is repaired after ``hold_s`` seconds."""
 
     name: str
-    fault: Fault
+    fault: ChaosFault
     hold_s: float
     recovered: Recovered
     signs: Signs
@@ -63,7 +63,7 @@ class Scene:
     within this time."""
 
 
-def _killed(*names: str) -> Fault:
+def _killed(*names: str) -> ChaosFault:
     async def kill(system: FaultySystem) -> None:
         for name in names:
             await system.stack.kill(name)
@@ -72,24 +72,24 @@ def _killed(*names: str) -> Fault:
         for name in names:
             await system.stack.start(name)
 
-    return Fault(kill, start)
+    return ChaosFault(kill, start)
 
 
-def _stopped(name: str) -> Fault:
+def _stopped(name: str) -> ChaosFault:
     def send(number: signal.Signals) -> Act:
         async def act(system: FaultySystem) -> None:
             system.stack.process(name).signal(number)
 
         return act
 
-    return Fault(send(signal.SIGSTOP), send(signal.SIGCONT))
+    return ChaosFault(send(signal.SIGSTOP), send(signal.SIGCONT))
 
 
-def _slowed(name: str, run_s: float, stop_s: float) -> Fault:
+def _slowed(name: str, run_s: float, stop_s: float) -> ChaosFault:
     async def slow_down(system: FaultySystem) -> None:
         system.slow_down(name, run_s, stop_s)
 
-    return Fault(slow_down, lambda system: system.speed_up(name))
+    return ChaosFault(slow_down, lambda system: system.speed_up(name))
 
 
 def _redis_memory(most: int) -> Act:
@@ -101,12 +101,12 @@ def _admit_pollers(admitted: bool) -> Act:
     return lambda system: system.stack.admit_pollers(admitted)
 
 
-def _simulated(name: str, **faults: float) -> Fault:
+def _simulated(name: str, **faults: float) -> ChaosFault:
     def simulate(faults: dict[str, float]) -> Act:
         return lambda system: system.post(name, "/simulate", json=faults)
 
     healthy = {"fail": 0, "slow": 1.0}
-    return Fault(simulate(faults), simulate({fault: healthy[fault] for fault in faults}))
+    return ChaosFault(simulate(faults), simulate({fault: healthy[fault] for fault in faults}))
 
 
 def _post(name: str, path: str) -> Act:
@@ -124,7 +124,7 @@ def _names(resolve: bool) -> Act:
     return act
 
 
-def _misconfigured(change: Callable[[Bootstrap], None]) -> Fault:
+def _misconfigured(change: Callable[[Bootstrap], None]) -> ChaosFault:
     def configure(change: Callable[[Bootstrap], None]) -> Act:
         async def act(system: FaultySystem) -> None:
             bootstrap = system.stack.right_envoy()
@@ -133,7 +133,7 @@ def _misconfigured(change: Callable[[Bootstrap], None]) -> Fault:
 
         return act
 
-    return Fault(configure(change), configure(lambda _: None))
+    return ChaosFault(configure(change), configure(lambda _: None))
 
 
 def _wrong_port(bootstrap: Bootstrap) -> None:
@@ -185,10 +185,10 @@ def _excluded(name: str, reason: str, text: str) -> Signs:
     )
 
 
-def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0) -> Scene:
-    fault = Fault(_metrics(page), _metrics(MetricsPage.GOOD))
+def _bad_metrics(page: MetricsPage, hold_s: float = 6.0, excluded_s: float = 4.0) -> ChaosScene:
+    fault = ChaosFault(_metrics(page), _metrics(MetricsPage.GOOD))
     signs = _excluded("r4", "unhealthy", "(metrics|answer)")
-    return Scene(
+    return ChaosScene(
         f"metrics-{page}", fault, hold_s, _serves("r4"), signs, victim="r4", excluded_s=excluded_s
     )
 
@@ -214,80 +214,84 @@ def _no_state(page: str, log: str) -> Signs:
 
 
 SCENES = (
-    Scene("router-killed", _killed("router-2"), 5.0, _routes("router-2"), _ROUTER_LOST),
-    Scene("routers-killed", _killed("router", "router-2"), 5.0, _routes("router", "router-2"),
-          Signs("no router answers", "absent(extproc_open_streams)", "", "ExtprocNoRouter")),
-    Scene("router-stopped", _stopped("router"), 5.0, _routes("router"), _ROUTER_LOST,
-          stopped="router"),
-    Scene("router-slow", _slowed("router", run_s=0.02, stop_s=0.18), 10.0, _routes("router"),
-          Signs("This router is slow", "extproc_loop_delay_seconds > 0.02",
-                "This router is slow", "ExtprocRouterSlow"),
-          stopped="router"),
-    Scene("redis-killed", _killed("redis"), 10.0, _fresh,
-          _no_state("Redis does not answer", "redis is lost"), most_age_s=12.0),
-    Scene("redis-slow", _slowed("redis", run_s=0.005, stop_s=0.095), 10.0, _fresh,
-          Signs("Redis is slow",
-                "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
-                "Redis is slow", "ExtprocRedisSlow")),
-    Scene("redis-full", Fault(_redis_memory(1), _redis_memory(0)), 10.0, _fresh,
-          Signs("Redis stores nothing", "extproc_poll_redis_lost > 0",
-                "redis is lost", "ExtprocPollerWithoutRedis")),
-    Scene("redis-emptied", Fault(lambda system: system.stack.redis_command("FLUSHALL")), 5.0,
-          _fresh, Signs("", "", "redis was emptied")),
-    Scene("poller-killed", Fault(_killed("poller").fail), 0.0, _fresh, _POLLER_LOST,
-          tidy=_killed("poller").mend),
-    Scene("poller-stopped", _stopped("poller"), 5.0, _fresh, _POLLER_LOST),
-    Scene("pollers-killed", _killed("poller", "poller-2"), 10.0, _fresh,
-          _no_state(_NO_POLLER, _NO_POLLER), most_age_s=20.0),  # pollers take seconds to start
-    Scene("pollers-cut-off", Fault(_admit_pollers(False), _admit_pollers(True)), 10.0, _fresh,
-          _no_state(_NO_POLLER, "redis is lost"), most_age_s=12.0),
-    Scene("replica-killed", _killed("r1"), 6.0, _serves("r1"), _excluded("r1", "unhealthy", ""),
-          victim="r1", loses_answers=True),
-    Scene("replica-stopped", _stopped("r2"), 10.0, _serves("r2"),
-          _excluded("r2", "stalled", "hangs"), victim="r2", loses_answers=True),
-    Scene("replicas-killed", _killed(*_REPLICAS), 10.0, _serves(*_REPLICAS),
-          Signs("No replica is healthy",
-                'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',
-                "requests refused: .*service_unavailable_error", "ExtprocNoReplica"),
-          loses_requests=True, most_age_s=inf),  # no replica is left to be scraped
-    Scene("replica-500", _simulated("r3", fail=500), 10.0, _serves("r3"),
-          Signs("r3 is excluded: ejected", 'extproc_replica_excluded{reason="failing"}',
-                "ejected for", "ExtprocReplicaFails"),
-          victim="r3"),
-    Scene("replica-full", _simulated("r3", fail=503), 10.0, _serves("r3"),
-          Signs("full|ejected", "rate(extproc_failures_total[1m]) > 0",
-                "requests failed on replicas", "ExtprocReplicaFails"),
-          victim="r3", most_share=0.2),
-    Scene("replica-slow", _simulated("r3", slow=4.0), 10.0, _serves("r3"),
-          Signs("r3 is much slower", "extproc_replica_speed_ratio < 0.67",
-                "much slower", "ExtprocReplicaSlow"),
-          victim="r3", most_share=0.2),
-    Scene("replica-asleep", Fault(_post("r3", "/sleep"), _post("r3", "/wake_up")), 6.0,
-          _serves("r3"), _excluded("r3", "asleep", "sleep"), victim="r3", loses_answers=True),
+    ChaosScene("router-killed", _killed("router-2"), 5.0, _routes("router-2"), _ROUTER_LOST),
+    ChaosScene("routers-killed", _killed("router", "router-2"), 5.0, _routes("router", "router-2"),
+               Signs("no router answers", "absent(extproc_open_streams)", "", "ExtprocNoRouter")),
+    ChaosScene("router-stopped", _stopped("router"), 5.0, _routes("router"), _ROUTER_LOST,
+               stopped="router"),
+    ChaosScene("router-slow", _slowed("router", run_s=0.02, stop_s=0.18), 10.0, _routes("router"),
+               Signs("This router is slow", "extproc_loop_delay_seconds > 0.02",
+                     "This router is slow", "ExtprocRouterSlow"),
+               stopped="router"),
+    ChaosScene("redis-killed", _killed("redis"), 10.0, _fresh,
+               _no_state("Redis does not answer", "redis is lost"), most_age_s=12.0),
+    ChaosScene("redis-slow", _slowed("redis", run_s=0.005, stop_s=0.095), 10.0, _fresh,
+               Signs("Redis is slow",
+                     "histogram_quantile(0.9, rate(extproc_redis_seconds_bucket[1m])) > 0.02",
+                     "Redis is slow", "ExtprocRedisSlow")),
+    ChaosScene("redis-full", ChaosFault(_redis_memory(1), _redis_memory(0)), 10.0, _fresh,
+               Signs("Redis stores nothing", "extproc_poll_redis_lost > 0",
+                     "redis is lost", "ExtprocPollerWithoutRedis")),
+    ChaosScene("redis-emptied",
+               ChaosFault(lambda system: system.stack.redis_command("FLUSHALL")),
+               5.0, _fresh, Signs("", "", "redis was emptied")),
+    ChaosScene("poller-killed", ChaosFault(_killed("poller").fail), 0.0, _fresh, _POLLER_LOST,
+               tidy=_killed("poller").mend),
+    ChaosScene("poller-stopped", _stopped("poller"), 5.0, _fresh, _POLLER_LOST),
+    ChaosScene("pollers-killed", _killed("poller", "poller-2"), 10.0, _fresh,
+               _no_state(_NO_POLLER, _NO_POLLER), most_age_s=20.0),  # pollers take seconds to start
+    ChaosScene("pollers-cut-off", ChaosFault(_admit_pollers(False), _admit_pollers(True)), 10.0,
+               _fresh, _no_state(_NO_POLLER, "redis is lost"), most_age_s=12.0),
+    ChaosScene("replica-killed", _killed("r1"), 6.0, _serves("r1"),
+               _excluded("r1", "unhealthy", ""), victim="r1", loses_answers=True),
+    ChaosScene("replica-stopped", _stopped("r2"), 10.0, _serves("r2"),
+               _excluded("r2", "stalled", "hangs"), victim="r2", loses_answers=True),
+    ChaosScene("replicas-killed", _killed(*_REPLICAS), 10.0, _serves(*_REPLICAS),
+               Signs("No replica is healthy",
+                     'rate(extproc_refused_total{reason="service_unavailable_error"}[1m]) > 0',
+                     "requests refused: .*service_unavailable_error", "ExtprocNoReplica"),
+               loses_requests=True, most_age_s=inf),  # no replica is left to be scraped
+    ChaosScene("replica-500", _simulated("r3", fail=500), 10.0, _serves("r3"),
+               Signs("r3 is excluded: ejected", 'extproc_replica_excluded{reason="failing"}',
+                     "ejected for", "ExtprocReplicaFails"),
+               victim="r3"),
+    ChaosScene("replica-full", _simulated("r3", fail=503), 10.0, _serves("r3"),
+               Signs("full|ejected", "rate(extproc_failures_total[1m]) > 0",
+                     "requests failed on replicas", "ExtprocReplicaFails"),
+               victim="r3", most_share=0.2),
+    ChaosScene("replica-slow", _simulated("r3", slow=4.0), 10.0, _serves("r3"),
+               Signs("r3 is much slower", "extproc_replica_speed_ratio < 0.67",
+                     "much slower", "ExtprocReplicaSlow"),
+               victim="r3", most_share=0.2),
+    ChaosScene("replica-asleep", ChaosFault(_post("r3", "/sleep"), _post("r3", "/wake_up")), 6.0,
+               _serves("r3"), _excluded("r3", "asleep", "sleep"), victim="r3", loses_answers=True),
     _bad_metrics(MetricsPage.GARBAGE),
     _bad_metrics(MetricsPage.HUGE),
     # Two scrapes of three timeouts each pass until the exclusion.
     _bad_metrics(MetricsPage.ENDLESS, hold_s=12.0, excluded_s=8.0),
-    Scene("metrics-frozen", Fault(_metrics(MetricsPage.FROZEN), _metrics(MetricsPage.GOOD)), 20.0,
-          _serves("r4"),
-          Signs("r4 is showing gauges that do not move", "extproc_replica_gauges_ignored == 1",
-                "r4 is showing gauges"),
-          victim="r4", most_share=1.0),
-    Scene("envoy-wrong-port", _misconfigured(_wrong_port), 10.0, _routes("router", "router-2"),
-          Signs("no router sent", "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",
-                "no router sent", "ExtprocFailOpen")),
-    Scene("envoy-bypassing", _misconfigured(_without_filter), 10.0, _routes("router", "router-2"),
-          Signs("no router sent", "extproc_external_requests > 1",
-                "no router sent", "ExtprocExternalLoad")),
-    Scene("envoy-not-following", _misconfigured(_without_override), 10.0, _followed,
-          Signs("Envoy did not follow decisions", "rate(extproc_not_followed_total[1m]) > 0",
-                "Envoy did not follow decisions", "ExtprocNotFollowed")),
-    Scene("dns-down", Fault(_names(False), _names(True)), 10.0, _fresh,
-          Signs("r3.test", "extproc_poll_lookups_failing > 0",
-                "does not resolve", "ExtprocLookupFails")),
-    Scene("api-server-down",
-          Fault(lambda system: system.stack.api.stop(), lambda system: system.stack.api.start()),
-          10.0, _fresh,
-          Signs("API server", "extproc_poll_lookups_failing > 0",
-                "Kubernetes source cannot be watched", "ExtprocLookupFails")),
+    ChaosScene("metrics-frozen",
+               ChaosFault(_metrics(MetricsPage.FROZEN), _metrics(MetricsPage.GOOD)),
+               20.0, _serves("r4"),
+               Signs("r4 is showing gauges that do not move", "extproc_replica_gauges_ignored == 1",
+                     "r4 is showing gauges"),
+               victim="r4", most_share=1.0),
+    ChaosScene("envoy-wrong-port", _misconfigured(_wrong_port), 10.0, _routes("router", "router-2"),
+               Signs("no router sent", "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",
+                     "no router sent", "ExtprocFailOpen")),
+    ChaosScene("envoy-bypassing", _misconfigured(_without_filter), 10.0,
+               _routes("router", "router-2"),
+               Signs("no router sent", "extproc_external_requests > 1",
+                     "no router sent", "ExtprocExternalLoad")),
+    ChaosScene("envoy-not-following", _misconfigured(_without_override), 10.0, _followed,
+               Signs("Envoy did not follow decisions", "rate(extproc_not_followed_total[1m]) > 0",
+                     "Envoy did not follow decisions", "ExtprocNotFollowed")),
+    ChaosScene("dns-down", ChaosFault(_names(False), _names(True)), 10.0, _fresh,
+               Signs("r3.test", "extproc_poll_lookups_failing > 0",
+                     "does not resolve", "ExtprocLookupFails")),
+    ChaosScene("api-server-down",
+               ChaosFault(lambda system: system.stack.api.stop(),
+                          lambda system: system.stack.api.start()),
+               10.0, _fresh,
+               Signs("API server", "extproc_poll_lookups_failing > 0",
+                     "Kubernetes source cannot be watched", "ExtprocLookupFails")),
 )  # fmt: skip

@@ -108,7 +108,7 @@ class LoadedSystem:
             decisions = await self._get(router, "/decisions")
             for decision in decisions[-1:]:
                 states = [*decision["excluded"], *decision["candidates"]]
-                accounts += [f"{router}: {one}" for one in states if one["name"] == replica]
+                accounts += [f"{router}: {state}" for state in states if state["name"] == replica]
         return accounts
 
     async def post(self, replica: str, path: str, **content: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.prometheus import longest_s
-from tests.chaos.scenes import SCENES, Scene
+from tests.chaos.scenes import SCENES, ChaosScene
 
 PAGE = Path(__file__).parents[2] / "docs" / "failure-modes.md"
 MOST_S = 300.0
@@ -23,13 +23,13 @@ def test_page_has_a_row_for_each_scene_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_row_names_the_alert_of_its_scene(scene: Scene) -> None:
+def test_row_names_the_alert_of_its_scene(scene: ChaosScene) -> None:
     alerts = re.findall("`(Extproc[A-Za-z]+)`", rows()[scene.name])
     assert alerts == ([scene.signs.alert] if scene.signs.alert else [])
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_row_says_what_the_page_says(scene: Scene) -> None:
+def test_row_says_what_the_page_says(scene: ChaosScene) -> None:
     says = rows()[scene.name].split(" | ")[3]
     assert re.search(scene.signs.page or "^nothing$", says)
 

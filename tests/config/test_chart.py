@@ -76,7 +76,7 @@ def test_envoy_of_setup_follows_the_router(setup: str, tmp_path: Path) -> None:
     (item,) = (item for item in objects if title(item).endswith("-envoy") and "data" in item)
     envoy = yaml.load(item["data"]["envoy.yaml"], yaml.CSafeLoader)
     findings = check_envoy(envoy, config(objects, tmp_path))
-    assert [one for one in findings if one.level is not Level.OK] == []
+    assert [finding for finding in findings if finding.level is not Level.OK] == []
 
 
 @pytest.mark.process

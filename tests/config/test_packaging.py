@@ -36,7 +36,7 @@ def pinned(name: str) -> set[tuple[str, str]]:
 
 
 def names(*requirements: str) -> set[str]:
-    found = (re.match(r"[A-Za-z0-9-]+", one) for one in requirements)
+    found = (re.match(r"[A-Za-z0-9-]+", requirement) for requirement in requirements)
     return {match[0].lower() for match in found if match}
 
 

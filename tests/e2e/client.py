@@ -16,7 +16,7 @@ from extproc.config import AdminSettings
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
 from extproc.observe.client import follow
-from tests.e2e.stack import Stack
+from tests.e2e.stack import PatientStack
 from tests.waiting import PATIENCE_S, until, until_read
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
@@ -26,7 +26,7 @@ _HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gau
 
 
 @dataclass
-class Answer:
+class RoutedAnswer:
     """A response, and the router's records of its request."""
 
     sent: float  # on the monotonic clock
@@ -41,21 +41,21 @@ class Answer:
         return record
 
 
-class Client:
+class EnvoyClient:
     """Sends requests through Envoy, with the header ``host`` if given."""
 
-    def __init__(self, stack: Stack, session: aiohttp.ClientSession, host: str = "") -> None:
+    def __init__(self, stack: PatientStack, session: aiohttp.ClientSession, host: str = "") -> None:
         self.stack = stack
         self.session = session
         self._headers = {"host": host} if host else {}
 
-    def of(self, pool: str) -> "Client":
+    def of(self, pool: str) -> "EnvoyClient":
         """Return a client of the host that Envoy routes to this pool."""
-        return Client(self.stack, self.session, f"{pool}.example")
+        return EnvoyClient(self.stack, self.session, f"{pool}.example")
 
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
-    ) -> Answer:
+    ) -> RoutedAnswer:
         body = {"model": MODEL, "messages": MESSAGES} | fields
         length = {"x-simulate-output-tokens": str(tokens)}
         return await self.request("POST", CHAT, body, length | (headers or {}))
@@ -75,7 +75,7 @@ class Client:
         path: str,
         body: Any = None,
         headers: dict[str, str] | None = None,
-    ) -> Answer:
+    ) -> RoutedAnswer:
         """Send a request; return when the router's record of it is complete."""
         id_ = str(uuid.uuid4())
         answer = await self.send(method, path, body, {"x-request-id": id_} | (headers or {}))
@@ -86,7 +86,7 @@ class Client:
 
     async def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> Answer:
+    ) -> RoutedAnswer:
         sent = monotonic()
         headers = self._headers | (headers or {})
         if isinstance(body, dict):
@@ -95,7 +95,7 @@ class Client:
         url = self.stack.url + path
         async with self.session.request(method, url, headers=headers, data=body) as response:
             content = await response.read()
-            return Answer(sent, response.status, content, response.headers)
+            return RoutedAnswer(sent, response.status, content, response.headers)
 
     async def _settled(self, request_id: str) -> bool:
         """Return true if the router knows the outcome, or has nothing in flight.
@@ -104,7 +104,7 @@ class Client:
         did not wait.
         """
         outcomes = [record["outcome"] for record in await self.decisions(request_id)]
-        if all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes):
+        if all(outcome["completion_s"] or (outcome["status"] or 0) >= 400 for outcome in outcomes):
             return True
         try:
             return not (await self.fleet())["in_flight"]
@@ -127,12 +127,12 @@ class Client:
 
     async def replica(self, name: str) -> dict[str, Any]:
         replicas = (await self.fleet())["replicas"]
-        return next(one for one in replicas if one["name"] == name)
+        return next(replica for replica in replicas if replica["name"] == name)
 
     async def measured(self, *names: str) -> bool:
         """Return true if polls have measured these replicas; otherwise send requests first."""
         replicas = [await self.replica(name) for name in names]
-        if all(one["healthy"] and one["measured"] for one in replicas):
+        if all(replica["healthy"] and replica["measured"] for replica in replicas):
             return True
         answers = await asyncio.gather(*(self.chat(tokens=300) for _ in range(8)))
         assert {answer.status for answer in answers} == {200}
@@ -150,7 +150,7 @@ class Client:
 
         async def found() -> bool:
             replicas = (await self.fleet())["replicas"]
-            names[:] = [one["name"] for one in replicas if one["in_flight"]]
+            names[:] = [replica["name"] for replica in replicas if replica["in_flight"]]
             return bool(names)
 
         await until(found)
@@ -180,13 +180,15 @@ class Client:
             await self.simulate(name, **{key: _HEALTHY[key] for key in behaviour})
 
     async def slow(self, times: float) -> None:
-        for one in self.stack.replicas:
-            await self.simulate(one.name, slow=times)
+        for replica in self.stack.replicas:
+            await self.simulate(replica.name, slow=times)
 
     async def envoy_counts(self, pattern: str) -> int:
         """Return the sum of Envoy's counters whose names match."""
         async with self.session.get(f"{self.stack.envoy_admin}/stats?filter={pattern}") as page:
-            return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
+            return sum(
+                int(counter.rpartition(" ")[2]) for counter in (await page.text()).splitlines()
+            )
 
     async def replica_counts(self, name: str, metric: str) -> float:
         """Return a metric of a replica, summed over its labels.

@@ -1,3 +1,5 @@
+"""Running system of each test module: its stack, and a client that sends through Envoy."""
+
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -8,8 +10,8 @@ import pytest_asyncio
 
 from extproc.lab.harness.stack import FLEET
 from tests.conftest import wait_for_redis
-from tests.e2e.client import Client
-from tests.e2e.stack import Behind, Stack, here
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import Behind, PatientStack, here
 from tests.waiting import PATIENCE_S
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
@@ -23,16 +25,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Stack]:
+) -> AsyncIterator[PatientStack]:
     """The system of the test module: its ``system``, or a plain stack."""
-    usual = partial(Stack, replicas=here(FLEET), settings=SETTINGS)
-    system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
+    usual = partial(PatientStack, replicas=here(FLEET), settings=SETTINGS)
+    system: Callable[[Path], PatientStack] = getattr(request.module, "system", usual)
     async with system(tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(request: pytest.FixtureRequest, running: Stack) -> Stack:
+async def stack(request: pytest.FixtureRequest, running: PatientStack) -> PatientStack:
     """The running system, behind the Envoy that the test names."""
     if isinstance(running, Behind) and (name := getattr(request, "param", "")):
         await running.behind(name)
@@ -40,6 +42,6 @@ async def stack(request: pytest.FixtureRequest, running: Stack) -> Stack:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(stack: Stack) -> AsyncIterator[Client]:
+async def client(stack: PatientStack) -> AsyncIterator[EnvoyClient]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
+        yield EnvoyClient(stack, session)

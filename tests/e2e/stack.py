@@ -42,7 +42,7 @@ def here(replicas: Iterable[SimulatedReplica], *apart: str) -> tuple[SimulatedRe
     )
 
 
-class Stack(stack.Stack):
+class PatientStack(stack.Stack):
     """A stack whose timeouts allow for a busy machine."""
 
     patience_s = 10
@@ -102,7 +102,7 @@ class Stack(stack.Stack):
         file.write_text(text, encoding="utf-8")
 
 
-class Behind(Stack):
+class Behind(PatientStack):
     """A stack whose Envoy can be restarted with another configuration, while other parts go on."""
 
     name = "envoy"  # of the configuration: a file in envoy/, or a case of the test module
@@ -126,7 +126,7 @@ class Behind(Stack):
         return bootstrap_of(self, self.name) if known else super()._bootstrap()
 
 
-class FileStack(Stack):
+class FileStack(PatientStack):
     """A stack whose pollers get the replicas from ``replicas_file``."""
 
     @property
@@ -157,7 +157,7 @@ async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
     return await server.start(Replica(ReplicaSettings(**settings)), "127.0.0.1", port)
 
 
-def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
+def patient(envoy_file: str, seconds: int = PatientStack.patience_s) -> str:
     """Raise the timeouts of messages to the router, of health checks and of connections.
 
     Connections get 30 s: the kernel drops some of many at once, which are then tried again.
@@ -168,7 +168,10 @@ def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
 
 
 def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
+    filters = {
+        http_filter["name"]: http_filter["typed_config"]
+        for http_filter in manager_of(bootstrap)["http_filters"]
+    }
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
     return settings
 
@@ -218,7 +221,7 @@ class EdsStack(FileStack):
         return bootstrap_of(self, self.name)
 
 
-def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
+def bootstrap_of(stack: PatientStack, name: str) -> Bootstrap:
     if translate := TRANSLATED.get(name):
         resources = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
         return translate(
@@ -241,7 +244,7 @@ def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
     return bootstrap
 
 
-async def replicas(stack: Stack, *arguments: str) -> int:
+async def replicas(stack: PatientStack, *arguments: str) -> int:
     """Run ``extproc replicas``; return its exit status."""
     argv = ["replicas", *arguments, "--config", str(stack.config_file)]
     return await asyncio.to_thread(main, argv)

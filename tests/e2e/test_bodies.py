@@ -15,8 +15,8 @@ import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import CHAT, Answer, Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of, here
+from tests.e2e.client import CHAT, EnvoyClient, RoutedAnswer
+from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
 from tests.waiting import until, until_read
 
 OBJECTIVE = "x-gateway-inference-objective"
@@ -75,11 +75,11 @@ class RewritingStack(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return RewritingStack(directory)
 
 
-def names_sent(answers: list[Answer]) -> set[str]:
+def names_sent(answers: list[RoutedAnswer]) -> set[str]:
     assert {answer.status for answer in answers} == {200}, answers[0].body
     return {answer.decision["served_as"] for answer in answers}
 
@@ -87,7 +87,7 @@ def names_sent(answers: list[Answer]) -> set[str]:
 @pytest.mark.parametrize("asked", ["llama", "chat/latest"])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_body_names_model_as_replica_serves_it(
-    client: Client, asked: str, streamed: bool
+    client: EnvoyClient, asked: str, streamed: bool
 ) -> None:
     answers = [await client.chat(model=asked, stream=streamed) for _ in range(4)]
     assert names_sent(answers) == {"llama-a", "llama-b"}
@@ -98,7 +98,9 @@ async def test_body_names_model_as_replica_serves_it(
         assert record["outcome"]["served_by"] == record["replica"]
 
 
-async def test_every_name_is_listed_as_vllm_lists_its_models(client: Client, stack: Stack) -> None:
+async def test_every_name_is_listed_as_vllm_lists_its_models(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     own: dict[str, dict[str, Any]] = {}
     for replica in REPLICAS:
         async with client.session.get(f"http://{stack.address(replica.name)}/v1/models") as models:
@@ -115,7 +117,7 @@ async def test_every_name_is_listed_as_vllm_lists_its_models(client: Client, sta
 
 
 async def test_request_that_only_names_a_model_reaches_a_replica_that_serves_it(
-    client: Client,
+    client: EnvoyClient,
 ) -> None:
     """Two requests of each name: Envoy alone would send half of them to the wrong replica."""
     for model in ("llama", "chat/latest", "llama-a", "llama-b") * 2:
@@ -126,7 +128,7 @@ async def test_request_that_only_names_a_model_reaches_a_replica_that_serves_it(
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_rewritten_body_keeps_its_other_fields(client: Client, chunked: bool) -> None:
+async def test_rewritten_body_keeps_its_other_fields(client: EnvoyClient, chunked: bool) -> None:
     """A replica counts the same prompt tokens with and without a rewrite of 2 MB."""
     texts = ["The sea " * 25, 'a "b"\n\\ ' * 125_000]
     body = {"input": texts[0], "user": texts[1], "metadata": {"model": "y"}}
@@ -146,7 +148,7 @@ async def test_rewritten_body_keeps_its_other_fields(client: Client, chunked: bo
     assert len(set(counts)) == 1
 
 
-async def test_retry_avoids_replica_with_other_model_name(client: Client) -> None:
+async def test_retry_avoids_replica_with_other_model_name(client: EnvoyClient) -> None:
     """The other replica would answer 404, which Envoy does not retry."""
     async with client.simulating("one", fail=503):
         of_both = [await client.chat(model="llama") for _ in range(2)]
@@ -155,7 +157,7 @@ async def test_retry_avoids_replica_with_other_model_name(client: Client) -> Non
     assert of_one.status == 503
 
 
-async def ask(client: Client, objective: str, tokens: int, **fields: object) -> str:
+async def ask(client: EnvoyClient, objective: str, tokens: int, **fields: object) -> str:
     """Send a request; return its id after the response."""
     name = f"{objective}-{next(numbers)}"
     message = {"role": "user", "content": name}
@@ -166,9 +168,9 @@ async def ask(client: Client, objective: str, tokens: int, **fields: object) -> 
     return name
 
 
-async def test_objective_orders_requests_by_priority_in_vllm(client: Client) -> None:
-    for one in REPLICAS:
-        await until_read(partial(client.replica, one.name), lambda now: now["takes_priority"])
+async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient) -> None:
+    for replica in REPLICAS:
+        await until_read(partial(client.replica, replica.name), lambda now: now["takes_priority"])
     ended: list[str] = []
 
     async def send(objective: str, **fields: object) -> None:
@@ -196,5 +198,5 @@ async def test_objective_orders_requests_by_priority_in_vllm(client: Client) -> 
     )
 
 
-async def at_replicas(client: Client, count: int) -> bool:
-    return sum([await client.load(one.name) for one in REPLICAS]) == count
+async def at_replicas(client: EnvoyClient, count: int) -> bool:
+    return sum([await client.load(replica.name) for replica in REPLICAS]) == count

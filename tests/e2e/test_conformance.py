@@ -18,8 +18,8 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from extproc.lab.simulator.server import SERVED_BY_HEADER
-from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, bootstrap_of, cluster_of, here, of_pool
+from tests.e2e.client import EnvoyClient, RoutedAnswer
+from tests.e2e.stack import PatientStack, bootstrap_of, cluster_of, here, of_pool
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -31,7 +31,7 @@ FLEET = tuple(SimulatedReplica(name, A10) for name in (*PRIMARY, *SECONDARY))
 WEIGHTED = "/weighted"
 
 
-class GatewayStack(Stack):
+class GatewayStack(PatientStack):
     """Two pools; the second gets 30% of the requests below ``/weighted/``."""
 
     def _configuration(self) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class GatewayStack(Stack):
         manager["http_filters"].insert(0, _subset_hint())
         cluster = cluster_of(bootstrap, "replicas")
         second = deepcopy(cluster) | {"name": "second"}
-        for one, names in ((cluster, PRIMARY), (second, SECONDARY)):
-            one["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
+        for pool_cluster, names in ((cluster, PRIMARY), (second, SECONDARY)):
+            pool_cluster["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
         resources["clusters"].append(second)
         (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
         manager["route_config"]["virtual_hosts"][0]["routes"].insert(0, _weighted(route))
@@ -75,32 +75,32 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": f"{WEIGHTED}/"}, "route": action}
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return GatewayStack(directory, here(FLEET), pollers=0)
 
 
 async def selected(
-    client: Client, stack: Stack, *names: str, path: str = "", requests: int = 40
-) -> list[Answer]:
+    client: EnvoyClient, stack: PatientStack, *names: str, path: str = "", requests: int = 40
+) -> list[RoutedAnswer]:
     headers = {SELECTION: ",".join(stack.address(name) for name in names)}
     limit = asyncio.Semaphore(10)
 
-    async def one() -> Answer:
+    async def send() -> RoutedAnswer:
         async with limit:
             body = {"model": "llama-8b", "prompt": "San Francisco", "max_tokens": 2}
             return await client.request("POST", f"{path}/v1/completions", body, headers)
 
-    return await asyncio.gather(*(one() for _ in range(requests)))
+    return await asyncio.gather(*(send() for _ in range(requests)))
 
 
-def served_by(answers: list[Answer], stack: Stack) -> set[str]:
+def served_by(answers: list[RoutedAnswer], stack: PatientStack) -> set[str]:
     assert {answer.status for answer in answers} == {200}
     return {stack.name_of(answer.headers[SERVED_BY_HEADER]) for answer in answers}
 
 
 @pytest.mark.parametrize("names", [PRIMARY[2:], PRIMARY[:2], PRIMARY])
 async def test_gateway_following_epp_routing(
-    client: Client, stack: Stack, names: tuple[str, ...]
+    client: EnvoyClient, stack: PatientStack, names: tuple[str, ...]
 ) -> None:
     """``GatewayFollowingEPPRouting`` and ``GatewayFollowingEPPRoutingWithDataParallelism``.
 
@@ -109,13 +109,17 @@ async def test_gateway_following_epp_routing(
     assert served_by(await selected(client, stack, *names), stack) <= set(names)
 
 
-async def test_subset_without_endpoint_of_pool_gets_503(client: Client, stack: Stack) -> None:
+async def test_subset_without_endpoint_of_pool_gets_503(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """The protocol demands it; the suite has no case."""
     answers = await selected(client, stack, *SECONDARY, requests=3)
     assert {answer.status for answer in answers} == {503}
 
 
-async def test_gateway_destination_endpoint_served(client: Client, stack: Stack) -> None:
+async def test_gateway_destination_endpoint_served(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """``GatewayDestinationEndpointServed``: the picker learns the serving endpoint."""
     for name in PRIMARY:
         (answer,) = await selected(client, stack, name, requests=1)
@@ -123,7 +127,9 @@ async def test_gateway_destination_endpoint_served(client: Client, stack: Stack)
         assert answer.decision["outcome"]["served_by"] == stack.address(name)
 
 
-async def test_gateway_weighted_across_two_inference_pools(client: Client, stack: Stack) -> None:
+async def test_gateway_weighted_across_two_inference_pools(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """``GatewayWeightedAcrossTwoInferencePools``: each picker chooses endpoints of its pool.
 
     The request header lists the endpoints of both pools. Envoy chooses the pool at random.
@@ -136,7 +142,7 @@ async def test_gateway_weighted_across_two_inference_pools(client: Client, stack
         assert served_by(of_pool, stack) <= names
 
 
-async def test_epp_unavailable_fail_open(client: Client, stack: Stack) -> None:
+async def test_epp_unavailable_fail_open(client: EnvoyClient, stack: PatientStack) -> None:
     """``EppUnAvailableFailOpen``: without a picker any endpoint of the pool serves, eventually.
 
     In full duplex, requests fail until Envoy's health check finds that the picker is gone.

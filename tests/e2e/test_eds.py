@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import IN_TURN, Client
-from tests.e2e.stack import EdsStack, Stack, here, replicas
+from tests.e2e.client import IN_TURN, EnvoyClient
+from tests.e2e.stack import EdsStack, PatientStack, here, replicas
 from tests.e2e.test_failures import more, traffic
 from tests.envoy.members import EnvoyMembers
 from tests.waiting import until, until_read
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     stack = EdsStack(directory, here(FLEET))
     stack.ports["new"] = free_port()
     return stack
@@ -37,7 +37,7 @@ async def members(stack: EdsStack) -> EnvoyMembers:
 
 
 @asynccontextmanager
-async def new_replica(stack: Stack) -> AsyncIterator[None]:
+async def new_replica(stack: PatientStack) -> AsyncIterator[None]:
     """Start a replica that the configuration does not name."""
     port = stack.ports["new"]
     argv = [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", MODEL]
@@ -48,12 +48,12 @@ async def new_replica(stack: Stack) -> AsyncIterator[None]:
 
 
 async def test_replica_joins_drains_and_leaves(
-    client: Client, stack: EdsStack, members: EnvoyMembers
+    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async def is_known(field: str) -> bool:
         """Return true if the router knows the new replica, and this field of it is true."""
         fleet = (await client.fleet())["replicas"]
-        return any(one[field] for one in fleet if one["name"] == "new")
+        return any(replica[field] for replica in fleet if replica["name"] == "new")
 
     async with new_replica(stack), traffic(client) as sent:
         listed = stack.listed()
@@ -61,7 +61,7 @@ async def test_replica_joins_drains_and_leaves(
         await members.have(one="HEALTHY", two="HEALTHY", new="HEALTHY")
         await until(lambda: is_known("healthy"))
         turns = await asyncio.gather(*(client.chat(tokens=3, headers=IN_TURN) for _ in range(6)))
-        assert stack.address("new") in {one.decision["outcome"]["served_by"] for one in turns}
+        assert stack.address("new") in {answer.decision["outcome"]["served_by"] for answer in turns}
 
         await client.simulate("new", slow=20)  # its requests do not end by themselves
         long = [asyncio.create_task(client.chat(500, headers=IN_TURN)) for _ in range(3)]
@@ -86,7 +86,7 @@ async def test_replica_joins_drains_and_leaves(
 
 
 async def test_hung_replica_gets_nothing_while_router_is_down(
-    client: Client, stack: EdsStack, members: EnvoyMembers
+    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async with client.simulating("two", hang=True):
         await members.have(one="HEALTHY", two="UNHEALTHY")
@@ -100,14 +100,14 @@ async def test_hung_replica_gets_nothing_while_router_is_down(
     await stack.wait_routing()
 
 
-async def connected(client: Client, state: int) -> None:
+async def connected(client: EnvoyClient, state: int) -> None:
     """Wait until Envoy's connection to the control plane is in this state: 0 or 1."""
     counter = "replicas.*connected_state"
     await until_read(lambda: client.envoy_counts(counter), lambda now: now == state)
 
 
 async def test_control_plane_without_replicas_removes_no_member(
-    client: Client, stack: EdsStack, members: EnvoyMembers
+    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
 ) -> None:
     async with traffic(client, per_second=5) as sent:
         await stack.kill("redis")

@@ -14,7 +14,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL
 from extproc.request.endpoint import PATHS
-from tests.e2e.client import CHAT, IN_TURN, MESSAGES, Client
+from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient
 from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack, here
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import until
@@ -52,7 +52,7 @@ class Examples(EdsStack, Behind):
 
     def _bootstrap(self) -> Bootstrap:
         if self.name == "ext_proc":  # a fragment
-            ports, replicas = self.ports, [self.address(one.name) for one in FAST_AND_SLOW]
+            ports, replicas = self.ports, [self.address(replica.name) for replica in FAST_AND_SLOW]
             return around_the_fragment(
                 ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
             )
@@ -78,7 +78,7 @@ async def router_runs(stack: Examples) -> None:
         await stack.wait_routing()
 
 
-async def test_fast_replica_is_preferred_and_serves(client: Client) -> None:
+async def test_fast_replica_is_preferred_and_serves(client: EnvoyClient) -> None:
     async def preferred() -> bool:
         answers = await asyncio.gather(*(client.chat(tokens=5) for _ in range(4)))
         return {answer.decision["replica_name"] for answer in answers} == {"one"}
@@ -91,18 +91,21 @@ async def test_fast_replica_is_preferred_and_serves(client: Client) -> None:
         assert answer.decision["outcome"]["output_tokens"] == 5
 
 
-async def test_client_cannot_choose_engine_of_replica(client: Client) -> None:
+async def test_client_cannot_choose_engine_of_replica(client: EnvoyClient) -> None:
     """vLLM answers 400 if the header names an engine that it lacks."""
     answer = await client.chat(tokens=1, headers={"X-Data-Parallel-Rank": "7"})
     assert answer.status == 200, answer.body
 
 
-async def test_envoy_follows_choice_to_each_replica(client: Client, stack: Examples) -> None:
+async def test_envoy_follows_choice_to_each_replica(client: EnvoyClient, stack: Examples) -> None:
     answers = [await client.chat(tokens=5, headers=IN_TURN) for _ in range(8)]
     assert {answer.status for answer in answers} == {200}
     decisions = [answer.decision for answer in answers]
-    assert all(one["outcome"]["served_by"] == one["replica"] for one in decisions)
-    assert {one["replica"] for one in decisions} == {stack.address("one"), stack.address("two")}
+    assert all(decision["outcome"]["served_by"] == decision["replica"] for decision in decisions)
+    assert {decision["replica"] for decision in decisions} == {
+        stack.address("one"),
+        stack.address("two"),
+    }
 
 
 async def test_openai_client_gets_whole_and_streamed_answers(stack: Examples) -> None:
@@ -118,7 +121,7 @@ async def test_openai_client_gets_whole_and_streamed_answers(stack: Examples) ->
         assert text == whole.choices[0].message.content
 
 
-async def test_paths_without_inference_are_answered(client: Client, stack: Examples) -> None:
+async def test_paths_without_inference_are_answered(client: EnvoyClient, stack: Examples) -> None:
     tokenize = {"model": MODEL, "prompt": "of the sea"}
     for method, path, body, part in (
         ("GET", "/v1/models", None, MODEL),
@@ -144,7 +147,7 @@ HIDDEN = [*(("GET", path) for path in GET_HIDDEN), *(("POST", path) for path in 
 
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
-async def test_api_only_hides_other_paths(client: Client) -> None:
+async def test_api_only_hides_other_paths(client: EnvoyClient) -> None:
     for method, path in HIDDEN:
         answer = await client.request(method, path, {"model": MODEL, "messages": MESSAGES})
         assert (answer.status, answer.headers.get("x-served-by")) == (404, None), path
@@ -152,7 +155,7 @@ async def test_api_only_hides_other_paths(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stack", ["api_only"], indirect=True)
-async def test_api_only_passes_every_path_of_api(client: Client) -> None:
+async def test_api_only_passes_every_path_of_api(client: EnvoyClient) -> None:
     """A response of the replica has a body; a 404 of Envoy has none."""
     hidden = {"/tokenize", "/detokenize"}
     for path in (*PATHS.keys() - hidden, "/v1/responses/resp_1/cancel", "/v1/models"):
@@ -160,7 +163,7 @@ async def test_api_only_passes_every_path_of_api(client: Client) -> None:
         assert answer.body, path
 
 
-async def test_body_of_32_mb_arrives_whole(client: Client, stack: Examples) -> None:
+async def test_body_of_32_mb_arrives_whole(client: EnvoyClient, stack: Examples) -> None:
     """The replica parses the body and counts the prompt, so a lost byte would be an error."""
     words = "sea " * (8 * 2**20)
     body = {"model": MODEL, "prompt": words, "max_tokens": 1, "truncate_prompt_tokens": 100}
@@ -175,7 +178,7 @@ async def test_body_of_32_mb_arrives_whole(client: Client, stack: Examples) -> N
 
 
 async def test_forged_destination_has_no_effect_without_router(
-    client: Client, stack: Examples
+    client: EnvoyClient, stack: Examples
 ) -> None:
     forged = {
         "x-gateway-destination-endpoint": stack.address("router-admin"),

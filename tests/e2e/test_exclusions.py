@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import IN_TURN, Client
-from tests.e2e.stack import Stack, here
+from tests.e2e.client import IN_TURN, EnvoyClient
+from tests.e2e.stack import PatientStack, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -23,33 +23,33 @@ NAMES = "limited", "plain"
 BACK_S = 10.0  # seconds within which service is back
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     """An engine that refuses more than 12 requests, and an engine that queues them."""
     fleet = (SimulatedReplica("limited", H100, SMALL), SimulatedReplica("plain", H100, PLAIN))
-    return Stack(directory, here(fleet, "limited"), {"serve": {"chunks_per_s": 1e6}})
+    return PatientStack(directory, here(fleet, "limited"), {"serve": {"chunks_per_s": 1e6}})
 
 
-async def excluded(client: Client, reason: str = "") -> list[str]:
+async def excluded(client: EnvoyClient, reason: str = "") -> list[str]:
     """Return the names of the excluded replicas, for this reason if given."""
     fleet = (await client.fleet())["replicas"]
     metric = "extproc_replica_excluded"
     reasons = [reason] if reason else ["unhealthy", "stalled", "failing", "full", "asleep"]
     return [
-        one["name"]
-        for one in fleet
+        replica["name"]
+        for replica in fleet
         for why in reasons
-        if await client.metric(f'{metric}{{reason="{why}",replica="{one["id"]}"}}')
+        if await client.metric(f'{metric}{{reason="{why}",replica="{replica["id"]}"}}')
     ]
 
 
-async def served(client: Client, name: str) -> bool:
+async def served(client: EnvoyClient, name: str) -> bool:
     answer = await client.chat(tokens=1, headers=IN_TURN)
     return answer.status == 200 and answer.decision["replica_name"] == name
 
 
 @pytest.mark.parametrize("frozen", [NAMES, NAMES[:1]], ids=["both", "one"])
 async def test_replicas_with_frozen_gauges_serve_within_10_s(
-    client: Client, stack: Stack, frozen: tuple[str, ...]
+    client: EnvoyClient, stack: PatientStack, frozen: tuple[str, ...]
 ) -> None:
     """Gauges of vLLM up to 0.10.1 freeze when all requests are aborted at once."""
     for name in frozen:
@@ -58,7 +58,7 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     asked: list[asyncio.Task[int]] = []
 
     async def full() -> bool:
-        if all(one.done() for one in asked):  # the router may have queued too many of them
+        if all(task.done() for task in asked):  # the router may have queued too many of them
             count = len(asked)
             for number in range(count, count + 3 * FIT):
                 sent = client.uncached(f"{frozen} {number}", headers=IN_TURN)
@@ -83,11 +83,11 @@ async def test_replicas_with_frozen_gauges_serve_within_10_s(
     await until(lambda: none_excluded(client))
 
 
-async def none_excluded(client: Client) -> bool:
+async def none_excluded(client: EnvoyClient) -> bool:
     return not await excluded(client)
 
 
-async def test_full_engine_is_never_ejected(client: Client) -> None:
+async def test_full_engine_is_never_ejected(client: EnvoyClient) -> None:
     refusals = "vllm:admission_rejections_total"
     before = await client.replica_counts("limited", refusals)
     for burst in range(3):
@@ -102,7 +102,7 @@ async def test_full_engine_is_never_ejected(client: Client) -> None:
     ("fault", "status"), [({"fail": 500}, 500), ({"reset": True}, 503)], ids=["fails", "resets"]
 )
 async def test_request_that_fails_everywhere_ejects_no_replica(
-    client: Client, fault: dict[str, Any], status: int
+    client: EnvoyClient, fault: dict[str, Any], status: int
 ) -> None:
     await until(lambda: none_excluded(client))
     async with client.simulating("limited", **fault), client.simulating("plain", **fault):
@@ -113,21 +113,27 @@ async def test_request_that_fails_everywhere_ejects_no_replica(
     assert set(chosen) == set(NAMES)
 
 
-async def test_replica_that_refuses_connections_is_ejected(client: Client, stack: Stack) -> None:
+async def test_replica_that_refuses_connections_is_ejected(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """A refused connection counts, even if the request has failed on another replica before."""
     with stack.paused("poller"):  # or a poll may find first that the replica is down
         await stack.kill("limited")
         async with client.simulating("plain", reset=True):
             answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
             assert {answer.status for answer in answers} == {503}
-        reasons = [one["why"] for answer in answers for one in answer.decision["excluded"]]
+        reasons = [
+            exclusion["why"] for answer in answers for exclusion in answer.decision["excluded"]
+        ]
         assert any(why.startswith("ejected") for why in reasons)
     await stack.start("limited")
     await until(lambda: served(client, "limited"))
     await until(lambda: none_excluded(client))
 
 
-async def test_sleeping_engine_gets_no_request_until_it_wakes(client: Client, stack: Stack) -> None:
+async def test_sleeping_engine_gets_no_request_until_it_wakes(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     url = f"http://{stack.address('limited')}"
     await client.post(f"{url}/sleep", {})
 

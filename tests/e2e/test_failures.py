@@ -12,9 +12,9 @@ import pytest
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import FLEET, MODEL
-from tests.e2e.client import CHAT, IN_TURN, MESSAGES, Answer, Client
+from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack, here
+from tests.e2e.stack import PatientStack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -24,17 +24,17 @@ OUTLIER = "outlier_detection.ejections"
 AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets fewer
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, here(FLEET), SETTINGS)
+def system(directory: Path) -> PatientStack:
+    return PatientStack(directory, here(FLEET), SETTINGS)
 
 
 @asynccontextmanager
-async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[Answer]]:
-    answers: list[Answer] = []
+async def traffic(client: EnvoyClient, per_second: float = 20) -> AsyncIterator[list[RoutedAnswer]]:
+    answers: list[RoutedAnswer] = []
     tasks: set[asyncio.Task[None]] = set()
     ended, room = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
 
-    async def one() -> None:
+    async def chat() -> None:
         try:
             answers.append(await client.chat(tokens=5))
         finally:
@@ -43,7 +43,7 @@ async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[
     async def send() -> None:
         while not ended.is_set():
             await room.acquire()
-            tasks.add(asyncio.create_task(one()))
+            tasks.add(asyncio.create_task(chat()))
             await asyncio.sleep(1 / per_second)
 
     sender = asyncio.create_task(send())
@@ -55,30 +55,30 @@ async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[
         await asyncio.gather(*tasks)
 
 
-async def more(answers: list[Answer], count: int) -> list[Answer]:
+async def more(answers: list[RoutedAnswer], count: int) -> list[RoutedAnswer]:
     """Wait for this many answers to requests sent from now on; return them."""
     since = monotonic()
 
-    def later() -> list[Answer]:
+    def later() -> list[RoutedAnswer]:
         return [answer for answer in answers if answer.sent > since]
 
     await until(lambda: len(later()) >= count)
     return later()
 
 
-async def routed_again(client: Client) -> None:
+async def routed_again(client: EnvoyClient) -> None:
     await until_read(lambda: client.chat(tokens=1), lambda now: now.decisions)
 
 
 @asynccontextmanager
-async def without_router(client: Client, stack: Stack) -> AsyncIterator[None]:
+async def without_router(client: EnvoyClient, stack: PatientStack) -> AsyncIterator[None]:
     await stack.kill("router")
     yield
     await stack.start("router")
     await routed_again(client)
 
 
-async def test_envoy_serves_while_router_is_down(client: Client, stack: Stack) -> None:
+async def test_envoy_serves_while_router_is_down(client: EnvoyClient, stack: PatientStack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         before = await fail_open(client)
@@ -91,7 +91,7 @@ async def test_envoy_serves_while_router_is_down(client: Client, stack: Stack) -
     assert after["streams_started"] > before["streams_started"]
 
 
-async def fail_open(client: Client) -> dict[str, float]:
+async def fail_open(client: EnvoyClient) -> dict[str, float]:
     """Return the counters of the alert on requests past the router, as Prometheus reads them."""
     url = f"{client.stack.envoy_admin}/stats/prometheus?filter=ext_proc"
     async with client.session.get(url) as response:
@@ -101,7 +101,7 @@ async def fail_open(client: Client) -> dict[str, float]:
 
 
 async def test_outlier_detection_ejects_failing_replica_without_router(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     async def count(name: str) -> int:
         return await client.envoy_counts(f"^cluster.replicas.{name}$")
@@ -123,7 +123,7 @@ async def test_outlier_detection_ejects_failing_replica_without_router(
 
 
 async def test_requests_with_bodies_on_their_way_survive_death_of_router(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
@@ -135,7 +135,7 @@ async def test_requests_with_bodies_on_their_way_survive_death_of_router(
         assert {answer.status for answer in await requests} == {200}
 
 
-async def test_requests_go_on_while_router_hangs(client: Client, stack: Stack) -> None:
+async def test_requests_go_on_while_router_hangs(client: EnvoyClient, stack: PatientStack) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
     with stack.paused("router"):
         answers = await asyncio.gather(*(client.send("POST", CHAT, body) for _ in range(10)))
@@ -144,7 +144,9 @@ async def test_requests_go_on_while_router_hangs(client: Client, stack: Stack) -
     await client.has_in_flight(0)
 
 
-async def test_routing_goes_on_while_redis_is_down(client: Client, stack: Stack) -> None:
+async def test_routing_goes_on_while_redis_is_down(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         await stack.kill("redis")
@@ -162,7 +164,9 @@ async def test_routing_goes_on_while_redis_is_down(client: Client, stack: Stack)
     assert all(answer.decisions for answer in answers)
 
 
-async def test_dead_replica_gets_no_requests_until_restart(client: Client, stack: Stack) -> None:
+async def test_dead_replica_gets_no_requests_until_restart(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         stopped = monotonic()
@@ -181,7 +185,7 @@ async def test_dead_replica_gets_no_requests_until_restart(client: Client, stack
     assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
 
 
-async def test_replica_that_fails_fast_is_ejected_until_healthy(client: Client) -> None:
+async def test_replica_that_fails_fast_is_ejected_until_healthy(client: EnvoyClient) -> None:
     async with client.simulating("fast-2", fail=500):
         began = monotonic()
         turns = [await client.chat(headers=IN_TURN) for _ in range(8)]
@@ -198,7 +202,7 @@ async def test_replica_that_fails_fast_is_ejected_until_healthy(client: Client) 
     await until(back)
 
 
-async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
+async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: PatientStack) -> None:
     long = asyncio.create_task(client.chat(tokens=1000, stream=True))
     busy, router = await client.busy(), stack.process("router")
     router.signal(signal.SIGTERM)

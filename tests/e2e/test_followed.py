@@ -8,7 +8,7 @@ import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import FLEET
-from tests.e2e.client import IN_TURN, Client
+from tests.e2e.client import IN_TURN, EnvoyClient
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Behind, cluster_of, ext_proc_of, here
 from tests.waiting import until
@@ -76,7 +76,7 @@ def system(directory: Path) -> Behind:
     return Disobeying(directory, here(FLEET), SETTINGS, pollers=0)
 
 
-async def not_followed(client: Client) -> dict[str, float]:
+async def not_followed(client: EnvoyClient) -> dict[str, float]:
     counted = {
         reason: await client.metric(f'extproc_not_followed_total{{reason="{reason}"}}')
         for reason in ("retry", "unknown_address", "other_filter", "fallback")
@@ -86,7 +86,7 @@ async def not_followed(client: Client) -> dict[str, float]:
 
 @pytest.mark.parametrize("stack", CHANGES, indirect=True)
 async def test_decision_that_envoy_does_not_follow_blames_no_replica(
-    client: Client, stack: Disobeying
+    client: EnvoyClient, stack: Disobeying
 ) -> None:
     reason = stack.name
     before = await not_followed(client)

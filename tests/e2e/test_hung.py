@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from extproc.lab.harness.stack import MODEL
-from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import FAST_AND_SLOW, Stack, here
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
+from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -19,41 +19,41 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 LONG = 3000  # tokens of a response that `one` has not finished when it is paused
 
 
-class Doubting(Stack):
+class Doubting(PatientStack):
     doubts_s = 0.1
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     serve = {"hung_s": 2.0, "chunks_per_s": 1e6}
     return Doubting(directory, here(FAST_AND_SLOW, "one"), {"serve": serve})
 
 
 @asynccontextmanager
-async def one_hangs(stack: Stack, client: Client) -> AsyncIterator[None]:
+async def one_hangs(stack: PatientStack, client: EnvoyClient) -> AsyncIterator[None]:
     with stack.paused("one"):
         yield
 
     async def back() -> bool:
-        one = await client.replica("one")
-        return bool(one["healthy"] and not one["unanswered_s"])
+        replica = await client.replica("one")
+        return bool(replica["healthy"] and not replica["unanswered_s"])
 
     await until(back)
 
 
-async def has_in_flight(client: Client, name: str, requests: int) -> None:
+async def has_in_flight(client: EnvoyClient, name: str, requests: int) -> None:
     await until_read(lambda: client.replica(name), lambda now: now["in_flight"] == requests)
 
 
-async def avoided(client: Client) -> None:
+async def avoided(client: EnvoyClient) -> None:
     async def owes() -> bool:
-        one = await client.replica("one")
-        return bool(one["healthy"] and one["unanswered_s"] >= 0.5)
+        replica = await client.replica("one")
+        return bool(replica["healthy"] and replica["unanswered_s"] >= 0.5)
 
     await until(owes)
 
 
 async def test_hung_replica_is_avoided_and_its_requests_are_ended(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     whole = asyncio.create_task(client.chat(tokens=LONG))
     body = {"model": MODEL, "messages": MESSAGES, "stream": True}
@@ -81,7 +81,7 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
 
 
 async def test_retry_of_ended_request_is_served_by_other_replica(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai:
         asked = asyncio.ensure_future(

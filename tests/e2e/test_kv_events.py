@@ -11,9 +11,9 @@ import pytest_asyncio
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.simulator import tokens
-from tests.e2e.client import Client
+from tests.e2e.client import EnvoyClient
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack, here
+from tests.e2e.stack import PatientStack, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -28,30 +28,30 @@ def publishing(name: str) -> SimulatedReplica:
     return SimulatedReplica(name, "llama-8b-h100", arguments, kv_events_ports=ports)
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     replicas = [publishing("one"), publishing("two")]
     settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
-    return Stack(directory, here(replicas), settings)
+    return PatientStack(directory, here(replicas), settings)
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
-async def blocks_are_known(client: Client) -> None:
+async def blocks_are_known(client: EnvoyClient) -> None:
     await known(client)
 
 
-async def known(client: Client, known: bool = True) -> None:
+async def known(client: EnvoyClient, known: bool = True) -> None:
     async def all_are() -> bool:
         replicas = (await client.fleet())["replicas"]
-        return all((one["known_blocks"] is not None) is known for one in replicas)
+        return all((replica["known_blocks"] is not None) is known for replica in replicas)
 
     await until(all_are)
 
 
-async def kv_updates(client: Client) -> list[int]:
-    return [one["kv_update"] for one in (await client.fleet())["replicas"]]
+async def kv_updates(client: EnvoyClient) -> list[int]:
+    return [replica["kv_update"] for replica in (await client.fleet())["replicas"]]
 
 
-async def settled(client: Client, before: list[int]) -> None:
+async def settled(client: EnvoyClient, before: list[int]) -> None:
     """Wait until updates have come and no more follow within three polls."""
     await until_read(lambda: kv_updates(client), lambda now: now != before)
     now: list[int] = []
@@ -61,9 +61,9 @@ async def settled(client: Client, before: list[int]) -> None:
             await polled(client)
 
 
-async def polled(client: Client) -> None:
+async def polled(client: EnvoyClient) -> None:
     async def scraped() -> list[float]:
-        return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
+        return [replica["scraped_at"] for replica in (await client.fleet())["replicas"]]
 
     since = await scraped()
     await until_read(
@@ -71,7 +71,7 @@ async def polled(client: Client) -> None:
     )
 
 
-async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
+async def begin(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[int]]:
     """Complete a new prompt, and wait until the router knows its blocks."""
     before = await kv_updates(client)
     completed = await complete(client, ids)
@@ -79,7 +79,7 @@ async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
     return completed
 
 
-async def complete(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
+async def complete(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[int]]:
     """Return the expected and the reported cached tokens, and the prompt with its completion."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 24, "ignore_eos": True}
     got = await client.request("POST", "/v1/completions", body)
@@ -90,7 +90,7 @@ async def complete(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]
     return got.decision["expected_cached_tokens"], reported, [*ids, *said]
 
 
-async def test_repeated_prompt_is_expected_in_cache(client: Client) -> None:
+async def test_repeated_prompt_is_expected_in_cache(client: EnvoyClient) -> None:
     prompt = list(range(50_000, 50_333))
     first = await begin(client, prompt)
     assert first[:2] == (0, 0)
@@ -99,7 +99,7 @@ async def test_repeated_prompt_is_expected_in_cache(client: Client) -> None:
     assert (await complete(client, longer))[:2] == (352, 352)
 
 
-async def test_expectation_is_exact_in_cache_too_small(client: Client) -> None:
+async def test_expectation_is_exact_in_cache_too_small(client: EnvoyClient) -> None:
     random = Random(3)
     talks = [[random.randrange(100_000) for _ in range(200 + 10 * k)] for k in range(40)]
     hits, pairs = 0, []
@@ -114,7 +114,7 @@ async def test_expectation_is_exact_in_cache_too_small(client: Client) -> None:
 
 
 async def test_expectation_survives_restarts_of_poller_redis_and_router(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     prompt = list(range(60_000, 60_100))
     await begin(client, prompt)

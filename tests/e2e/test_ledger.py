@@ -11,8 +11,8 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
-from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of, here
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
+from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """The router reads no chunks: only the open stream shows that a response goes on."""
@@ -42,18 +42,22 @@ class BodyModeStack(Behind):
         settings["processing_mode"]["request_body_mode"] = self.name
         if self.name != "BUFFERED":
             settings["processing_mode"]["request_header_mode"] = "SEND"
-            filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.buffer"]
+            filters[:] = [
+                http_filter
+                for http_filter in filters
+                if http_filter["name"] != "envoy.filters.http.buffer"
+            ]
         if self.name == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_trailer_mode"] = "SEND"
             settings["failure_mode_allow"] = False
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return BodyModeStack(directory)
 
 
-async def is_held(client: Client, **more: Any) -> None:
+async def is_held(client: EnvoyClient, **more: Any) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "stream": True} | more
     async with client.session.post(
         client.stack.url + CHAT,
@@ -67,15 +71,15 @@ async def is_held(client: Client, **more: Any) -> None:
     await client.has_in_flight(0)
 
 
-async def test_ledger_holds_streamed_response(client: Client) -> None:
+async def test_ledger_holds_streamed_response(client: EnvoyClient) -> None:
     await is_held(client)
 
 
-async def test_ledger_holds_response_to_unread_large_body(client: Client) -> None:
+async def test_ledger_holds_response_to_unread_large_body(client: EnvoyClient) -> None:
     await is_held(client, padding="x" * (LARGE_BODY + 1))
 
 
-async def test_ledger_holds_response_that_router_is_not_shown(client: Client) -> None:
+async def test_ledger_holds_response_that_router_is_not_shown(client: EnvoyClient) -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(SHOWN_PER_S + 50):
             tasks.create_task(client.chat(tokens=1))

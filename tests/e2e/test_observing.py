@@ -22,8 +22,8 @@ from extproc.lab.simulator import server
 from extproc.proxy.headers import is_steered
 from extproc.proxy.messages import DESTINATION
 from extproc.settings import load
-from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import FAST_AND_SLOW, Behind, Stack, ext_proc_of, here
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
+from tests.e2e.stack import FAST_AND_SLOW, Behind, PatientStack, ext_proc_of, here
 from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -69,7 +69,7 @@ class RecordingServer(server.ReplicaServer):
         return await handler(request)
 
 
-class Recording(Behind):
+class RecordingStack(Behind):
     """A stack whose replicas record requests."""
 
     async def __aenter__(self) -> Self:
@@ -78,7 +78,7 @@ class Recording(Behind):
             return await super().__aenter__()
 
 
-class Observed(Recording):
+class ObservedStack(RecordingStack):
     """An Envoy that takes turns between the replicas, and sends the router every response."""
 
     def _bootstrap(self) -> Bootstrap:
@@ -90,14 +90,14 @@ class Observed(Recording):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
-    observed = Observed(directory, here(FAST_AND_SLOW), OBSERVE, pollers=0)
+def system(directory: Path) -> PatientStack:
+    observed = ObservedStack(directory, here(FAST_AND_SLOW), OBSERVE, pollers=0)
     observed.name = "observe"
     return observed
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def accesses(stack: Stack) -> AccessLog:
+async def accesses(stack: PatientStack) -> AccessLog:
     """Envoy's access log since the test began."""
     log = AccessLog(stack.access_log)
     log.new()
@@ -111,32 +111,35 @@ def odd_body(tokens: int = 3, pad: int = 0, **fields: Any) -> bytes:
     return f'{text}, "model":"{MODEL}",\t"messages": {json.dumps(MESSAGES)}{more}}}\n'.encode()
 
 
-async def send(client: Client, body: bytes, **headers: str) -> Answer:
+async def send(client: EnvoyClient, body: bytes, **headers: str) -> RoutedAnswer:
     values = {"x-request-id": str(uuid.uuid4()), "content-type": "application/json"}
     return await client.send("POST", CHAT, io.BytesIO(body), values | OWN | headers)
 
 
-def recorded(client: Client, answer: Answer) -> ReceivedRequest:
+def recorded(client: EnvoyClient, answer: RoutedAnswer) -> ReceivedRequest:
     replica = client.stack.name_of(answer.headers[server.SERVED_BY_HEADER])
     return ReceivedRequest(replica, *RecordingServer.requests[answer.headers["x-request-id"]])
 
 
-async def in_turn(client: Client, requests: int = 8) -> list[ReceivedRequest]:
+async def in_turn(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequest]:
     """Send requests; assert that Envoy's own policy chose, and that requests arrived unchanged."""
     body, found = odd_body(), []
     for _ in range(requests):
         answer = await send(client, body)
         assert answer.status == 200
         found.append(recorded(client, answer))
-    assert Counter(one.replica for one in found) == {"one": requests / 2, "two": requests / 2}
-    assert {one.body for one in found} == {body}
-    for one in found:
-        assert DESTINATION not in one.headers
-        assert OWN.items() <= one.headers.items()
+    assert Counter(request.replica for request in found) == {
+        "one": requests / 2,
+        "two": requests / 2,
+    }
+    assert {request.body for request in found} == {body}
+    for request in found:
+        assert DESTINATION not in request.headers
+        assert OWN.items() <= request.headers.items()
     return found
 
 
-async def compared(client: Client, answer: Answer) -> dict[str, Any]:
+async def compared(client: EnvoyClient, answer: RoutedAnswer) -> dict[str, Any]:
     """The router's record of a request, once the router has seen its end."""
     found = await until_read(
         lambda: client.decisions(answer.headers["x-request-id"]),
@@ -146,10 +149,10 @@ async def compared(client: Client, answer: Answer) -> dict[str, Any]:
 
 
 def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
-    return {frozenset(one.headers) for one in found}
+    return {frozenset(request.headers) for request in found}
 
 
-async def test_envoy_alone_decides_and_no_byte_changes(client: Client) -> None:
+async def test_envoy_alone_decides_and_no_byte_changes(client: EnvoyClient) -> None:
     before = await client.metric('extproc_requests_total{result="observed"}')
     await in_turn(client)
     await until_read(
@@ -160,7 +163,9 @@ async def test_envoy_alone_decides_and_no_byte_changes(client: Client) -> None:
         assert await client.metric(f'extproc_requests_total{{result="{result}"}}') == 0
 
 
-async def test_requests_are_the_same_without_a_router(client: Client, stack: Stack) -> None:
+async def test_requests_are_the_same_without_a_router(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     observed = names(await in_turn(client))
     await stack.kill("router")
     try:
@@ -171,7 +176,7 @@ async def test_requests_are_the_same_without_a_router(client: Client, stack: Sta
 
 
 async def test_predictions_are_compared_with_choice_of_envoy(
-    client: Client, accesses: AccessLog
+    client: EnvoyClient, accesses: AccessLog
 ) -> None:
     same, other = 'extproc_observed_total{choice="same"}', 'extproc_observed_total{choice="other"}'
     before = [await client.metric(name) for name in (same, other)]
@@ -198,7 +203,7 @@ async def test_predictions_are_compared_with_choice_of_envoy(
         assert await client.metric(name) > 0.0
 
 
-async def test_request_counts_on_its_replica_from_first_token_on(client: Client) -> None:
+async def test_request_counts_on_its_replica_from_first_token_on(client: EnvoyClient) -> None:
     request = asyncio.create_task(client.chat(tokens=150, stream=True))
     busy = await client.busy()
     decision = await compared(client, await request)
@@ -206,7 +211,7 @@ async def test_request_counts_on_its_replica_from_first_token_on(client: Client)
     await client.has_in_flight(0)
 
 
-async def test_hung_router_delays_no_request(client: Client, stack: Stack) -> None:
+async def test_hung_router_delays_no_request(client: EnvoyClient, stack: PatientStack) -> None:
     """Envoy takes more than 10 s here to notice that the router hangs."""
     with stack.paused("router"):
         async with asyncio.timeout(PROMPT_S):
@@ -217,7 +222,7 @@ async def test_hung_router_delays_no_request(client: Client, stack: Stack) -> No
             assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_killed_router_ends_no_request(client: Client, stack: Stack) -> None:
+async def test_killed_router_ends_no_request(client: EnvoyClient, stack: PatientStack) -> None:
     requests = [asyncio.create_task(send(client, odd_body(tokens=100, stream=True)))]
     await client.busy()
     await stack.kill("router")
@@ -231,7 +236,7 @@ async def test_killed_router_ends_no_request(client: Client, stack: Stack) -> No
         await stack.wait_routing()
 
 
-class Shared(Recording):
+class Shared(RecordingStack):
     """A stack whose Envoy sends the session's header to the router."""
 
     def _bootstrap(self) -> Bootstrap:
@@ -241,16 +246,16 @@ class Shared(Recording):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PatientStack]:
     directory = tmp_path_factory.mktemp("share")
     async with Shared(directory, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
         yield stack
 
 
 async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
-    client: Client, sharing: Stack
+    client: EnvoyClient, sharing: PatientStack
 ) -> None:
-    client, config = Client(sharing, client.session), load({}, {}, sharing.config_file)
+    client, config = EnvoyClient(sharing, client.session), load({}, {}, sharing.config_file)
     sides = set[bool]()
     for session in map(str, range(8)):
         steered = is_steered(config, {SESSION: session})
@@ -263,7 +268,7 @@ async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
     assert sides == {True, False}
 
 
-async def test_check_accepts_configuration_of_the_stack(running: Stack) -> None:
+async def test_check_accepts_configuration_of_the_stack(running: PatientStack) -> None:
     bootstrap = running._bootstrap()
     ext_proc_of(bootstrap)["deferred_close_timeout"] = "0.2s"
     findings = check_envoy(bootstrap, load({}, {}, running.config_file))

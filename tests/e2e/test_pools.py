@@ -15,8 +15,8 @@ from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
-from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.stack import Stack, cluster_of, ext_proc_of, here, of_pool, replicas
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
+from tests.e2e.stack import PatientStack, cluster_of, ext_proc_of, here, of_pool, replicas
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -70,7 +70,7 @@ LOST = "lost"
 """A pool that a route names and the configuration lacks; its cluster is ``second``."""
 
 
-class PoolsStack(Stack):
+class PoolsStack(PatientStack):
     """The pools above behind one Envoy.
 
     The host ``NAME.example`` leads to a pool, other hosts to the default pool, and paths below
@@ -83,9 +83,9 @@ class PoolsStack(Stack):
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
-        by_name = {one["name"]: one for one in whole["replicas"]}
+        by_name = {replica["name"]: replica for replica in whole["replicas"]}
         pools = {
-            name: {"replicas": [by_name[one.name] for one in fleet]}
+            name: {"replicas": [by_name[replica.name] for replica in fleet]}
             for name, fleet in POOLS.items()
         }
         return {**whole, **pools.pop("default"), "pools": pools}
@@ -100,7 +100,7 @@ class PoolsStack(Stack):
         default = cluster_of(bootstrap, "replicas")
         hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         for name, fleet in POOLS.items():
-            members = endpoints([self.address(one.name) for one in fleet])
+            members = endpoints([self.address(replica.name) for replica in fleet])
             if name == "default":
                 default["load_assignment"]["endpoints"] = members
                 continue
@@ -115,7 +115,7 @@ class PoolsStack(Stack):
 
     def missing(self, bootstrap: object) -> set[str]:
         found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
-        return {one.rule for one in found if one.level is Level.ERROR}
+        return {finding.rule for finding in found if finding.level is Level.ERROR}
 
 
 def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return PoolsStack(directory)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
 async def test_request_goes_to_replica_with_its_model(
-    client: Client, model: str, replica: str
+    client: EnvoyClient, model: str, replica: str
 ) -> None:
     await until_read(lambda: client.replica(replica), lambda now: model in now["models"])
     for _ in range(4):
@@ -150,17 +150,20 @@ async def test_request_goes_to_replica_with_its_model(
         assert excluded["why"] == f"does not serve {model!r}"
 
 
-async def test_route_selects_pool(client: Client) -> None:
+async def test_route_selects_pool(client: EnvoyClient) -> None:
     for _ in range(4):
         answer = await client.chat(headers={"host": "second.example"})
         assert answer.status == 200
         decision = answer.decision
         assert decision["pool"] == "second"
         assert decision["outcome"]["served_by"] == decision["replica"]
-        assert {one["name"] for one in decision["candidates"]} == {"second-1", "second-2"}
+        assert {candidate["name"] for candidate in decision["candidates"]} == {
+            "second-1",
+            "second-2",
+        }
 
 
-async def test_route_with_prefix_rewrite_selects_pool(client: Client) -> None:
+async def test_route_with_prefix_rewrite_selects_pool(client: EnvoyClient) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
     answer = await client.request("POST", f"/batch{CHAT}", body)
     assert answer.status == 200
@@ -169,14 +172,16 @@ async def test_route_with_prefix_rewrite_selects_pool(client: Client) -> None:
     assert decision["outcome"]["served_by"] == decision["replica"]
 
 
-async def test_client_cannot_choose_pool(client: Client) -> None:
+async def test_client_cannot_choose_pool(client: EnvoyClient) -> None:
     answer = await client.chat(headers={"x-extproc-pool": "second"})
     assert answer.decision["pool"] == "default"
     answer = await client.chat(headers={"host": "second.example", "x-extproc-pool": "default"})
     assert answer.decision["pool"] == "second"
 
 
-async def test_unknown_pool_is_logged_once_and_served(client: Client, stack: Stack) -> None:
+async def test_unknown_pool_is_logged_once_and_served(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     for _ in range(3):
         answer = await client.chat(headers={"host": f"{LOST}.example"})
         assert (answer.status, answer.decisions) == (200, [])
@@ -186,16 +191,18 @@ async def test_unknown_pool_is_logged_once_and_served(client: Client, stack: Sta
     assert ", ".join(POOLS) in line
 
 
-async def test_fleet_page_shows_every_pool(client: Client) -> None:
+async def test_fleet_page_shows_every_pool(client: EnvoyClient) -> None:
     await client.has_in_flight(0)
-    shown = {one["name"]: one["pool"] for one in (await client.fleet())["replicas"]}
-    assert shown == {one.name: pool for pool, fleet in POOLS.items() for one in fleet}
+    shown = {replica["name"]: replica["pool"] for replica in (await client.fleet())["replicas"]}
+    assert shown == {replica.name: pool for pool, fleet in POOLS.items() for replica in fleet}
 
 
-async def test_command_lists_one_pool(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_command_lists_one_pool(
+    stack: PatientStack, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await replicas(stack, "list", "--pool", "second", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in listed] == ["second-1", "second-2"]
+    assert [replica["name"] for replica in listed] == ["second-1", "second-2"]
     assert await replicas(stack, "list", "--pool", "secnd") == 2
     assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
 
@@ -210,7 +217,7 @@ async def test_command_lists_one_pool(stack: Stack, capsys: pytest.CaptureFixtur
     ],
 )
 async def test_request_goes_where_its_longest_prompt_fits(
-    client: Client, path: str, body: dict[str, Any]
+    client: EnvoyClient, path: str, body: dict[str, Any]
 ) -> None:
     answer = await client.of("contexts").request("POST", path, {"model": MODEL} | body)
     assert answer.status == 200
@@ -218,7 +225,7 @@ async def test_request_goes_where_its_longest_prompt_fits(
 
 
 @pytest.mark.parametrize("header", TARGETS)
-async def test_target_header_routes_or_refuses(client: Client, header: str) -> None:
+async def test_target_header_routes_or_refuses(client: EnvoyClient, header: str) -> None:
     client = client.of("second")
     await until(lambda: client.measured("second-1", "second-2"))
     objective = {"x-llm-d-inference-objective": "soon"}
@@ -230,7 +237,7 @@ async def test_target_header_routes_or_refuses(client: Client, header: str) -> N
     assert int(answer.headers["Retry-After"]) >= 1
 
 
-async def ask_adapter(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:
+async def ask_adapter(client: EnvoyClient, model: str, tokens: int = 8) -> dict[str, Any]:
     """Return the decision on a streamed request with a small bound.
 
     Its cost is so small that a faster replica never outweighs the load of an adapter.
@@ -239,10 +246,12 @@ async def ask_adapter(client: Client, model: str, tokens: int = 8) -> dict[str, 
 
 
 def terms(decision: dict[str, Any]) -> dict[str, float]:
-    return {one["name"]: one["terms_s"]["adapter"] for one in decision["candidates"]}
+    return {
+        candidate["name"]: candidate["terms_s"]["adapter"] for candidate in decision["candidates"]
+    }
 
 
-async def homes(client: Client) -> dict[str, str]:
+async def homes(client: EnvoyClient) -> dict[str, str]:
     found: dict[str, str] = {}
 
     async def settled() -> bool:
@@ -255,7 +264,9 @@ async def homes(client: Client) -> dict[str, str]:
     return found
 
 
-async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(client: Client) -> None:
+async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(
+    client: EnvoyClient,
+) -> None:
     client = client.of("adapters")
     for _ in range(5):
         for name in (*ADAPTERS, UNLOADED):  # one adapter more than two replicas keep loaded
@@ -266,7 +277,7 @@ async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(clie
             decision = await ask_adapter(client, name)
             assert decision["replica_name"] == where[name]
             assert decision["outcome"]["status"] == 200
-            (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
+            (elsewhere,) = [s for other, s in terms(decision).items() if other != where[name]]
             assert elsewhere > 0.5 * LOAD_S, "0.1 s until a load was measured"
     plain = await ask_adapter(client, MODEL)
     assert set(terms(plain).values()) == {0.0}
@@ -283,8 +294,8 @@ def begun(topic: str, words: int = 3000) -> Messages:
 
 
 async def turn(
-    client: Client, messages: Messages, tokens: int = 40, model: str = MODEL
-) -> tuple[Answer, Messages]:
+    client: EnvoyClient, messages: Messages, tokens: int = 40, model: str = MODEL
+) -> tuple[RoutedAnswer, Messages]:
     """Return the next answer of a conversation, and the conversation with it.
 
     The bound is small, so that a faster replica never outweighs a cached prompt.
@@ -298,11 +309,11 @@ async def turn(
     return answer, [*messages, {"role": "assistant", "content": said}, following]
 
 
-def hits(answer: Answer) -> tuple[float, int]:
+def hits(answer: RoutedAnswer) -> tuple[float, int]:
     return answer.decision["expected_cached_tokens"], answer.decision["outcome"]["cached_tokens"]
 
 
-async def test_conversation_stays_where_its_prompt_is_cached(client: Client) -> None:
+async def test_conversation_stays_where_its_prompt_is_cached(client: EnvoyClient) -> None:
     for topic in ("sea", "sky", "hills"):
         messages, served = begun(topic), set()
         for number in range(4):
@@ -317,18 +328,18 @@ async def test_conversation_stays_where_its_prompt_is_cached(client: Client) -> 
         assert len(served) == 1
 
 
-async def test_replica_without_prefix_cache_has_no_expected_hits(client: Client) -> None:
+async def test_replica_without_prefix_cache_has_no_expected_hits(client: EnvoyClient) -> None:
     for number in range(2):
         answer, _ = await turn(client, begun("rain"), tokens=2, model="x")
         assert hits(answer) == (0, 0), number
 
 
-async def test_full_circuit_breaker_excludes_no_replica(client: Client) -> None:
+async def test_full_circuit_breaker_excludes_no_replica(client: EnvoyClient) -> None:
     narrow = client.of("narrow")
     long = asyncio.create_task(narrow.chat(tokens=20_000))
 
     async def arrived() -> bool:
-        return sum([await client.load(one.name) for one in POOLS["narrow"]]) == 1
+        return sum([await client.load(replica.name) for replica in POOLS["narrow"]]) == 1
 
     await until(arrived)
     refused = [await narrow.chat(tokens=1) for _ in range(5)]
@@ -339,7 +350,9 @@ async def test_full_circuit_breaker_excludes_no_replica(client: Client) -> None:
     await client.slow(1.0)
 
 
-async def test_model_whose_replicas_are_down_gets_503(client: Client, stack: Stack) -> None:
+async def test_model_whose_replicas_are_down_gets_503(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     assert (await client.chat()).decision["replica_name"] == "llama"
     await stack.kill("llama")
     await until_read(lambda: client.replica("llama"), lambda now: not now["healthy"])
@@ -354,11 +367,13 @@ async def test_model_whose_replicas_are_down_gets_503(client: Client, stack: Sta
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "llama"
 
 
-async def down(client: Client) -> bool:
+async def down(client: EnvoyClient) -> bool:
     return not (await client.replica("alone"))["healthy"]
 
 
-async def test_request_waits_for_only_replica_to_return(client: Client, stack: Stack) -> None:
+async def test_request_waits_for_only_replica_to_return(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     alone = client.of("alone")
     await until_read(alone.chat, lambda now: now.status == 200)
     await stack.stop("alone")

@@ -12,7 +12,7 @@ from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
 from extproc.lab.replay.recorded import Recorded, read
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack, here
+from tests.e2e.stack import PatientStack, here
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +25,7 @@ def text_of(folder: Path) -> str:
 
 
 def by_lengths(record: Recorded) -> list[tuple[int, float]]:
-    return sorted((one.prompt_tokens, one.output_tokens) for one in record.requests)
+    return sorted((request.prompt_tokens, request.output_tokens) for request in record.requests)
 
 
 async def test_record_is_replayed_and_holds_no_text(
@@ -33,7 +33,7 @@ async def test_record_is_replayed_and_holds_no_text(
 ) -> None:
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
-    async with Stack(
+    async with PatientStack(
         tmp_path / "stack", here(FLEET), {**SETTINGS, "record": record_to}, pollers=0
     ) as stack:
         sent = islice(samples(MODEL, 12.0, Random(1)), REQUESTS)
@@ -42,8 +42,10 @@ async def test_record_is_replayed_and_holds_no_text(
     assert all(answer.ok for answer in answers)
     record = read(folder)
     assert len(record.requests) == REQUESTS
-    assert {one.replica for one in record.requests} == served == set(record.replicas)
-    counted = {(one.tokens("prompt"), one.tokens("completion")) for one in answers if one.usage}
+    assert {request.replica for request in record.requests} == served == set(record.replicas)
+    counted = {
+        (answer.tokens("prompt"), answer.tokens("completion")) for answer in answers if answer.usage
+    }
     assert counted <= set(by_lengths(record))
     assert CANARY not in text_of(folder)
     # A busy machine makes the replay inexact, which is exit status 1.

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.lab.harness.stack import MODEL
-from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
+from tests.e2e.stack import PatientStack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -29,7 +29,9 @@ EIGHT = {"x-simulate-output-tokens": "8"}
 LARGEST_KEY = 8192  # bytes in Redis
 
 
-async def test_every_redis_key_expires_and_is_small(stack: Stack, client: Client) -> None:
+async def test_every_redis_key_expires_and_is_small(
+    stack: PatientStack, client: EnvoyClient
+) -> None:
     for _ in range(8):
         assert (await client.chat()).status == 200
     async with Redis.from_url(stack.redis_url) as redis:
@@ -43,7 +45,7 @@ async def test_every_redis_key_expires_and_is_small(stack: Stack, client: Client
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
+async def test_every_endpoint_is_routed(client: EnvoyClient, path: str) -> None:
     answer = await client.request("POST", path, {"model": MODEL} | BODIES[path], EIGHT)
     assert answer.status == 200
     record = answer.decision
@@ -54,7 +56,7 @@ async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-async def test_audio_is_routed_by_length(client: Client, path: str) -> None:
+async def test_audio_is_routed_by_length(client: EnvoyClient, path: str) -> None:
     form = aiohttp.FormData({"model": MODEL})
     form.add_field("file", bytes(45 * 16_000), filename="speech.mp3", content_type="audio/mpeg")
     answer = await client.request("POST", path, form, EIGHT)
@@ -66,7 +68,7 @@ async def test_audio_is_routed_by_length(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", DECODING)
-async def test_every_endpoint_streams(client: Client, path: str) -> None:
+async def test_every_endpoint_streams(client: EnvoyClient, path: str) -> None:
     body = {"model": MODEL, "stream": True} | BODIES[path]
     answer = await client.request("POST", path, body, EIGHT)
     assert answer.status == 200
@@ -76,7 +78,7 @@ async def test_every_endpoint_streams(client: Client, path: str) -> None:
     assert outcome["output_tokens"] == pytest.approx(8, abs=1)
 
 
-async def test_forged_destination_is_not_followed(client: Client, stack: Stack) -> None:
+async def test_forged_destination_is_not_followed(client: EnvoyClient, stack: PatientStack) -> None:
     forged = {"x-gateway-destination-endpoint": stack.address("slow-1")}
     for _ in range(3):
         answer = await client.chat(headers=forged)
@@ -88,7 +90,9 @@ async def test_forged_destination_is_not_followed(client: Client, stack: Stack) 
     "fields",
     [{"messages": []}, {"messages": [5]}, {"max_tokens": 1e30}, {"max_tokens": "many"}, {"n": -3}],
 )
-async def test_refusal_of_replica_reaches_client(client: Client, fields: dict[str, Any]) -> None:
+async def test_refusal_of_replica_reaches_client(
+    client: EnvoyClient, fields: dict[str, Any]
+) -> None:
     answer = await client.chat(**fields)
     assert answer.status in (400, 404)
     assert "error" in json.loads(answer.body)

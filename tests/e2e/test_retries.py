@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
-from tests.e2e.client import Answer, Client
-from tests.e2e.stack import FAST_AND_SLOW, Stack, here
+from tests.e2e.client import EnvoyClient, RoutedAnswer
+from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
 from tests.waiting import until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -20,7 +20,7 @@ OUTLASTING = 120  # tokens that take `one` longer, and `two` several times as lo
 TOLERATED = 3  # failures in a row before a replica is ejected
 
 
-class Hedging(Stack):
+class Hedging(PatientStack):
     """A stack whose Envoy retries every failure, and hedges when the first replica is slow."""
 
     def _bootstrap(self) -> Bootstrap:
@@ -35,24 +35,28 @@ class Hedging(Stack):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return Hedging(directory, here(FAST_AND_SLOW, "one"), {"serve": {"chunks_per_s": 1e6}})
 
 
-async def finished(client: Client) -> dict[str, float]:
+async def finished(client: EnvoyClient) -> dict[str, float]:
     """Return the number of requests that each replica has served."""
     served = {}
-    for one in FAST_AND_SLOW:
+    for replica in FAST_AND_SLOW:
         with suppress(aiohttp.ClientError, TimeoutError):
-            served[one.name] = await client.replica_counts(one.name, "vllm:request_success_total")
+            served[replica.name] = await client.replica_counts(
+                replica.name, "vllm:request_success_total"
+            )
     return served
 
 
-async def retries(client: Client) -> int:
+async def retries(client: EnvoyClient) -> int:
     return await client.envoy_counts("^cluster.replicas.upstream_rq_retry$")
 
 
-async def counts_once(client: Client, send: Callable[[], Awaitable[Answer]]) -> Answer:
+async def counts_once(
+    client: EnvoyClient, send: Callable[[], Awaitable[RoutedAnswer]]
+) -> RoutedAnswer:
     """Send a request; assert that the ledger has one entry for it until the response ends.
 
     On a busy machine Envoy may hedge needlessly, so both replicas may serve the request.
@@ -75,22 +79,22 @@ async def counts_once(client: Client, send: Callable[[], Awaitable[Answer]]) -> 
     return answer
 
 
-def way(client: Client, answer: Answer) -> tuple[str, str]:
+def way(client: EnvoyClient, answer: RoutedAnswer) -> tuple[str, str]:
     """Return the chosen replica and the serving replica."""
     served = client.stack.name_of(answer.decision["outcome"]["served_by"])
     return answer.decision["replica_name"], served
 
 
-async def serves_again(client: Client) -> None:
+async def serves_again(client: EnvoyClient) -> None:
     await until_read(lambda: client.chat(tokens=1), lambda now: way(client, now) == ("one", "one"))
 
 
-async def arrives_at(client: Client, name: str) -> None:
+async def arrives_at(client: EnvoyClient, name: str) -> None:
     await until_read(lambda: client.replica(name), lambda now: now["in_flight"] == 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_hedge_won_by_first_replica_ejects_neither(client: Client, stream: bool) -> None:
+async def test_hedge_won_by_first_replica_ejects_neither(client: EnvoyClient, stream: bool) -> None:
     before = await retries(client)
     for _ in range(TOLERATED + 1):
         answer = await counts_once(client, lambda: client.chat(tokens=OUTLASTING, stream=stream))
@@ -100,7 +104,9 @@ async def test_hedge_won_by_first_replica_ejects_neither(client: Client, stream:
     assert (await client.chat(tokens=1)).decision["excluded"] == []
 
 
-async def test_hedge_won_by_second_replica_is_booked_there(client: Client, stack: Stack) -> None:
+async def test_hedge_won_by_second_replica_is_booked_there(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     before = await retries(client)
     with stack.paused("poller"):  # or the router may know that the replica hangs
         async with client.simulating("one", hang=True):
@@ -110,8 +116,8 @@ async def test_hedge_won_by_second_replica_is_booked_there(client: Client, stack
     await serves_again(client)
 
 
-async def test_retried_request_moves_in_ledger_to_serving_replica(client: Client) -> None:
-    async def followed() -> Answer:
+async def test_retried_request_moves_in_ledger_to_serving_replica(client: EnvoyClient) -> None:
+    async def followed() -> RoutedAnswer:
         request = asyncio.create_task(client.chat(tokens=OUTLASTING, stream=True))
         await arrives_at(client, "two")
         assert (await client.replica("one"))["in_flight"] == 0
@@ -125,8 +131,10 @@ async def test_retried_request_moves_in_ledger_to_serving_replica(client: Client
     await serves_again(client)
 
 
-async def test_request_on_dying_replica_is_retried(client: Client, stack: Stack) -> None:
-    async def killed() -> Answer:
+async def test_request_on_dying_replica_is_retried(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
+    async def killed() -> RoutedAnswer:
         request = asyncio.create_task(client.chat(tokens=OUTLASTING))
         await arrives_at(client, "one")
         await stack.kill("one")

@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Behind, Stack, here
+from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
+from tests.e2e.stack import Behind, PatientStack, here
 from tests.waiting import until
 
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
@@ -42,12 +42,12 @@ class TrailersStack(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return TrailersStack(directory)
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
-async def nothing_left(client: Client) -> AsyncIterator[None]:
+async def nothing_left(client: EnvoyClient) -> AsyncIterator[None]:
     yield
     await client.has_in_flight(0)
 
@@ -56,7 +56,7 @@ async def nothing_left(client: Client) -> AsyncIterator[None]:
             await client.metric(f"extproc_{name}")
             for name in ("open_streams", "requests_in_flight")
         ]
-        running = [(await client.replica(one.name))["running"] for one in REPLICAS]
+        running = [(await client.replica(replica.name))["running"] for replica in REPLICAS]
         return not any(held + running)
 
     await until(idle)
@@ -85,11 +85,13 @@ async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.B
         return response.status
 
 
-async def in_envoy(client: Client) -> int:
+async def in_envoy(client: EnvoyClient) -> int:
     return await client.envoy_counts("^http.openai.downstream_rq_active$")
 
 
-async def test_thousand_chunked_uploads_are_served(stack: Stack, client: Client) -> None:
+async def test_thousand_chunked_uploads_are_served(
+    stack: PatientStack, client: EnvoyClient
+) -> None:
     half_sent = asyncio.Barrier(UPLOADS + 1)
     uploads: list[asyncio.Future[int]] = []
 
@@ -123,7 +125,7 @@ PHASES = {
 
 @pytest.mark.parametrize("phase", PHASES)
 async def test_client_that_hangs_up_leaves_nothing_behind(
-    stack: Stack, client: Client, phase: str
+    stack: PatientStack, client: EnvoyClient, phase: str
 ) -> None:
     async with AsyncExitStack() as closing:
         for _ in range(10):
@@ -152,7 +154,7 @@ CHUNKED = (
 
 
 async def send_chunks(
-    stack: Stack, chunks: Sequence[bytes], trailers: str = ""
+    stack: PatientStack, chunks: Sequence[bytes], trailers: str = ""
 ) -> tuple[int, bytes]:
     """Send a chunked request with trailers; return status and body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
@@ -168,7 +170,7 @@ async def send_chunks(
 
 @pytest.mark.parametrize("chunks", [[WHOLE], [WHOLE[:20], WHOLE[20:]], [IMAGE]])
 async def test_body_with_trailers_is_routed(
-    stack: Stack, client: Client, chunks: list[bytes]
+    stack: PatientStack, client: EnvoyClient, chunks: list[bytes]
 ) -> None:
     routed = await client.routed()
     status, answer = await send_chunks(stack, chunks, "x-after: 1\r\n")

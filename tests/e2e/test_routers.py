@@ -15,8 +15,8 @@ import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, ext_proc_of, here, replicas
+from tests.e2e.client import EnvoyClient, RoutedAnswer
+from tests.e2e.stack import PatientStack, ext_proc_of, here, replicas
 from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
 from tests.waiting import until, until_read
@@ -38,7 +38,7 @@ _AFFINITY: dict[str, dict[str, object]] = {
 }
 
 
-class Routers(Stack):
+class RouterPair(PatientStack):
     """Two routers and four equal replicas; Envoy sends the headers that name sessions."""
 
     def __init__(self, directory: Path) -> None:
@@ -51,32 +51,32 @@ class Routers(Stack):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
-    return Routers(directory)
+def system(directory: Path) -> PatientStack:
+    return RouterPair(directory)
 
 
-async def routed_by_each(client: Client) -> list[float]:
+async def routed_by_each(client: EnvoyClient) -> list[float]:
     return [await client.routed(router) for router in client.stack.routers]
 
 
 @asynccontextmanager
-async def both_routers_asked(client: Client) -> AsyncIterator[None]:
+async def both_routers_asked(client: EnvoyClient) -> AsyncIterator[None]:
     before = await routed_by_each(client)
     yield
     after = await routed_by_each(client)
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 
-def server_of(answer: Answer) -> str:
+def server_of(answer: RoutedAnswer) -> str:
     return answer.headers["x-served-by"]
 
 
-async def short(client: Client, headers: dict[str, str]) -> Answer:
+async def short(client: EnvoyClient, headers: dict[str, str]) -> RoutedAnswer:
     """Send a chat with a small bound, which costs about the same on every replica."""
     return await client.chat(headers=headers, max_tokens=8)
 
 
-async def stays(client: Client, headers: dict[str, str]) -> str:
+async def stays(client: EnvoyClient, headers: dict[str, str]) -> str:
     """Wait until both routers send the session to one replica; return its address."""
     served: list[str] = []
 
@@ -92,14 +92,14 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("named", [{"x-session-id": "a"}, {"cookie": "x=y; sid=b"}])
-async def test_session_stays_on_its_replica(client: Client, named: dict[str, str]) -> None:
+async def test_session_stays_on_its_replica(client: EnvoyClient, named: dict[str, str]) -> None:
     home = await stays(client, named)
     async with both_routers_asked(client):
         again = [await short(client, named) for _ in range(TURNS)]
     assert {server_of(answer) for answer in again} == {home}
 
 
-async def test_new_sessions_and_sessionless_requests_are_spread(client: Client) -> None:
+async def test_new_sessions_and_sessionless_requests_are_spread(client: EnvoyClient) -> None:
     """At least one router gets eight of sixteen requests, two for each replica."""
     without = [client.chat() for _ in range(16)]
     answers = await asyncio.gather(*without)
@@ -109,7 +109,9 @@ async def test_new_sessions_and_sessionless_requests_are_spread(client: Client) 
     assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
 
 
-async def test_restarted_routers_know_sessions_and_owners(client: Client, stack: Stack) -> None:
+async def test_restarted_routers_know_sessions_and_owners(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     named = {"x-session-id": "restart"}
     home, response = await stays(client, named), await respond(client)
     for router in stack.routers:
@@ -120,7 +122,9 @@ async def test_restarted_routers_know_sessions_and_owners(client: Client, stack:
     await known(client, response)
 
 
-async def test_session_leaves_draining_and_dead_replicas(client: Client, stack: Stack) -> None:
+async def test_session_leaves_draining_and_dead_replicas(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     named = {"x-session-id": "leaves"}
     home = await stays(client, named)
     assert await replicas(stack, "drain", home) == 0
@@ -135,13 +139,13 @@ async def test_session_leaves_draining_and_dead_replicas(client: Client, stack: 
     await stack.wait_routing()
 
 
-async def respond(client: Client, tokens: int = 8, **fields: Any) -> Answer:
+async def respond(client: EnvoyClient, tokens: int = 8, **fields: Any) -> RoutedAnswer:
     body = {"model": MODEL, "input": "Tell me of the sea."} | fields
     wanted = {"x-simulate-output-tokens": str(tokens)}
     return await client.request("POST", RESPONSES, body, wanted)
 
 
-def id_of(answer: Answer) -> str:
+def id_of(answer: RoutedAnswer) -> str:
     assert answer.status == 200
     if answer.headers["Content-Type"].startswith("text/event-stream"):
         data = answer.body.partition(b"data: ")[2].partition(b"\n")[0]
@@ -149,7 +153,7 @@ def id_of(answer: Answer) -> str:
     return str(json.loads(answer.body)["id"])
 
 
-async def known(client: Client, answer: Answer) -> None:
+async def known(client: EnvoyClient, answer: RoutedAnswer) -> None:
     """Wait until every router knows the owner of a response; assert that requests go there."""
     stack, path = client.stack, f"{RESPONSES}/{id_of(answer)}"
 
@@ -172,7 +176,7 @@ async def known(client: Client, answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_conversation_goes_on_at_its_owner(client: Client, streamed: bool) -> None:
+async def test_conversation_goes_on_at_its_owner(client: EnvoyClient, streamed: bool) -> None:
     async with both_routers_asked(client):
         last = await respond(client, stream=streamed)
         owner = server_of(last)
@@ -182,7 +186,9 @@ async def test_conversation_goes_on_at_its_owner(client: Client, streamed: bool)
             assert (last.status, server_of(last)) == (200, owner)
 
 
-async def test_conversation_is_not_retried_elsewhere(client: Client, stack: Stack) -> None:
+async def test_conversation_is_not_retried_elsewhere(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """Another replica would answer 404, which Envoy does not retry."""
     last = await respond(client)
     await known(client, last)
@@ -192,7 +198,7 @@ async def test_conversation_is_not_retried_elsewhere(client: Client, stack: Stac
     assert answer.status == 503
 
 
-async def test_background_response_is_cancelled_at_its_owner(client: Client) -> None:
+async def test_background_response_is_cancelled_at_its_owner(client: EnvoyClient) -> None:
     queued = await respond(client, tokens=5_000, background=True)
     assert json.loads(queued.body)["status"] == "queued"
     await known(client, queued)
@@ -203,12 +209,12 @@ async def test_background_response_is_cancelled_at_its_owner(client: Client) -> 
 
 
 async def test_response_after_retry_belongs_to_serving_replica(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     name = REPLICAS[0].name
     async with client.simulating(name, fail=503):
         served = [await respond(client) for _ in range(len(REPLICAS) * 2)]
-    retried = [one for one in served if one.status == 200]
-    assert stack.address(name) not in {server_of(one) for one in retried}
-    for one in retried:
-        await known(client, one)
+    retried = [answer for answer in served if answer.status == 200]
+    assert stack.address(name) not in {server_of(answer) for answer in retried}
+    for answer in retried:
+        await known(client, answer)

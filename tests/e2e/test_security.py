@@ -12,8 +12,8 @@ import yaml
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.certificates import Authority
-from tests.e2e.client import Client
-from tests.e2e.stack import Stack, cluster_of, here
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import PatientStack, cluster_of, here
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -23,7 +23,7 @@ REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "tw
 MOST_STREAMS = 3
 
 
-class SecuredStack(Stack):
+class SecuredStack(PatientStack):
     """A stack with mTLS as in docs/envoy.md, whose Envoy accepts headers of 96 kB."""
 
     def __init__(self, directory: Path) -> None:
@@ -63,7 +63,7 @@ def system(directory: Path) -> SecuredStack:
 
 
 async def test_headers_of_90_kb_reach_router_and_replica(
-    client: Client, stack: SecuredStack
+    client: EnvoyClient, stack: SecuredStack
 ) -> None:
     before = await client.metric(ROUTED)
     large = {f"x-large-{number}": "v" * 7_500 for number in range(12)}
@@ -71,7 +71,9 @@ async def test_headers_of_90_kb_reach_router_and_replica(
     assert await client.metric(ROUTED) == before + 1
 
 
-async def test_no_request_fails_beyond_max_streams(client: Client, stack: SecuredStack) -> None:
+async def test_no_request_fails_beyond_max_streams(
+    client: EnvoyClient, stack: SecuredStack
+) -> None:
     before = await client.metric(ROUTED)
     asked = asyncio.gather(*(client.chat(tokens=2000) for _ in range(20)))
     await until(partial(client.metric, OVERLOAD))

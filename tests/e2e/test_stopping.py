@@ -10,9 +10,9 @@ from extproc.ground.clock import monotonic
 from extproc.lab.harness.processes import Process
 from extproc.lab.harness.stack import FLEET
 from extproc.proxy.service import LAME_DUCK_S
-from tests.e2e.client import Client
+from tests.e2e.client import EnvoyClient
 from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Stack, here
+from tests.e2e.stack import PatientStack, here
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until_read
 
@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 TIMES = 10
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, here(FLEET), SETTINGS, routers=2, pollers=2)
+def system(directory: Path) -> PatientStack:
+    return PatientStack(directory, here(FLEET), SETTINGS, routers=2, pollers=2)
 
 
-async def unrouted(client: Client) -> int:
+async def unrouted(client: EnvoyClient) -> int:
     return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
-async def seconds_until_envoy_leaves(client: Client, stopped: Process) -> float:
+async def seconds_until_envoy_leaves(client: EnvoyClient, stopped: Process) -> float:
     began = monotonic()
     stopped.signal(signal.SIGTERM)
     await until_read(
@@ -39,7 +39,9 @@ async def seconds_until_envoy_leaves(client: Client, stopped: Process) -> float:
     return monotonic() - began
 
 
-async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stack: Stack) -> None:
+async def test_stopping_router_routes_until_envoy_leaves_it(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """A busy machine may delay Envoy's health check, so the test has several attempts."""
     async with traffic(client, per_second=60) as answers:
         for _ in range(TIMES):
@@ -60,7 +62,7 @@ async def test_stopping_router_routes_until_envoy_leaves_it(client: Client, stac
 
 @pytest.mark.parametrize("name", ["router-2", "poller-2"])
 async def test_killed_process_is_warned_of_until_it_returns(
-    client: Client, stack: Stack, name: str
+    client: EnvoyClient, stack: PatientStack, name: str
 ) -> None:
     async def lost() -> bool:
         of = f"{name.removesuffix('-2').capitalize()} "

@@ -17,8 +17,8 @@ from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_address
 from extproc.lab.harness.processes import Check, free_port, listening
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests.e2e.client import Client
-from tests.e2e.stack import Stack, here
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import PatientStack, here
 from tests.spans import Spans, attributes
 from tests.waiting import until
 
@@ -33,7 +33,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
 
 
-class TracedStack(Stack):
+class TracedStack(PatientStack):
     """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
@@ -51,7 +51,7 @@ class TracedStack(Stack):
         if name != "collector":
             return super()._recipe(name)
         agent = Path(rotel.__file__).with_name("rotel-agent")
-        grpc, http = (self.address(one) for one in ("collector", "collector-http"))
+        grpc, http = (self.address(part) for part in ("collector", "collector-http"))
         onward = f"http://127.0.0.1:{self.spans.port}"
         argv: list[str | Path] = [agent, "start", "--exporter", "otlp"]
         argv += ["--otlp-grpc-endpoint", grpc, "--otlp-http-endpoint", http]
@@ -67,7 +67,7 @@ class TracedStack(Stack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         manager = manager_of(bootstrap)
-        filters = {one["name"]: one for one in manager["http_filters"]}
+        filters = {http_filter["name"]: http_filter for http_filter in manager["http_filters"]}
         assert self.missing(bootstrap) == {"decision_metadata_is_received"}
         filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
         manager["http_filters"].insert(-1, TELL)
@@ -91,7 +91,7 @@ class TracedStack(Stack):
 
     def missing(self, bootstrap: object) -> set[str]:
         found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
-        return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
+        return {finding.rule for finding in found if finding.level in (Level.ERROR, Level.WARNING)}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -105,14 +105,14 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trace
             yield running
 
 
-async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Client) -> None:
+async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: EnvoyClient) -> None:
     assert TRACES == {"traces": {"endpoint": "http://collector:4318"}}
     sampled = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
     answer = await client.chat(20, headers=sampled, stream=True)
     spans = await stack.spans.of(TRACE, 5)
     assert answer.status == 200
     route, request = spans["extproc: route"], spans[f"extproc: chat {MODEL}"]
-    by_id = {one.span_id: name for name, one in spans.items()}
+    by_id = {span.span_id: name for name, span in spans.items()}
     asked = spans[by_id[route.parent_span_id]]
     assert by_id[asked.span_id].startswith("envoy: async envoy.service.ext_proc")
     assert request.parent_span_id == asked.span_id
@@ -122,7 +122,7 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Cl
     assert f"{decided['server.address']}:{decided['server.port']}" == record["replica"]
     for key in ("policy", "prompt_tokens", "predicted_completion_s"):
         assert decided[f"extproc.{key}"] == record[key], key
-    terms = {one["name"]: one["terms_s"] for one in record["candidates"]}
+    terms = {candidate["name"]: candidate["terms_s"] for candidate in record["candidates"]}
     for which in ("replica", "second"):
         prefill_s = decided[f"extproc.{which}.prefill_s"]
         assert prefill_s == pytest.approx(
@@ -135,7 +135,7 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: Cl
     assert request.end_time_unix_nano > request.start_time_unix_nano >= route.end_time_unix_nano
 
 
-async def test_access_log_has_decision(stack: TracedStack, client: Client) -> None:
+async def test_access_log_has_decision(stack: TracedStack, client: EnvoyClient) -> None:
     record = (await client.chat()).decision
     lines: list[dict[str, Any]] = []
 
@@ -156,7 +156,7 @@ async def test_access_log_has_decision(stack: TracedStack, client: Client) -> No
     assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
 
 
-async def test_allowed_client_gets_decision_in_response_headers(client: Client) -> None:
+async def test_allowed_client_gets_decision_in_response_headers(client: EnvoyClient) -> None:
     names = ("x-extproc-replica", "x-extproc-predicted-completion")
     for value, allowed in (("a-value-of-your-own", True), ("true", False), ("", False)):
         answer = await client.chat(headers={"x-tell-decision": value} if value else None)

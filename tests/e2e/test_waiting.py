@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import Client
-from tests.e2e.stack import Behind, Stack, ext_proc_of, here
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
 from tests.waiting import until, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -35,7 +35,7 @@ class WaitingStack(Behind):
 
     async def behind(self, name: str) -> None:
         """Restart Envoy; timeouts of ``IMPATIENT`` are short, because its test waits for one."""
-        self.patience_s = 4 if name == IMPATIENT else Stack.patience_s
+        self.patience_s = 4 if name == IMPATIENT else PatientStack.patience_s
         await super().behind(name)
 
     def _bootstrap(self) -> Bootstrap:
@@ -45,7 +45,7 @@ class WaitingStack(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> Stack:
+def system(directory: Path) -> PatientStack:
     return WaitingStack(directory)
 
 
@@ -54,32 +54,32 @@ def behind(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
-async def measured_and_empty(client: Client) -> None:
+async def measured_and_empty(client: EnvoyClient) -> None:
     """Wait until the replicas are measured, because before that no request waits, and empty."""
 
     async def empty() -> bool:
         replicas = (await client.fleet())["replicas"]
-        return not any(one["kv_usage"] for one in replicas)
+        return not any(replica["kv_usage"] for replica in replicas)
 
-    await until(lambda: client.measured(*(one.name for one in REPLICAS)))
+    await until(lambda: client.measured(*(replica.name for replica in REPLICAS)))
     await client.has_in_flight(0)
     await until(empty)
 
 
-async def waiting(client: Client) -> int:
+async def waiting(client: EnvoyClient) -> int:
     streams, fleet = await client.metric("extproc_open_streams"), await client.fleet()
     return int(streams) - int(fleet["in_flight"])
 
 
-async def preempted(client: Client) -> float:
+async def preempted(client: EnvoyClient) -> float:
     name = "vllm:num_preemptions_total"
-    return sum([await client.replica_counts(one.name, name) for one in REPLICAS])
+    return sum([await client.replica_counts(replica.name, name) for replica in REPLICAS])
 
 
 class Crowd:
     """Requests that were sent, and their answers."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EnvoyClient) -> None:
         self.names: list[str] = []
         self.answers: list[asyncio.Task[int]] = []
         self._client = client
@@ -96,11 +96,11 @@ class Crowd:
 
     @property
     def unanswered(self) -> int:
-        return sum(not one.done() for one in self.answers)
+        return sum(not answer.done() for answer in self.answers)
 
 
 @asynccontextmanager
-async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
+async def full_replicas(client: EnvoyClient, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
     """Fill the replicas and let ``more`` requests wait; assert at the end that all get 200.
 
     ``slow``: factor by which the replicas are slower within the block.
@@ -111,7 +111,7 @@ async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIt
         if not crowd.unanswered:
             await crowd.joined_by(len(REPLICAS) * FIT)
         replicas = (await client.fleet())["replicas"]
-        return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
+        return sum(float(replica["kv_usage"]) for replica in replicas) > 0.7 * len(REPLICAS)
 
     await client.slow(min(slow, FILLING))
     await until(full)
@@ -125,13 +125,13 @@ async def full_replicas(client: Client, more: int, slow: float = 1.0) -> AsyncIt
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -> None:
+async def test_queued_requests_are_computed_once(client: EnvoyClient, stack: PatientStack) -> None:
     before, again = await client.metric("extproc_queued_seconds_count"), await preempted(client)
     async with full_replicas(client, 30, SO_SLOW) as crowd:
         await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
     await nothing_left(client)
-    records = [one for name in crowd.names for one in await client.decisions(name)]
-    waited = [one for one in records if one["outcome"]["queued_s"] > 0.0]
+    records = [record for name in crowd.names for record in await client.decisions(name)]
+    waited = [record for record in records if record["outcome"]["queued_s"] > 0.0]
     assert len(records) == len(crowd.names)
     assert len(waited) >= 20
     assert await client.metric("extproc_queued_seconds_count") == before + len(waited)
@@ -139,7 +139,9 @@ async def test_queued_requests_are_computed_once(client: Client, stack: Stack) -
 
 
 @behind(BODY_FIRST)
-async def test_few_of_many_short_requests_are_preempted(client: Client, stack: Stack) -> None:
+async def test_few_of_many_short_requests_are_preempted(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     """Between two polls the router predicts the KV usage, so some preemptions are possible."""
     before = await preempted(client)
     asked = [client.uncached(f"short {number}", words=250) for number in range(100)]
@@ -148,7 +150,7 @@ async def test_few_of_many_short_requests_are_preempted(client: Client, stack: S
     await nothing_left(client)
 
 
-async def nothing_left(client: Client) -> None:
+async def nothing_left(client: EnvoyClient) -> None:
     async def idle() -> bool:
         names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
         return not any([await client.metric(name) for name in names])
@@ -158,14 +160,18 @@ async def nothing_left(client: Client) -> None:
 
 
 @behind(BODY_FIRST)
-async def test_dead_router_fails_no_queued_request(client: Client, stack: Stack) -> None:
+async def test_dead_router_fails_no_queued_request(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     async with full_replicas(client, 12):
         await stack.kill("router")
     await back(client, stack)
 
 
 @behind(BODY_FIRST)
-async def test_hung_router_fails_no_queued_request(client: Client, stack: Stack) -> None:
+async def test_hung_router_fails_no_queued_request(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
     async with full_replicas(client, 12) as crowd:
         with stack.paused("router"):
             await until(lambda: crowd.unanswered == 0)
@@ -173,7 +179,7 @@ async def test_hung_router_fails_no_queued_request(client: Client, stack: Stack)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -> None:
+async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient, stack: PatientStack) -> None:
     async with full_replicas(client, 4, SO_SLOW) as crowd:
         await client.has_in_flight(len(REPLICAS) * FIT)
         wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
@@ -186,7 +192,9 @@ async def test_client_that_hangs_up_leaves_queue(client: Client, stack: Stack) -
 
 @behind(BODY_FIRST)
 @pytest.mark.parametrize("part", ["poller", "redis", "one"])
-async def test_dead_part_fails_no_queued_request(client: Client, stack: Stack, part: str) -> None:
+async def test_dead_part_fails_no_queued_request(
+    client: EnvoyClient, stack: PatientStack, part: str
+) -> None:
     """Requests on a dead replica succeed, too: nothing of their responses had left Envoy."""
     async with full_replicas(client, 12):
         await stack.kill(part)
@@ -197,7 +205,7 @@ async def test_dead_part_fails_no_queued_request(client: Client, stack: Stack, p
 
 @behind(IMPATIENT)
 async def test_envoy_without_max_message_timeout_does_not_wait(
-    client: Client, stack: Stack
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
     async def sent_on() -> float:
         """Return the number of requests that were routed, or that Envoy sent on unrouted."""
@@ -211,7 +219,7 @@ async def test_envoy_without_max_message_timeout_does_not_wait(
     await nothing_left(client)
 
 
-async def back(client: Client, stack: Stack) -> None:
+async def back(client: EnvoyClient, stack: PatientStack) -> None:
     """Start the router unless it runs; wait until it has no requests and routes again."""
     if not stack.process("router").running:
         await stack.start("router")

@@ -66,7 +66,9 @@ class EditableBootstrap:
 
     def split(self, *clusters: dict[str, object]) -> Self:
         del self.route["cluster"]
-        self.route["weighted_clusters"] = {"clusters": [{"weight": 1, **one} for one in clusters]}
+        self.route["weighted_clusters"] = {
+            "clusters": [{"weight": 1, **cluster} for cluster in clusters]
+        }
         return self
 
     def address_router(self, host: str) -> Self:
@@ -260,7 +262,9 @@ def test_endpoint_picker_has_single_choice_by_default() -> None:
         b.original_dst()
         b.mode["request_body_mode"] = "FULL_DUPLEX_STREAMED"
 
-    assert "one_replica_is_named" not in {one.rule for one in complaints(changed(duplex), {})}
+    assert "one_replica_is_named" not in {
+        finding.rule for finding in complaints(changed(duplex), {})
+    }
 
 
 BREAKAGES = [

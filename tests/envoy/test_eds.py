@@ -45,8 +45,8 @@ def request(*names: str, answering: DiscoveryResponse | None = None, refusal: st
 def values(response: DiscoveryResponse | None) -> list[bytes]:
     assert response is not None
     assert response.type_url == ENDPOINTS
-    assert {one.type_url for one in response.resources} == {ENDPOINTS}
-    return [one.value for one in response.resources]
+    assert {resource.type_url for resource in response.resources} == {ENDPOINTS}
+    return [resource.value for resource in response.resources]
 
 
 def ask(
@@ -124,7 +124,7 @@ def test_unknown_pool_is_logged_with_known_pools(logged: Logged) -> None:
 
 def test_servers_give_equal_lists_equal_versions() -> None:
     answers = [ask(Subscription(Catalog({"a": b"a1"}), "peer"), "a") for _ in range(2)]
-    assert len({one.version_info for one in answers if one is not None}) == 1
+    assert len({answer.version_info for answer in answers if answer is not None}) == 1
 
 
 class RunningEds(NamedTuple):
@@ -265,7 +265,7 @@ def test_load_assignment_has_address_and_health() -> None:
     read = ClusterLoadAssignment.parse(load_assignment("batch", members))
     assert read.cluster_name == "batch"
     (locality,) = read.endpoints
-    assert [one.to_dict() for one in locality.lb_endpoints] == [
+    assert [endpoint.to_dict() for endpoint in locality.lb_endpoints] == [
         {"endpoint": {"address": {"socketAddress": {"address": host, "portValue": 8000}}}, **health}
         for host, health in (
             ("10.0.0.1", {"healthStatus": "HEALTHY"}),
@@ -276,4 +276,4 @@ def test_load_assignment_has_address_and_health() -> None:
 
 def test_load_assignment_of_empty_pool_has_no_endpoints() -> None:
     read = ClusterLoadAssignment.parse(load_assignment("batch", {}))
-    assert [one.lb_endpoints for one in read.endpoints] == [[]]
+    assert [locality.lb_endpoints for locality in read.endpoints] == [[]]

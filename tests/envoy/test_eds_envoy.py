@@ -59,9 +59,9 @@ async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIter
 def asking(port: int, *servers: int) -> dict[str, Any]:
     """Return envoy/eds.yaml with these ports of its listener and of EDS servers."""
     tree: dict[str, Any] = yaml.safe_load((ENVOY / "eds.yaml").read_text(encoding="utf-8"))
-    clusters = {one["name"]: one for one in tree["static_resources"]["clusters"]}
+    clusters = {cluster["name"]: cluster for cluster in tree["static_resources"]["clusters"]}
     clusters["eds"]["load_assignment"]["endpoints"] = endpoints(
-        f"127.0.0.1:{one}" for one in servers
+        f"127.0.0.1:{server}" for server in servers
     )
     (listener,) = tree["static_resources"]["listeners"]
     listener["address"] = socket_address(f"127.0.0.1:{port}")
@@ -95,7 +95,9 @@ async def test_envoy_gets_replicas_over_mutual_tls(tmp_path: Path) -> None:
         shutil.copy(source, target)
     files = MutualTlsSettings(tls_cert=cert, tls_key=key, tls_client_ca=ca)
     async with replica("a") as a, serving(healthy(a), files) as (_, tree, port):
-        (cluster,) = [one for one in tree["static_resources"]["clusters"] if one["name"] == "eds"]
+        (cluster,) = [
+            cluster for cluster in tree["static_resources"]["clusters"] if cluster["name"] == "eds"
+        ]
         cluster |= documented(tmp_path)
         async with running(tmp_path, tree, port) as envoy:
             assert (await post(envoy.url))["name"] == "a"
@@ -124,10 +126,10 @@ async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_p
     live = tmp_path / "live"
     async with replica("a") as a, serving(healthy(a)) as (_, tree, port):
         renamed = yaml.safe_load(yaml.safe_dump(tree).replace("replicas", "renamed"))
-        before, after = (one["static_resources"] for one in (tree, renamed))
+        before, after = (whole["static_resources"] for whole in (tree, renamed))
         both = [
             *before["clusters"],
-            *(one for one in after["clusters"] if one["name"] == "renamed"),
+            *(cluster for cluster in after["clusters"] if cluster["name"] == "renamed"),
         ]
         split(tree, live)
         async with running(tmp_path, bootstrap(tree, live), port) as envoy:
@@ -139,7 +141,7 @@ async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_p
             async def routes_to_renamed() -> bool:
                 assert (await post(envoy.url))["name"] == "a"
                 (host,) = (await envoy.members.clusters())["renamed"]
-                return any(one["name"] == "rq_total" and "value" in one for one in host["stats"])
+                return any(stat["name"] == "rq_total" and "value" in stat for stat in host["stats"])
 
             async def has_renamed_alone() -> bool:
                 assert (await post(envoy.url))["name"] == "a"
@@ -189,8 +191,8 @@ async def test_each_pool_is_a_resource_of_eds(
             update = await response(call)
             found = {
                 assignment.cluster_name: len(assignment.endpoints[0].lb_endpoints)
-                for one in update.resources
-                for assignment in [ClusterLoadAssignment.parse(one.value)]
+                for resource in update.resources
+                for assignment in [ClusterLoadAssignment.parse(resource.value)]
             }
             await call.write(request(POOL, "batch", answering=update))
     assert found == {POOL: 1, "batch": 1}

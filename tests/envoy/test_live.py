@@ -21,7 +21,7 @@ from extproc.observe.admin import serve_admin
 from extproc.share import assignment
 from extproc.share.connection import Keys, connect
 from tests.conftest import RedisServer
-from tests.e2e.stack import EdsStack, Stack, here, patient
+from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, models, page, serving, text
@@ -66,7 +66,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
             assert await asyncio.to_thread(main, argv) == status
         output = capsys.readouterr()
         lines = output.out.splitlines()
-        return [one for one in lines if re.match(r"(error|warning|ok) ", one)]
+        return [line for line in lines if re.match(r"(error|warning|ok) ", line)]
 
     return check
 
@@ -85,23 +85,25 @@ def bad(lines: list[str]) -> list[str]:
 
 
 async def test_healthy_system_has_only_ok_findings(redis_server: RedisServer, check: Check) -> None:
-    async with serving() as one:
-        settings = config(redis_server, one)
+    async with serving() as replica:
+        settings = config(redis_server, replica)
         async with watching(settings) as seen:
-            await seen.until(lambda states: set(states) == {one.id})
+            await seen.until(lambda states: set(states) == {replica.id})
             await add_router(redis_server)
-            redis, replica = await check(settings)
+            redis_line, replica_line = await check(settings)
     assert re.fullmatch(
         r"ok +redis 127\.0\.0\.1:\d+: answers in [\d.]+ ms; "
         r"pool default: 1 routers and 1 pollers alive, 1 replicas",
-        redis,
+        redis_line,
     )
-    assert re.fullmatch(rf"ok +replica {one.id}: scraped in \d+ ms; serves tiny, adapter", replica)
+    assert re.fullmatch(
+        rf"ok +replica {replica.id}: scraped in \d+ ms; serves tiny, adapter", replica_line
+    )
 
 
 async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: Check) -> None:
-    async with serving() as one:
-        await check(config(redis_server, one), status=1)
+    async with serving() as replica:
+        await check(config(redis_server, replica), status=1)
     async with connect(redis_server.url, "default") as redis:
         assert await redis.keys("*") == []
 
@@ -109,17 +111,17 @@ async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: 
 async def test_missing_router_and_poller_are_errors(
     redis_server: RedisServer, check: Check
 ) -> None:
-    async with serving() as one:
-        lines = bad(await check(config(redis_server, one), status=1))
+    async with serving() as replica:
+        lines = bad(await check(config(redis_server, replica), status=1))
     assert "no router of the pool 'default' is alive" in lines[0]
     assert "no poller of the pool 'default' is alive" in lines[1]
-    assert f"replica {one.id}: no poller scrapes it" in lines[2]
+    assert f"replica {replica.id}: no poller scrapes it" in lines[2]
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
-    async with serving() as one:
+    async with serving() as replica:
         admin = f"127.0.0.1:{free_port()}"
-        lines = bad(await check(alone(one.id), "--live", "--serve.admin", admin, status=1))
+        lines = bad(await check(alone(replica.id), "--live", "--serve.admin", admin, status=1))
     assert lines == [
         f"error    router {admin}: no router answers there: Envoy's fallback policy serves all "
         "requests. Run 'extproc serve', or correct serve.admin"
@@ -127,8 +129,8 @@ async def test_missing_router_without_redis_is_error(check: Check) -> None:
 
 
 async def test_unreachable_redis_is_error(stopped_redis: RedisServer, check: Check) -> None:
-    async with serving() as one:
-        error, *_ = bad(await check(config(stopped_redis, one), status=1))
+    async with serving() as replica:
+        error, *_ = bad(await check(config(stopped_redis, replica), status=1))
     assert f"redis 127.0.0.1:{stopped_redis.port}: " in error
     assert "Start it, or correct redis.url; a single router needs no Redis" in error
 
@@ -141,8 +143,8 @@ async def test_missing_right_in_redis_is_error(
 ) -> None:
     async with connect(redis_server.url, "default") as redis:
         await command(redis, "ACL", "SETUSER", "default", *rule.split())
-    async with serving() as one:
-        error, *_ = bad(await check(config(redis_server, one), status=1))
+    async with serving() as replica:
+        error, *_ = bad(await check(config(redis_server, replica), status=1))
     assert "refuses a command of routers and pollers: " in error
 
 
@@ -150,9 +152,9 @@ async def test_missing_right_in_redis_is_error(
 async def test_redis_that_stores_nothing_is_error(
     redis_server: RedisServer, check: Check, refuse: Refuse
 ) -> None:
-    async with connect(redis_server.url, "default") as redis, serving() as one:
+    async with connect(redis_server.url, "default") as redis, serving() as replica:
         await refuse(redis)
-        error, *_ = bad(await check(config(redis_server, one), status=1))
+        error, *_ = bad(await check(config(redis_server, replica), status=1))
     assert " stores nothing: " in error
     assert "Read its log, or give it more memory" in error
 
@@ -184,11 +186,11 @@ async def test_documented_rights_suffice(redis_server: RedisServer, check: Check
 async def test_unhealthy_or_incomplete_replica_is_reported(
     redis_server: RedisServer, check: Check, path: str, answer: Any, problem: str
 ) -> None:
-    async with serving() as one:
-        one.answers[path] = answer
-        settings = config(redis_server, one, poll=SOON)
+    async with serving() as replica:
+        replica.answers[path] = answer
+        settings = config(redis_server, replica, poll=SOON)
         async with watching(settings) as seen:
-            await seen.until(lambda states: set(states) == {one.id})
+            await seen.until(lambda states: set(states) == {replica.id})
             await add_router(redis_server)
             (line,) = bad(await check(settings, status=int(problem.startswith("error"))))
     assert re.match(problem, re.sub(" +", " ", line))
@@ -197,13 +199,13 @@ async def test_unhealthy_or_incomplete_replica_is_reported(
 async def test_replica_unhealthy_for_pollers_is_error(
     redis_server: RedisServer, check: Check
 ) -> None:
-    async with serving() as one:
-        settings = config(redis_server, one)
+    async with serving() as replica:
+        settings = config(redis_server, replica)
         async with watching(settings) as seen:
-            await seen.until(lambda states: set(states) == {one.id})
-            one.answers["/health"] = text("", 503)
-            await seen.replica(one, healthy=False)
-        one.answers["/health"] = text("")
+            await seen.until(lambda states: set(states) == {replica.id})
+            replica.answers["/health"] = text("", 503)
+            await seen.replica(replica, healthy=False)
+        replica.answers["/health"] = text("")
         lines = bad(await check(settings, status=1))
     assert any("but not to the pollers: /health answered 503" in line for line in lines)
 
@@ -230,9 +232,9 @@ LLAMA = {
 async def test_each_model_name_leads_to_served_model(
     check: Check, served: str, unserved: dict[str, set[str]]
 ) -> None:
-    async with serving() as one:
-        one.answers["/v1/models"] = models(*served.split())
-        settings = alone(one.id, route={"models": LLAMA})
+    async with serving() as replica:
+        replica.answers["/v1/models"] = models(*served.split())
+        settings = alone(replica.id, route={"models": LLAMA})
         lines = bad(await check(settings, status=int(bool(unserved))))
     found: dict[str, set[str]] = {}
     for line in lines:
@@ -261,14 +263,14 @@ class WatchingStack(EdsStack):
         return bootstrap(whole, live)
 
 
-@pytest.mark.parametrize("kind", [Stack, WatchingStack])
+@pytest.mark.parametrize("kind", [PatientStack, WatchingStack])
 async def test_running_envoy_is_checked_like_its_file(
-    check: Check, tmp_path: Path, kind: Callable[..., Stack]
+    check: Check, tmp_path: Path, kind: Callable[..., PatientStack]
 ) -> None:
     async with kind(tmp_path, here(PAIR)) as stack:
         arguments = stack.config_file, "--envoy-admin", stack.envoy_admin
         lines = await check(*arguments)
-        assert all("message_timeout is 10 s" in one for one in bad(lines))  # tests are patient
+        assert all("message_timeout is 10 s" in line for line in bad(lines))  # tests are patient
         ok = [line for line in lines if line.startswith("ok ")]
         assert any("Requests go where the router says" in line for line in ok)
         await stack.process("router").kill()
@@ -283,22 +285,22 @@ async def _unhealthy(envoy_admin: str) -> bool:
 
 
 async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Path) -> None:
-    async with Stack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
+    async with PatientStack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
         file = written(tmp_path / "other.yaml", Config.model_validate(other))
         error, *warnings = bad(await check(file, "--envoy-admin", stack.envoy_admin, status=1))
     assert f"no cluster has the member {three.id}, which routers choose" in error
     stranger = f"cluster 'replicas' has the member {stack.address('two')}, which no poller knows"
-    assert any(stranger in one for one in warnings)
+    assert any(stranger in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("answer", ["nothing", "something else"])
 async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -> None:
-    async with serving() as one:
-        one.answers |= {"/config_dump": text("[]"), "/clusters": text("{}")}
-        url = f"http://{one.id}" if answer != "nothing" else f"http://127.0.0.1:{free_port()}"
-        error, *_ = bad(await check(alone(one.id), "--envoy-admin", url, status=1))
+    async with serving() as replica:
+        replica.answers |= {"/config_dump": text("[]"), "/clusters": text("{}")}
+        url = f"http://{replica.id}" if answer != "nothing" else f"http://127.0.0.1:{free_port()}"
+        error, *_ = bad(await check(alone(replica.id), "--envoy-admin", url, status=1))
     assert f"Envoy {url}: " in error
     assert "is this its admin address?" in error
 
@@ -311,9 +313,11 @@ async def test_refused_update_of_envoy_is_error(check: Check) -> None:
         {"@type": f"{types}BootstrapConfigDump", "bootstrap": {"static_resources": {}}},
         {"@type": f"{types}ListenersConfigDump", "dynamic_listeners": listeners},
     ]
-    async with serving() as one:
-        one.answers["/config_dump"] = text(json.dumps({"configs": dump}))
-        one.answers["/clusters"] = text('{"cluster_statuses": []}')
-        errors = bad(await check(alone(one.id), "--envoy-admin", f"http://{one.id}", status=1))
+    async with serving() as replica:
+        replica.answers["/config_dump"] = text(json.dumps({"configs": dump}))
+        replica.answers["/clusters"] = text('{"cluster_statuses": []}')
+        errors = bad(
+            await check(alone(replica.id), "--envoy-admin", f"http://{replica.id}", status=1)
+        )
     assert any("Envoy refused an update" in error for error in errors)
     assert any("duplicate address 0.0.0.0:8080" in error for error in errors)

@@ -25,7 +25,7 @@ def found(tree: object, config: Config = OBSERVE) -> list[Finding]:
 
 def complaints(tree: object, config: Config = OBSERVE) -> list[tuple[str, Level]]:
     findings = found(tree, config)
-    return [(one.rule, one.level) for one in findings if one.level is not Level.OK]
+    return [(finding.rule, finding.level) for finding in findings if finding.level is not Level.OK]
 
 
 UNJUDGED = {"transport_matches", "mapped_port_leads_to_router"}

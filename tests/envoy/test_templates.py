@@ -63,19 +63,22 @@ def test_demo_changes_only_addresses() -> None:
     original = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     for tree in (original, rendered):
         resources = tree["static_resources"]
-        groups = [one["load_assignment"].pop("endpoints") for one in resources["clusters"]]
+        groups = [cluster["load_assignment"].pop("endpoints") for cluster in resources["clusters"]]
         addresses = [
             [tree["admin"].pop("address")],
             [resources["listeners"][0].pop("address")],
-            *([one["endpoint"]["address"] for one in group["lb_endpoints"]] for [group] in groups),
+            *(
+                [endpoint["endpoint"]["address"] for endpoint in group["lb_endpoints"]]
+                for [group] in groups
+            ),
         ]
     assert rendered == original
     found = [
-        [f"{at['address']}:{at['port_value']}" for one in part for at in one.values()]
+        [f"{at['address']}:{at['port_value']}" for address in part for at in address.values()]
         for part in addresses
     ]
     assert found == [[admin], [listen], routers, replicas]
-    assert {key for part in addresses for one in part for key in one} == {"socket_address"}
+    assert {key for part in addresses for address in part for key in address} == {"socket_address"}
 
 
 def translated(resources: list[Any]) -> dict[str, Any]:
@@ -87,7 +90,9 @@ def translated(resources: list[Any]) -> dict[str, Any]:
 def test_envoy_gateway_file_lacks_only_max_message_timeout() -> None:
     """Envoy Gateway has no field for it; without it, requests do not wait at the router."""
     findings = check_envoy(translated(GATEWAY))
-    lacking = [(one.rule, one.level) for one in findings if one.level is not Level.OK]
+    lacking = [
+        (finding.rule, finding.level) for finding in findings if finding.level is not Level.OK
+    ]
     assert lacking == [("requests_can_queue", Level.WARNING)]
 
 

@@ -27,7 +27,9 @@ def bootstrap(whole: dict[str, Any], folder: Path) -> dict[str, Any]:
     text = _documented("yaml", "watched_directory").replace("/etc/envoy/live", str(folder))
     made: dict[str, Any] = yaml.safe_load(text)
     clusters = whole["static_resources"]["clusters"]
-    made["static_resources"]["clusters"] = [one for one in clusters if one["name"] == "eds"]
+    made["static_resources"]["clusters"] = [
+        cluster for cluster in clusters if cluster["name"] == "eds"
+    ]
     return {**whole, **made}
 
 

@@ -188,7 +188,7 @@ def test_backlog_stays_right_for_minutes(late: float, engines: int, slack: float
             tickets[sent] = fleet.dispatch(replica(1), chat(prompt, output)), sent % 10 == 0
             servers[sent % engines].add(Sequence(sent, prompt, output), clock())
         clock.advance(0.1)
-        for outcome in [one for server in servers for one in server.advance(clock())]:
+        for outcome in [outcome for server in servers for outcome in server.advance(clock())]:
             for sequence in outcome.prefilled:
                 if tickets[sequence.id][1]:
                     fleet.first_token(tickets[sequence.id][0])
@@ -216,12 +216,12 @@ def _page(
         clock,
         engines=len(servers),
         scrape_seconds=late,
-        running=sum(one.running for one in gauges),
-        waiting=sum(one.waiting for one in gauges),
-        kv_usage=sum(one.kv_usage for one in gauges) / len(servers),
-        steps=sum(one.steps for one in counters) / len(servers),
-        first_tokens=sum(one.first_tokens for one in counters),
-        generated_tokens=sum(one.generated_tokens for one in counters),
+        running=sum(values.running for values in gauges),
+        waiting=sum(values.waiting for values in gauges),
+        kv_usage=sum(values.kv_usage for values in gauges) / len(servers),
+        steps=sum(values.steps for values in counters) / len(servers),
+        first_tokens=sum(values.first_tokens for values in counters),
+        generated_tokens=sum(values.generated_tokens for values in counters),
     )
 
 

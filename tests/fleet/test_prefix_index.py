@@ -105,10 +105,10 @@ def test_prompts_that_share_only_a_later_key_are_harmless(
     prefixes: PrefixIndex,
 ) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
-    one, another = prompt("abcd"), prompt("vwxyz")
-    another.keys[2] = one.keys[2]
+    held, another = prompt("abcd"), prompt("vwxyz")
+    another.keys[2] = held.keys[2]
     prefixes.enter(0, another, ROOM)
-    another.keys[0] = one.keys[0]
+    another.keys[0] = held.keys[0]
     another.keys[3] = 1
     assert prefixes.hits(another, ROWS).expected[0] >= UNIT
 

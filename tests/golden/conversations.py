@@ -82,7 +82,7 @@ _DESTINATION = "x-gateway-destination-endpoint"
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversationStep:
     """Message, with the number of replies before the router reads the next message."""
 
     message: ProcessingRequest
@@ -95,13 +95,13 @@ class Conversation:
 
     router: str
     name: str
-    steps: list[Step]
+    steps: list[ConversationStep]
     metadata: dict[str, str] = field(default_factory=dict)
-    beside: list[list[Step]] = field(default_factory=list)
+    beside: list[list[ConversationStep]] = field(default_factory=list)
     """Requests that begin earlier, and end with this request or at :data:`OTHERS_END`."""
 
 
-OTHERS_END = Step(ProcessingRequest(), 0)
+OTHERS_END = ConversationStep(ProcessingRequest(), 0)
 
 
 def _fields(values: dict[str, str]) -> Struct:
@@ -125,7 +125,7 @@ def headers(
     replies: int = 1,
     subset: list[str] | None = None,
     **named: str,
-) -> Step:
+) -> ConversationStep:
     """Return request headers; ``x_session`` names the header ``x-session``."""
     values = {":path": path, ":method": method}
     values |= {name.replace("_", "-"): value for name, value in named.items()}
@@ -141,12 +141,12 @@ def headers(
         if subset is None
         else Metadata(filter_metadata={"envoy.lb.subset_hint": hint}),
     )
-    return Step(message, replies)
+    return ConversationStep(message, replies)
 
 
-def body(data: Any, end: bool = True, replies: int = 1) -> Step:
+def body(data: Any, end: bool = True, replies: int = 1) -> ConversationStep:
     """Return a request body, or a chunk of it."""
-    return Step(
+    return ConversationStep(
         ProcessingRequest(request_body=HttpBody(body=_bytes(data), end_of_stream=end)), replies
     )
 
@@ -158,7 +158,7 @@ def first(
     mode: Mode = Mode.BUFFERED,
     replies: int = 1,
     **named: str,
-) -> Step:
+) -> ConversationStep:
     """Return a request body as the first message, with attributes in place of headers."""
     values = {f"request.headers['{key.replace('_', '-')}']": text for key, text in named.items()}
     values |= {"request.id": named["x_request_id"]} if "x_request_id" in named else {}
@@ -167,7 +167,7 @@ def first(
         attributes={_EXT_PROC: _fields({**values, "request.path": path})},
         protocol_config=ProtocolConfiguration(request_body_mode=mode),
     )
-    return Step(message, replies)
+    return ConversationStep(message, replies)
 
 
 def response(
@@ -176,7 +176,7 @@ def response(
     kind: str = "application/json",
     end: bool = False,
     served: str = "",
-) -> Step:
+) -> ConversationStep:
     """Response headers; Envoy names the replica in ``upstream``, a gateway in ``served``."""
     message = ProcessingRequest(
         response_headers=_headers({":status": str(status), "content-type": kind}, end),
@@ -187,16 +187,22 @@ def response(
         if served
         else None,
     )
-    return Step(message)
+    return ConversationStep(message)
 
 
-def chunk(data: Any, end: bool = True) -> Step:
+def chunk(data: Any, end: bool = True) -> ConversationStep:
     """Return a response body, or a chunk of it."""
-    return Step(ProcessingRequest(response_body=HttpBody(body=_bytes(data), end_of_stream=end)))
+    return ConversationStep(
+        ProcessingRequest(response_body=HttpBody(body=_bytes(data), end_of_stream=end))
+    )
 
 
-REQUEST_TRAILERS = Step(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
-RESPONSE_TRAILERS = Step(ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap())))
+REQUEST_TRAILERS = ConversationStep(
+    ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
+)
+RESPONSE_TRAILERS = ConversationStep(
+    ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
+)
 _STREAM = [
     response(kind="text/event-stream"),
     chunk(EVENT, end=False),
@@ -237,7 +243,7 @@ _LONG = {"model": "tiny", "prompt": list(range(10_000))}
 
 
 def _plain() -> list[Conversation]:
-    steps: dict[str, list[Step]] = {
+    steps: dict[str, list[ConversationStep]] = {
         "headers first, answer": [headers(x_request_id="headers-first"), body(CHAT), *_ANSWER],
         "headers first, stream": [headers(), body(CHAT | {"stream": True}), *_STREAM],
         "headers first, retried": [headers(), body(CHAT), response(upstream=SLOW), chunk(USAGE)],
@@ -259,7 +265,7 @@ def _plain() -> list[Conversation]:
         "path with prefix and query": [headers("/a/b/v1/completions?x=1"), body(CHAT)],
         "phases in any order": [
             *(response(), chunk(b"x"), RESPONSE_TRAILERS, REQUEST_TRAILERS),
-            *(Step(ProcessingRequest()), body(CHAT), headers(), body(CHAT), body(CHAT)),
+            *(ConversationStep(ProcessingRequest()), body(CHAT), headers(), body(CHAT), body(CHAT)),
         ],
         "body first, answer": [first(CHAT, x_request_id="body-first"), *_ANSWER],
         "body first, stream": [first(CHAT | {"stream": True}), *_STREAM],
@@ -278,7 +284,7 @@ def _plain() -> list[Conversation]:
             *(chunk(DONE), RESPONSE_TRAILERS),
         ],
         "gateway, trailers": [
-            *(headers(**_HELD), body(BODY, False, 0), Step(REQUEST_TRAILERS.message)),
+            *(headers(**_HELD), body(BODY, False, 0), ConversationStep(REQUEST_TRAILERS.message)),
         ],
         "gateway, subset": [headers(**_HELD, subset=[SLOW]), body(CHAT, replies=2)],
         "gateway, no member": [headers(**_HELD, subset=[GONE]), body(CHAT)],
@@ -313,13 +319,13 @@ def _plain() -> list[Conversation]:
     return found
 
 
-def _held_with(router: str, steps: dict[str, list[Step]]) -> list[Conversation]:
+def _held_with(router: str, steps: dict[str, list[ConversationStep]]) -> list[Conversation]:
     return [Conversation(router, name, each) for name, each in steps.items()]
 
 
 def _rich() -> list[Conversation]:
     renamed = CHAT | {"model": "chat"}
-    steps: dict[str, list[Step]] = {
+    steps: dict[str, list[ConversationStep]] = {
         "alias, headers first": [headers(), body(renamed), *_STREAM],
         "alias, body first": [first(renamed), response(), chunk({"model": "tiny", **USAGE})],
         "alias before trailers": [first(renamed, end=False), REQUEST_TRAILERS],
@@ -344,26 +350,26 @@ def _rich() -> list[Conversation]:
     return _held_with("rich", steps)
 
 
-def _filling(number: int) -> Step:
+def _filling(number: int) -> ConversationStep:
     """Request whose unique prompt fills 3/8 of the KV cache."""
     tokens = list(range(number, number + 3 * KV_TOKENS // 8))
     return first({"model": "tiny", "prompt": tokens, "max_tokens": 100}, "/v1/completions")
 
 
 def _refusing() -> list[Conversation]:
-    hasty: dict[str, list[Step]] = {
+    hasty: dict[str, list[ConversationStep]] = {
         "too late": [headers("/v1/completions"), body(_LONG)],
         "too late, body first": [first(_LONG, "/v1/completions")],
         "too late, gateway": [headers("/v1/completions", **_HELD), body(_LONG)],
         "sheddable": [first(CHAT, x_objective="hasty")],
     }
-    strict: dict[str, list[Step]] = {
+    strict: dict[str, list[ConversationStep]] = {
         "in time, unseen": [headers(), body(CHAT)],
         "in time, body first": [first(CHAT), *_ANSWER],
         **{f"failure {n}": [headers(), body(CHAT), response(500)] for n in (1, 2, 3)},
         "after failures": [first(CHAT)],
     }
-    empty: dict[str, list[Step]] = {
+    empty: dict[str, list[ConversationStep]] = {
         "headers first": [headers(), body(CHAT)],
         "body first": [first(CHAT)],
         "gateway": [headers(**_HELD), body(CHAT)],
@@ -371,13 +377,15 @@ def _refusing() -> list[Conversation]:
         "GET": [headers("/v1/models", "GET", end=True)],
     }
     others = [[[_filling(number)], [_filling(number + 1)]] for number in (1, 4)]
-    late = Step(_filling(7).message, 2)
+    late = ConversationStep(_filling(7).message, 2)
     return [
         *_held_with("hasty", hasty),
         *_held_with("strict", strict),
         *_held_with("empty", empty),
         Conversation("policy", "headers first", [headers(), body(CHAT)]),
-        Conversation("narrow", "waits", [_filling(3), Step(OTHERS_END.message)], beside=others[0]),
+        Conversation(
+            "narrow", "waits", [_filling(3), ConversationStep(OTHERS_END.message)], beside=others[0]
+        ),
         Conversation("narrow", "waits too long", [late], beside=others[1]),
     ]
 

@@ -34,7 +34,7 @@ from tests.golden.conversations import (
     OTHERS_END,
     ROUTERS,
     Conversation,
-    Step,
+    ConversationStep,
 )
 
 FOLDER = Path(__file__).parent
@@ -290,7 +290,7 @@ def _messages(process: grpc.StreamStreamMultiCallable, conversation: Conversatio
     return lines
 
 
-def _exchange(call: _Call, step: Step) -> list[Any]:
+def _exchange(call: _Call, step: ConversationStep) -> list[Any]:
     message = bytes(step.message)
     call.send(message.replace(_THERE.encode(), _HERE.encode()))
     sent = {"send": _shown(ProcessingRequest.parse(message)), "bytes": _digest(message)}

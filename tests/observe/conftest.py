@@ -1,3 +1,5 @@
+"""Admin address of a router, open or secured; a runner of commands; logged decisions."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -11,17 +11,17 @@ from extproc.poll import reflector
 from tests.conftest import RedisServer
 from tests.kubernetes_api import ApiServer, enter_pod
 from tests.poll.polling import RouterView, config, watching
-from tests.poll.replica import Replica, serving
+from tests.poll.replica import ScriptedReplica, serving
 
 
 @pytest.fixture
-async def replica() -> AsyncIterator[Replica]:
+async def replica() -> AsyncIterator[ScriptedReplica]:
     async with serving() as replica:
         yield replica
 
 
 @pytest.fixture
-async def router(redis_server: RedisServer, replica: Replica) -> AsyncIterator[RouterView]:
+async def router(redis_server: RedisServer, replica: ScriptedReplica) -> AsyncIterator[RouterView]:
     """View of a router whose poller scrapes the replica."""
     async with watching(config(redis_server, replica)) as router:
         yield router

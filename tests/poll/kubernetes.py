@@ -49,7 +49,7 @@ class Found:
         await until_read(self.pods, lambda now: now == expected)
 
 
-class Recorded:
+class RecordedAnswers:
     """Answers of a real API server: a list, then watches, one after the other."""
 
     def __init__(self, resource: str, *watches: str) -> None:

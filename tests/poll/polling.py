@@ -18,7 +18,7 @@ from extproc.share.connection import connect
 from extproc.share.lists import Put
 from extproc.share.replicas import Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
-from tests.poll.replica import Replica
+from tests.poll.replica import ScriptedReplica
 from tests.waiting import PATIENCE_S
 
 QUICK_AND_PATIENT = {
@@ -34,7 +34,10 @@ three times as long."""
 
 
 def config(
-    redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
+    redis: RedisServer,
+    *replicas: ScriptedReplica,
+    poll: Mapping[str, float] | None = None,
+    **more: Any,
 ) -> Config:
     times = {"interval_s": 0.02, "timeout_s": 1.5}
     return Config.model_validate(
@@ -108,7 +111,7 @@ class RouterView:
 
     async def replica(
         self,
-        replica: Replica,
+        replica: ScriptedReplica,
         holds: Callable[[ReplicaState], bool] = lambda _: True,
         /,
         **fields: object,

@@ -121,7 +121,7 @@ async def disconnect(request: web.Request) -> web.StreamResponse:
     return response
 
 
-class Replica:
+class ScriptedReplica:
     """A healthy vLLM until a test changes ``answers``; restarts on the same port."""
 
     def __init__(self) -> None:
@@ -163,8 +163,8 @@ class Replica:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Replica]:
-    replica = Replica()
+async def serving() -> AsyncIterator[ScriptedReplica]:
+    replica = ScriptedReplica()
     await replica.start()
     try:
         yield replica

@@ -13,7 +13,7 @@ from extproc.poll.discovery import Discovery
 from extproc.poll.kubernetes import Pod, members_of
 from tests.conftest import Logged
 from tests.kubernetes_api import ApiServer, inference_pool, pod
-from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, Recorded
+from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, RecordedAnswers
 from tests.waiting import PATIENCE_S, until, until_read
 
 POOL = {"inference_pool": "vllm-llama"}
@@ -58,7 +58,7 @@ async def test_pool_and_its_pods_are_listed_and_watched(api: ApiServer, watched:
 
 
 async def test_recorded_watch_of_pods_is_followed(api: ApiServer, found: Found) -> None:
-    real, pools = Recorded("pods", "pods-watch"), api.handler
+    real, pools = RecordedAnswers("pods", "pods-watch"), api.handler
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await (real.answer if request.path.endswith("/pods") else pools)(request)

@@ -19,9 +19,9 @@ from extproc.poll.kubernetes import Pod, pods_of
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
-from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, Recorded
+from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, RecordedAnswers
 from tests.poll.polling import config, polling, read, watching
-from tests.poll.replica import Replica, hang, serving
+from tests.poll.replica import ScriptedReplica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
 SERVICE = {"service": "vllm", "port": 8000}
@@ -49,7 +49,7 @@ async def watched(api: ApiServer, found: Found) -> Found:
 
 
 async def test_recorded_watch_of_a_real_server_is_followed(api: ApiServer, found: Found) -> None:
-    real = Recorded("endpointslices", "endpointslices-watch", "watch-too-old")
+    real = RecordedAnswers("endpointslices", "endpointslices-watch", "watch-too-old")
     api.handler = real.answer
     await found.has(vllm_0="serves", vllm_1="serves")
     for now in (
@@ -374,7 +374,7 @@ async def test_pod_conditions_reach_routers_at_once(
 ) -> None:
     async with serving() as first, serving() as second:
 
-        def put(replica: Replica, **conditions: bool) -> None:
+        def put(replica: ScriptedReplica, **conditions: bool) -> None:
             pod = endpoint("127.0.0.1", f"vllm-{replica.port}", **conditions)
             api.put(endpoint_slice(pod, name=str(replica.port), ports=[("http", replica.port)]))
 

@@ -26,7 +26,7 @@ UNKNOWN = "replica's KV blocks are unknown: routers estimate its prefix cache"
 KNOWN = "replica's KV blocks are known again"
 
 
-class Engine:
+class EventPublisher:
     """Publisher of KV events as vLLM's; a test may withhold or drop batches."""
 
     def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
@@ -144,8 +144,8 @@ async def context() -> AsyncIterator[zmq.asyncio.Context]:
 
 
 @pytest.fixture
-async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Engine]:
-    engine = Engine(context, (free_port(), free_port()))
+async def engine(context: zmq.asyncio.Context) -> AsyncIterator[EventPublisher]:
+    engine = EventPublisher(context, (free_port(), free_port()))
     await engine.start()
     yield engine
     await engine.stop()
@@ -153,7 +153,7 @@ async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def following(
-    context: zmq.asyncio.Context, engine: Engine, saved: bytes = b""
+    context: zmq.asyncio.Context, engine: EventPublisher, saved: bytes = b""
 ) -> AsyncIterator[Followed]:
     followed = Followed(context, engine._ports, saved)
     task = asyncio.create_task(followed.stream.run())
@@ -166,14 +166,14 @@ async def following(
 
 
 @pytest.fixture
-async def followed(context: zmq.asyncio.Context, engine: Engine) -> AsyncIterator[Followed]:
+async def followed(context: zmq.asyncio.Context, engine: EventPublisher) -> AsyncIterator[Followed]:
     async with following(context, engine) as followed:
         yield followed
 
 
 @pytest.mark.parametrize("old", [False, True])
 async def test_late_poller_replays_all_events(
-    context: zmq.asyncio.Context, engine: Engine, old: bool
+    context: zmq.asyncio.Context, engine: EventPublisher, old: bool
 ) -> None:
     engine.old = old
     await engine.stop()
@@ -186,7 +186,7 @@ async def test_late_poller_replays_all_events(
         await followed.holds(*KEYS[:2])
 
 
-async def test_lost_batches_are_replayed(followed: Followed, engine: Engine) -> None:
+async def test_lost_batches_are_replayed(followed: Followed, engine: EventPublisher) -> None:
     await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
     await engine.publish(stored(1, [12], parent=11), pushed=False)
@@ -198,7 +198,7 @@ async def test_lost_batches_are_replayed(followed: Followed, engine: Engine) -> 
 
 @pytest.mark.parametrize("more", [0, 5])
 async def test_restarted_engine_holds_only_new_blocks(
-    followed: Followed, engine: Engine, more: int
+    followed: Followed, engine: EventPublisher, more: int
 ) -> None:
     await engine.publish(stored(0, [11]))
     await engine.publish(stored(1, [12], parent=11))
@@ -211,7 +211,7 @@ async def test_restarted_engine_holds_only_new_blocks(
 
 
 async def test_invalidated_blocks_are_known_after_the_next_check(
-    followed: Followed, engine: Engine
+    followed: Followed, engine: EventPublisher
 ) -> None:
     await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
@@ -224,7 +224,7 @@ async def test_invalidated_blocks_are_known_after_the_next_check(
 
 
 async def test_blocks_are_unknown_if_the_oldest_events_cannot_be_replayed(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+    context: zmq.asyncio.Context, engine: EventPublisher, logged: Logged
 ) -> None:
     await engine.publish(stored(0, [11]))
     await engine.publish(stored(1, [12], parent=11))
@@ -241,7 +241,7 @@ async def test_blocks_are_unknown_if_the_oldest_events_cannot_be_replayed(
 
 
 async def test_next_poller_continues_from_saved_blocks(
-    context: zmq.asyncio.Context, engine: Engine
+    context: zmq.asyncio.Context, engine: EventPublisher
 ) -> None:
     await engine.publish(stored(0, [11]), stored(0, [11]))
     await engine.publish(stored(1, [12], parent=11))
@@ -268,7 +268,7 @@ async def test_next_poller_continues_from_saved_blocks(
 
 
 async def test_unchanged_blocks_are_not_saved_again(
-    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    context: zmq.asyncio.Context, engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_stream, "SAVE_S", 0.0)
     await engine.publish(stored(0, [11]))
@@ -283,13 +283,13 @@ async def test_unchanged_blocks_are_not_saved_again(
         await followed.until(lambda: followed.saves == 3)
 
 
-async def skip_a_number(engine: Engine) -> None:
+async def skip_a_number(engine: EventPublisher) -> None:
     """Skips a sequence number, as vLLM does if it cannot encode a batch."""
     engine._number += 1
     await engine.publish(stored(1, [12], parent=11))
 
 
-async def publish_garbage(engine: Engine) -> None:
+async def publish_garbage(engine: EventPublisher) -> None:
     await engine.publish({"type": "BlockStored"})
 
 
@@ -302,9 +302,9 @@ async def publish_garbage(engine: Engine) -> None:
 )
 async def test_lost_or_malformed_batch_is_logged_once_until_the_cache_is_cleared(
     followed: Followed,
-    engine: Engine,
+    engine: EventPublisher,
     logged: Logged,
-    corrupt: Callable[[Engine], Awaitable[None]],
+    corrupt: Callable[[EventPublisher], Awaitable[None]],
     error: str,
 ) -> None:
     await engine.publish(stored(0, [11]))
@@ -322,7 +322,7 @@ async def test_lost_or_malformed_batch_is_logged_once_until_the_cache_is_cleared
 
 @pytest.mark.usefixtures("impatient")
 async def test_blocks_are_unknown_while_no_replay_is_answered(
-    followed: Followed, engine: Engine, logged: Logged
+    followed: Followed, engine: EventPublisher, logged: Logged
 ) -> None:
     await engine.publish(stored(0, [11]))
     await followed.holds(KEYS[0])
@@ -334,7 +334,7 @@ async def test_blocks_are_unknown_while_no_replay_is_answered(
     assert [line["msg"] for line in logged.lines()][:2] == [UNKNOWN, KNOWN]
 
 
-async def test_malformed_frames_are_skipped(followed: Followed, engine: Engine) -> None:
+async def test_malformed_frames_are_skipped(followed: Followed, engine: EventPublisher) -> None:
     await followed.holds()
     for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
         await engine._pushes.send_multipart(frames)
@@ -343,7 +343,7 @@ async def test_malformed_frames_are_skipped(followed: Followed, engine: Engine) 
 
 
 async def test_long_replay_is_complete_and_yields_to_other_tasks(
-    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    context: zmq.asyncio.Context, engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_turn = most = 0
     apply = KvBlocks.apply
@@ -374,7 +374,7 @@ async def test_long_replay_is_complete_and_yields_to_other_tasks(
 
 @pytest.mark.usefixtures("impatient")
 async def test_oversized_batch_is_refused(
-    followed: Followed, engine: Engine, logged: Logged
+    followed: Followed, engine: EventPublisher, logged: Logged
 ) -> None:
     await followed.holds()
     engine.replayable.append((bytes(8), bytes(2**26 + 1)))
@@ -387,7 +387,7 @@ async def test_oversized_batch_is_refused(
 
 
 async def test_malformed_batch_number_is_skipped(
-    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+    context: zmq.asyncio.Context, engine: EventPublisher, logged: Logged
 ) -> None:
     engine.replayable.append(((2**70).to_bytes(9, "big"), as_maps([])))
     async with following(context, engine) as followed:
@@ -401,7 +401,7 @@ async def test_malformed_batch_number_is_skipped(
 
 async def test_unexpected_error_is_logged_once_and_the_stream_continues(
     context: zmq.asyncio.Context,
-    engine: Engine,
+    engine: EventPublisher,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     followed: Followed,

@@ -32,7 +32,7 @@ from tests.poll.replica import (
     FirstAnswer,
     Handler,
     HeldAnswer,
-    Replica,
+    ScriptedReplica,
     hang,
     late,
     models,
@@ -54,7 +54,7 @@ async def write_states(settings: Config, *states: ReplicaState) -> None:
 
 
 async def test_state_has_every_field_that_a_scrape_reads(
-    redis_server: RedisServer, replica: Replica
+    redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
     source = {"url": replica.id, "name": "one", "profile": "llama-8b-a10"}
     async with watching(config(redis_server, replicas=[source])) as router:
@@ -86,7 +86,7 @@ async def test_state_has_every_field_that_a_scrape_reads(
 
 @pytest.mark.parametrize(("blocks", "slower"), [(10_500 // 16, 2.0), (168_000 // 16, 0.5)])
 async def test_size_of_kv_cache_tells_speed_of_a_replica_before_its_first_work(
-    redis_server: RedisServer, replica: Replica, blocks: int, slower: float
+    redis_server: RedisServer, replica: ScriptedReplica, blocks: int, slower: float
 ) -> None:
     """The profile has 42,000 KV tokens."""
     profile, source = "llama-8b-a10", {"url": replica.id, "profile": "llama-8b-a10"}
@@ -164,7 +164,7 @@ async def test_failing_replica_becomes_unhealthy_and_recovers(
 
 
 async def test_late_answers_keep_the_replica_healthy(
-    redis_server: RedisServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(redis_server, replica, poll={"timeout_s": 0.5})
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ async def test_late_answers_keep_the_replica_healthy(
 
 
 async def test_single_silent_scrape_keeps_the_replica_healthy(
-    redis_server: RedisServer, replica: Replica
+    redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
     async with watching(config(redis_server, replica, poll=SOON)) as router:
         await router.replica(replica, models=MODELS)
@@ -200,7 +200,7 @@ async def test_single_silent_scrape_keeps_the_replica_healthy(
 
 
 async def test_stall_shorter_than_the_limit_is_not_published(
-    replica: Replica, router: RouterView, monkeypatch: pytest.MonkeyPatch
+    replica: ScriptedReplica, router: RouterView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "extproc.poll.replica.STALL_S", 10.0
@@ -213,7 +213,7 @@ async def test_stall_shorter_than_the_limit_is_not_published(
 
 
 async def test_refused_connections_end_the_silence_of_a_replica(
-    replica: Replica, router: RouterView
+    replica: ScriptedReplica, router: RouterView
 ) -> None:
     await router.replica(replica, healthy=True)
     replica.answers["/health"] = text("", 503)
@@ -229,7 +229,7 @@ async def test_refused_connections_end_the_silence_of_a_replica(
 
 
 async def test_seconds_without_answer_are_published_while_a_replica_hangs(
-    redis_server: RedisServer, replica: Replica
+    redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
     async with watching(config(redis_server, replica, poll=SOON)) as router:
         await router.replica(replica, models=MODELS)
@@ -248,7 +248,7 @@ async def test_seconds_without_answer_are_published_while_a_replica_hangs(
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])
 async def test_replica_that_answers_metrics_or_health_is_not_silent(
-    replica: Replica, router: RouterView, monkeypatch: pytest.MonkeyPatch, late: str
+    replica: ScriptedReplica, router: RouterView, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     # Longer than an answer takes on a busy machine.
     monkeypatch.setattr("extproc.poll.replica.SILENCE_STEP_S", 0.5)
@@ -285,7 +285,7 @@ async def test_unexpected_error_makes_only_its_replica_unhealthy(
 
 
 async def test_replica_that_dns_names_at_times_stays_while_it_answers(
-    redis_server: RedisServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers_of_dns, answer = cycle(["127.0.0.1", "127.0.0.2"]), socket.getaddrinfo
 
@@ -363,7 +363,7 @@ LIVES = {
 @pytest.mark.parametrize("phases", LIVES.values(), ids=LIVES)
 async def test_state_follows_the_life_of_a_replica(
     redis_server: RedisServer,
-    replica: Replica,
+    replica: ScriptedReplica,
     monkeypatch: pytest.MonkeyPatch,
     phases: list[Phase],
 ) -> None:
@@ -376,7 +376,7 @@ async def test_state_follows_the_life_of_a_replica(
 
 
 async def test_model_list_of_an_earlier_process_is_dropped(
-    redis_server: RedisServer, replica: Replica
+    redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
     replica.answers["/v1/models"] = listed = HeldAnswer(replica.answers["/v1/models"])
     async with watching(config(redis_server, replica)) as router:
@@ -390,7 +390,7 @@ async def test_model_list_of_an_earlier_process_is_dropped(
 
 
 async def test_models_come_from_metrics_if_the_list_is_refused(
-    redis_server: RedisServer, replica: Replica, logged: Logged
+    redis_server: RedisServer, replica: ScriptedReplica, logged: Logged
 ) -> None:
     replica.answers["/v1/models"] = text("", 401)
     async with watching(config(redis_server, replica)) as router:
@@ -405,7 +405,7 @@ async def test_models_come_from_metrics_if_the_list_is_refused(
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
 async def test_priority_scheduling_of_the_pool_overrides_the_version(
-    redis_server: RedisServer, replica: Replica, version: str
+    redis_server: RedisServer, replica: ScriptedReplica, version: str
 ) -> None:
     replica.answers["/version"] = text(f'{{"version": "{version}"}}')
     async with watching(config(redis_server, replica, priority_scheduling=True)) as router:
@@ -448,9 +448,9 @@ async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
 
 
 async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
-    redis_server: RedisServer, replica: Replica, logged: Logged
+    redis_server: RedisServer, replica: ScriptedReplica, logged: Logged
 ) -> None:
-    dead = Replica()
+    dead = ScriptedReplica()
     settings = config(redis_server, replica, dead)
     async with watching(settings) as router:
         ready = await logged.line("poller started")
@@ -496,7 +496,7 @@ async def test_poller_without_replicas_logs_a_warning(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_stops_the_poller_and_its_heartbeat(
-    redis_server: RedisServer, replica: Replica, number: signal.Signals
+    redis_server: RedisServer, replica: ScriptedReplica, number: signal.Signals
 ) -> None:
     settings = config(redis_server, replica)
     async with connect(redis_server.url, "default") as redis:

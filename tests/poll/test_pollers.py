@@ -23,14 +23,14 @@ from extproc.share.envelope import Skips
 from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.poll.polling import RouterView, config, metrics_of, polling, watching
-from tests.poll.replica import Handler, HeldAnswer, Replica, page, serving, text
+from tests.poll.replica import Handler, HeldAnswer, ScriptedReplica, page, serving, text
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
 
 @asynccontextmanager
-async def several(count: int) -> AsyncIterator[list[Replica]]:
+async def several(count: int) -> AsyncIterator[list[ScriptedReplica]]:
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(serving()) for _ in range(count)]
 
@@ -63,7 +63,7 @@ async def replicas_of(poller: Config) -> int:
     return 0
 
 
-async def fresh(router: RouterView, replicas: list[Replica]) -> None:
+async def fresh(router: RouterView, replicas: list[ScriptedReplica]) -> None:
     """Waits until the router has a newer state of every replica."""
     before = dict(router.states)
     await router.until(

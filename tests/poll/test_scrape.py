@@ -18,7 +18,7 @@ from extproc.poll.scrape import (
 )
 from tests.poll.replica import (
     Handler,
-    Replica,
+    ScriptedReplica,
     disconnect,
     drip,
     endless,
@@ -157,7 +157,7 @@ async def test_machine_that_accepts_no_connection_does_not_respond() -> None:
     ],
 )
 async def test_vllm_versions_from_0_11_accept_priorities(
-    replica: Replica, session: ClientSession, version: Handler, takes: bool
+    replica: ScriptedReplica, session: ClientSession, version: Handler, takes: bool
 ) -> None:
     replica.answers["/version"] = version
     fields = await read_models(session, replica.id)
@@ -180,14 +180,14 @@ async def test_vllm_versions_from_0_11_accept_priorities(
     ],
 )
 async def test_malformed_model_list_is_an_error(
-    replica: Replica, session: ClientSession, answer: Handler
+    replica: ScriptedReplica, session: ClientSession, answer: Handler
 ) -> None:
     replica.answers["/v1/models"] = answer
     with pytest.raises(ScrapeError, match="/v1/models"):
         await read_models(session, replica.id)
 
 
-async def test_connections_are_reused(replica: Replica, session: ClientSession) -> None:
+async def test_connections_are_reused(replica: ScriptedReplica, session: ClientSession) -> None:
     ports = set()
 
     async def record_port(request: web.Request) -> web.StreamResponse:

@@ -151,7 +151,7 @@ async def test_ejection_and_recovery_are_logged(
     for _ in range(5):  # a replica gets three of the five
         await envoy.converse(status=500)
     (ejected,) = logged.lines()
-    (name,) = (one for one in (replica(1), replica(2)) if one in str(ejected["msg"]))
+    (name,) = (address for address in (replica(1), replica(2)) if address in str(ejected["msg"]))
     title = services.fleet.members.title(name)
     assert title == f"r{1 if name == replica(1) else 2} ({name})"
     assert ejected["msg"] == f"replica {title} ejected for 1 s: consecutive failures"

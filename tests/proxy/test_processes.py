@@ -20,7 +20,7 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, ManualClock, state
 from tests.patched import patched
-from tests.poll.replica import Replica, models, page, serving, text
+from tests.poll.replica import ScriptedReplica, models, page, serving, text
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import destination, status_of
 from tests.waiting import PATIENCE_S, until, until_read
@@ -54,7 +54,7 @@ async def router(argv: Sequence[str], directory: Path) -> AsyncIterator[RunningR
         yield RunningRouter(process, EnvoySide(channel), log, session)
 
 
-def list_replicas(directory: Path, *replicas: Replica) -> list[str]:
+def list_replicas(directory: Path, *replicas: ScriptedReplica) -> list[str]:
     """Writes the file of replicas; returns the arguments of a router that follows it."""
     file = directory / "replicas.yaml"
     file.write_text(str([replica.id for replica in replicas]))

@@ -38,12 +38,12 @@ def words(name: str, count: int) -> str:
     return "".join(f"{name} {number} " for number in range(count))
 
 
-def shared(one: Prefix, other: Prefix) -> int:
+def shared(prefix: Prefix, other: Prefix) -> int:
     """Count the equal units at the beginning; all later units have to differ."""
-    size = min(one.keys.size, other.keys.size)
-    differ = np.flatnonzero(one.keys[:size] != other.keys[:size])
+    size = min(prefix.keys.size, other.keys.size)
+    differ = np.flatnonzero(prefix.keys[:size] != other.keys[:size])
     equal = int(differ[0]) if differ.size else size
-    assert not np.isin(one.keys[equal:], other.keys).any()
+    assert not np.isin(prefix.keys[equal:], other.keys).any()
     return equal
 
 
@@ -166,7 +166,7 @@ def test_tools_follow_the_system_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("medium", "other"),
     [
         (IMAGE, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}),
         *[
@@ -179,9 +179,9 @@ def test_tools_follow_the_system_prompt() -> None:
         ),
     ],
 )
-def test_different_media_change_only_later_keys(one: Any, other: Any) -> None:
+def test_different_media_change_only_later_keys(medium: Any, other: Any) -> None:
     texts = [{"type": "text", "text": words(name, 500)} for name in ("before", "after")]
-    got = [chat(user([texts[0], medium, texts[1]])) for medium in (one, one, other)]
+    got = [chat(user([texts[0], part, texts[1]])) for part in (medium, medium, other)]
     assert shared(got[0], got[1]) == got[0].keys.size == got[2].keys.size
     assert shared(got[0], got[2]) == len(texts[0]["text"]) // UNIT_BYTES
     assert got[0].whole == got[1].whole != got[2].whole

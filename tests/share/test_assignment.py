@@ -28,7 +28,7 @@ def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assignment, "LIFE_S", LIFE_S)
 
 
-class Poller:
+class AssignedPoller:
     """Poller with its heartbeats and last assignment."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Poller:
         return self.assignment
 
 
-async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
+async def beats(*pollers: AssignedPoller, rounds: int = 2) -> dict[str, AssignedPoller]:
     for _ in range(rounds):
         for each in pollers:
             await each.beat()
@@ -62,14 +62,14 @@ async def beats(*pollers: Poller, rounds: int = 2) -> dict[str, Poller]:
 
 
 async def test_single_poller_has_all_replicas(redis_client: Redis) -> None:
-    assert await Poller(redis_client, "a").beat() == Assignment(TEN)
+    assert await AssignedPoller(redis_client, "a").beat() == Assignment(TEN)
     for key in (Keys(POOL).poller + "a", Keys(POOL).pollers):
         assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
 
 
 @pytest.mark.parametrize("count", [2, 7])
 async def test_poller_that_comes_or_goes_moves_its_own(redis_client: Redis, count: int) -> None:
-    pollers = [Poller(redis_client, str(number)) for number in range(count)]
+    pollers = [AssignedPoller(redis_client, str(number)) for number in range(count)]
     before = await beats(pollers[0])
     for joined in range(2, count + 1):
         now = await beats(*pollers[:joined])
@@ -86,23 +86,24 @@ async def test_poller_that_comes_or_goes_moves_its_own(redis_client: Redis, coun
 
 async def test_many_replicas_are_shared_about_equally(redis_client: Redis) -> None:
     many = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(1000)]
-    pollers = [Poller(redis_client, name, many) for name in "abcd"]
+    pollers = [AssignedPoller(redis_client, name, many) for name in "abcd"]
     await beats(*pollers)
     assert all(200 <= len(each.replicas) <= 300 for each in pollers)
 
 
 async def test_new_poller_takes_over_replicas_at_its_second_heartbeat(redis_client: Redis) -> None:
-    a, b = Poller(redis_client, "a"), Poller(redis_client, "b", [*TEN, "10.0.1.1:8000"])
+    eleven = {*TEN, "10.0.1.1:8000"}
+    a, b = AssignedPoller(redis_client, "a"), AssignedPoller(redis_client, "b", eleven)
     await a.beat()
     assert (await b.beat()).replicas == {"10.0.1.1:8000"}
     left = (await a.beat()).replicas
-    assert (await b.beat()).replicas == {*TEN, "10.0.1.1:8000"} - left
+    assert (await b.beat()).replicas == eleven - left
 
 
 async def test_replicas_of_dead_poller_are_taken_over(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    a, b = AssignedPoller(redis_client, "a"), AssignedPoller(redis_client, "b")
     await beats(a, b)
     assert b.replicas < TEN
     with monkeypatch.context() as soon:
@@ -121,7 +122,7 @@ async def test_poller_whose_heartbeat_expired_starts_as_a_new_one(
 ) -> None:
     clock = ManualClock()
     async with connect(redis_server.url, POOL) as redis:
-        a, b = Poller(redis, "a", clock=clock), Poller(redis, "b")
+        a, b = AssignedPoller(redis, "a", clock=clock), AssignedPoller(redis, "b")
         before = await beats(a, b)
         clock.advance(LIFE_S)
         assert not a.assigner.lapsed
@@ -144,7 +145,7 @@ async def test_single_poller_whose_heartbeat_expired_keeps_its_replicas(
     redis_client: Redis,
 ) -> None:
     clock = ManualClock()
-    a = Poller(redis_client, "a", clock=clock)
+    a = AssignedPoller(redis_client, "a", clock=clock)
     await a.beat()
     clock.advance(LIFE_S + 1)
     await redis_client.delete(Keys(POOL).poller + "a")
@@ -158,7 +159,7 @@ async def test_pause_during_a_heartbeat_does_not_renew_it(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
     clock = ManualClock()
-    a, b = Poller(redis_client, "a", clock=clock), Poller(redis_client, "b")
+    a, b = AssignedPoller(redis_client, "a", clock=clock), AssignedPoller(redis_client, "b")
     await a.beat()
     send = a.assigner._write
 
@@ -180,7 +181,7 @@ async def test_pause_during_a_heartbeat_does_not_renew_it(
 
 
 async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
-    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    a, b = AssignedPoller(redis_client, "a"), AssignedPoller(redis_client, "b")
     await beats(a, b)
     await redis_client.config_resetstat()
     await a.beat()
@@ -195,7 +196,7 @@ async def test_pollers_keep_replicas_when_redis_comes_back_empty(
 ) -> None:
     clock = ManualClock()
     async with connect(redis_server.url, POOL) as redis:
-        a, b = (Poller(redis, name, clock=clock) for name in "ab")
+        a, b = (AssignedPoller(redis, name, clock=clock) for name in "ab")
         before = await beats(a, b)
         await redis_server.kill()
         assert await beats(a, b) == before
@@ -212,11 +213,11 @@ async def test_pollers_keep_replicas_when_redis_comes_back_empty(
 
 async def test_poller_that_starts_without_redis_has_nothing(stopped_redis: RedisServer) -> None:
     async with connect(stopped_redis.url, POOL) as redis:
-        assert await Poller(redis, "a").beat() == Assignment(frozenset())
+        assert await AssignedPoller(redis, "a").beat() == Assignment(frozenset())
 
 
 async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redis) -> None:
-    a, b = Poller(redis_client, "a"), Poller(redis_client, "b")
+    a, b = AssignedPoller(redis_client, "a"), AssignedPoller(redis_client, "b")
     await beats(a)
     await redis_client.config_set("maxmemory", 1)
     await redis_client.pexpire(Keys(POOL).poller + "a", 30_000)
@@ -233,14 +234,14 @@ async def test_pollers_are_listed_by_host_and_port(
         return await known_pollers(redis_client, POOL, Skips())
 
     assert await listed() == ({}, set())
-    a, b = Poller(redis_client, "host:1:0a"), Poller(redis_client, "host:2:0b")
+    a, b = AssignedPoller(redis_client, "host:1:0a"), AssignedPoller(redis_client, "host:2:0b")
     await beats(a, b)
     await redis_client.sadd(Keys(POOL).pollers, "dead:1:0c")
     assert await listed() == ({"host:1": (), "host:2": ()}, set())
     await a.assigner.release()
     await b.assigner.beat(b.listed, ["vllm: no name server answers"])
     assert await listed() == ({"host:2": ("vllm: no name server answers",)}, {"host:1:0a"})
-    await beats(Poller(redis_client, "host:1:0d"))
+    await beats(AssignedPoller(redis_client, "host:1:0d"))
     alive, _ = await listed()
     assert alive.keys() == {"host:1", "host:2"}
     await redis_server.kill()
@@ -249,7 +250,7 @@ async def test_pollers_are_listed_by_host_and_port(
 
 
 async def test_farewell_of_the_last_poller_is_listed_for_some_seconds(redis_client: Redis) -> None:
-    last = Poller(redis_client, "host:1:0a")
+    last = AssignedPoller(redis_client, "host:1:0a")
     await beats(last)
     await last.assigner.release()
     assert await known_pollers(redis_client, POOL, Skips()) == ({}, {"host:1:0a"})

@@ -41,7 +41,7 @@ def whole(number: int, stored: set[int]) -> BlockUpdate:
     )
 
 
-class Router:
+class FollowingRouter:
     """Router that applies the updates it reads."""
 
     def __init__(self) -> None:
@@ -52,23 +52,23 @@ class Router:
     async def follow(self, reader: BlockReader) -> None:
         async with aclosing(reader.changes()) as following:
             async for change in following:
-                name, one = change.replica, change.update
-                await in_turns(self.blocks.apply(name, one))
-                self.wholes += one.whole
-                held = set() if one.whole else self.held[name]
-                self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
+                name, update = change.replica, change.update
+                await in_turns(self.blocks.apply(name, update))
+                self.wholes += update.whole
+                held = set() if update.whole else self.held[name]
+                self.held[name] = held - {*update.removed.tolist()} | {*update.stored.tolist()}
 
     async def holds(self, keys: set[int], number: int = 1) -> None:
         await until(lambda: self.held.get(replica(number)) == keys)
 
 
 @asynccontextmanager
-async def router(url: str) -> AsyncIterator[Router]:
-    one = Router()
+async def router(url: str) -> AsyncIterator[FollowingRouter]:
+    follower = FollowingRouter()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        reader = BlockReader(redis, "test", one.blocks, Random(1), monotonic)
-        following = tasks.create_task(one.follow(reader))
-        yield one
+        reader = BlockReader(redis, "test", follower.blocks, Random(1), monotonic)
+        following = tasks.create_task(follower.follow(reader))
+        yield follower
         following.cancel()
 
 
@@ -95,11 +95,11 @@ async def write(redis_server: RedisServer) -> AsyncIterator[Tell]:
 
 
 @pytest.fixture
-async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[Router]:
-    async with router(redis_server.url) as one:
+async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[FollowingRouter]:
+    async with router(redis_server.url) as follower:
         await write(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        yield one
+        await follower.holds({1})
+        yield follower
 
 
 async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_client: Redis) -> None:
@@ -124,7 +124,7 @@ async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_clie
 
 
 async def test_blocks_of_an_older_poller_are_skipped(
-    redis_server: RedisServer, write: Tell, following: Router
+    redis_server: RedisServer, write: Tell, following: FollowingRouter
 ) -> None:
     before = structs.replace(update_of(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
     await write(before)
@@ -137,14 +137,14 @@ async def test_blocks_of_an_older_poller_are_skipped(
 async def test_poller_writes_no_blocks_of_another_pollers_replica(
     redis_server: RedisServer,
 ) -> None:
-    async with router(redis_server.url) as one, publishing(redis_server.url) as into:
+    async with router(redis_server.url) as follower, publishing(redis_server.url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
             blocks.reset(complete=True)
             await into.blocks_changed(replica(number), blocks)
         into.forget(replica(1))
-        await one.holds(set(), number=2)
-    assert one.held.keys() == {replica(2)}
+        await follower.holds(set(), number=2)
+    assert follower.held.keys() == {replica(2)}
 
 
 async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> None:
@@ -173,11 +173,11 @@ async def test_removed_replica_leaves_no_blocks(
 async def test_whole_update_is_sent_once(
     redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
-    async with router(redis_server.url) as one:
+    async with router(redis_server.url) as follower:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")
         assert await write(many, many) == set()
-        await one.holds({*range(10_000)})
+        await follower.holds({*range(10_000)})
         after: Any = await redis_client.info("stats")
     assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
 
@@ -204,7 +204,7 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
 
 
 async def test_router_that_lost_blocks_reads_them_again(
-    write: Tell, following: Router, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: FollowingRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     following.held.clear()
@@ -214,7 +214,7 @@ async def test_router_that_lost_blocks_reads_them_again(
 
 
 async def test_lost_block_list_is_written_whole_again(
-    write: Tell, following: Router, redis_client: Redis
+    write: Tell, following: FollowingRouter, redis_client: Redis
 ) -> None:
     await redis_client.delete(Keys("test").blocks + replica(1))
     assert await write(update_of(2, {2})) == {replica(1)}
@@ -224,7 +224,7 @@ async def test_lost_block_list_is_written_whole_again(
 
 @each_refusal
 async def test_redis_that_refuses_writes_passes_blocks_on(
-    write: Tell, following: Router, redis_client: Redis, refuse: Refuse
+    write: Tell, following: FollowingRouter, redis_client: Redis, refuse: Refuse
 ) -> None:
     await refuse(redis_client)
     assert await write(update_of(2, {2})) == {replica(1)}
@@ -235,7 +235,7 @@ async def test_redis_that_refuses_writes_passes_blocks_on(
 
 
 async def test_missed_blocks_are_read_from_redis(
-    write: Tell, following: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    write: Tell, following: FollowingRouter, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     missed = BLOCKS.seal(ReplicaBlockUpdate(replica(1), update_of(2, {2})))
@@ -252,10 +252,10 @@ async def test_garbage_blocks_are_logged_once(
 ) -> None:
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
     await redis_client.set(Keys("test").blocks + "text", "no list")
-    async with router(redis_server.url) as one:
+    async with router(redis_server.url) as follower:
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
             await redis_client.publish(Keys("test").blocks_channel, garbage)
         await write(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
+        await follower.holds({1})
     assert len(logged.lines("skipped garbage in redis")) == 3

@@ -15,7 +15,7 @@ from extproc.share.drains import Drains, DrainStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import RouterView, config, polling, watching
-from tests.poll.replica import Replica, page, serving, text
+from tests.poll.replica import ScriptedReplica, page, serving, text
 from tests.share.servers import command, stop_saving
 from tests.waiting import until
 
@@ -43,14 +43,14 @@ async def listed(run: Run) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in json.loads(await run("list", "--json"))}
 
 
-async def drained(run: Run, seen: RouterView, replica: Replica) -> str:
+async def drained(run: Run, seen: RouterView, replica: ScriptedReplica) -> str:
     printed = await run("drain", replica.id)
     await seen.replica(replica, lambda state: state.draining)
     return printed
 
 
 @asynccontextmanager
-async def watched(redis: RedisServer, *replicas: Replica) -> AsyncIterator[RouterView]:
+async def watched(redis: RedisServer, *replicas: ScriptedReplica) -> AsyncIterator[RouterView]:
     """Polls these replicas, and yields a router's view of them."""
     async with watching(config(redis, *replicas)) as seen:
         await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})
@@ -136,7 +136,7 @@ async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer
 
 
 async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run: Run) -> None:
-    dead = Replica()
+    dead = ScriptedReplica()
     async with serving() as a, serving() as b, connect(redis_server.url, "default") as redis:
         async with watched(redis_server, a, b, dead) as seen:
             await drained(run, seen, a)
@@ -235,7 +235,7 @@ async def test_garbage_drains_are_skipped(
 
 
 async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_path: Path) -> None:
-    a, b = Replica(), Replica()
+    a, b = ScriptedReplica(), ScriptedReplica()
     file = tmp_path / "replicas.yaml"
     file.write_text(f"[{{url: '{a.id}', name: gpu-1}}, {{url: '{b.id}', name: gpu-1}}]")
     async with watching(config(redis_server, replicas_file=file)) as seen:
@@ -249,7 +249,7 @@ async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_pat
 
 async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
     assert "the pool 'default' has no known replicas" in await run("list")
-    dead = Replica()
+    dead = ScriptedReplica()
     async with serving() as a, watched(redis_server, a, dead):
         header, *rows = (await run("list")).splitlines()
     assert header.split("  ")[0] == "name"

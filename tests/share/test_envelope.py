@@ -52,10 +52,10 @@ class Opened:
         return self.skips.open("key", data, *kinds or KINDS)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(body: Any, other: Any) -> bool:
     """Compares two bodies by their sealed bytes, because arrays have no plain ``==``."""
-    kind = next(kind for kind in KINDS if kind.body is type(one))
-    return type(one) is type(other) and kind.seal(one) == kind.seal(other)
+    kind = next(kind for kind in KINDS if kind.body is type(body))
+    return type(body) is type(other) and kind.seal(body) == kind.seal(other)
 
 
 def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:

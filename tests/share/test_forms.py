@@ -183,10 +183,10 @@ async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
             owner, target = (Redis(port=port) for port in nodes.ports[:2])
             async with owner, target:
                 slot = await command(owner, "CLUSTER", "KEYSLOT", "{test}")
-                ids = [await command(one, "CLUSTER", "MYID") for one in (owner, target)]
+                ids = [await command(node, "CLUSTER", "MYID") for node in (owner, target)]
                 await owner.delete("{test}:a", "{test}:b")
-                for one in (target, owner):
-                    await command(one, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+                for node in (target, owner):
+                    await command(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
             with pytest.raises(RedisError, match="no longer accepts writes"):
                 await redis.set("{test}:a", 3, px=60_000)
             await eventually(partial(written, redis, "{test}:a"))

@@ -90,8 +90,8 @@ async def test_poller_that_takes_over_keeps_list(
     redis_client: Redis, following: Next, writer: StateWriter
 ) -> None:
     successor = StateWriter(redis_client, "test", ttl_s=60)
-    for one, state in ((writer, MANY), (successor, MANY), (successor, FEWER), (writer, MANY)):
-        await one.put([state])
+    for active, state in ((writer, MANY), (successor, MANY), (successor, FEWER), (writer, MANY)):
+        await active.put([state])
         assert await following() == Put(state)
 
 

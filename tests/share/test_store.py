@@ -64,12 +64,15 @@ async def test_state_age_is_from_redis_ttl(redis_server: RedisServer, redis_clie
 
 
 async def test_pools_are_separate(redis_server: RedisServer, redis_client: Redis) -> None:
-    async with reading(redis_server.url, "one") as one, reading(redis_server.url, "two") as two:
-        assert await one() == await two() == Snapshot(())
+    async with (
+        reading(redis_server.url, "one") as first,
+        reading(redis_server.url, "two") as second,
+    ):
+        assert await first() == await second() == Snapshot(())
         await StateWriter(redis_client, "one", ttl_s=60).put([A])
         await StateWriter(redis_client, "two", ttl_s=60).put([B])
-        assert await one() == Put(A)
-        assert await two() == Put(B)
+        assert await first() == Put(A)
+        assert await second() == Put(B)
 
 
 async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: StateWriter) -> None:

@@ -135,7 +135,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
 
 
 async def is_reading(client: Redis) -> bool:
-    return any("b" in one["flags"] for one in await client.client_list())
+    return any("b" in connection["flags"] for connection in await client.client_list())
 
 
 async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
@@ -188,4 +188,4 @@ async def test_garbage_prompts_are_skipped(
         await redis_client.xadd(Keys("test").prompts, {"": garbage})
     send(first, 1, prompt("a", 3))
     await holds(second, 1, prompt("a", 3))
-    assert [one.message for one in caplog.records].count("skipped garbage in redis") <= 2
+    assert [record.message for record in caplog.records].count("skipped garbage in redis") <= 2

@@ -19,14 +19,14 @@ from extproc.lab.harness.processes import pick_ports
 from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
-from tests.e2e.stack import Stack
+from tests.e2e.stack import PatientStack
 from tests.waiting import until
 
 FAST = SimulatedReplica("fast", "llama-8b-h100")
 OTHER = SimulatedReplica("other", "llama-8b-h100")
 
 
-async def sent(stack: Stack, journal: Journal) -> list[Entry]:
+async def sent(stack: PatientStack, journal: Journal) -> list[Entry]:
     """Send five requests, and return their entries."""
     mix = islice(samples(MODEL, 20.0, Random(7)), 50)
     chats = [sample for sample in mix if sample.kind == "chat"]
@@ -37,20 +37,20 @@ async def sent(stack: Stack, journal: Journal) -> list[Entry]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("demo"), [FAST, OTHER]) as running:
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PatientStack]:
+    async with PatientStack(tmp_path_factory.mktemp("demo"), [FAST, OTHER]) as running:
         yield running
 
 
 @pytest.fixture
-def journal(stack: Stack) -> Journal:
+def journal(stack: PatientStack) -> Journal:
     return Journal(stack)
 
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.asyncio(loop_scope="module")
-async def test_printed_commands_work(stack: Stack, journal: Journal) -> None:
+async def test_printed_commands_work(stack: PatientStack, journal: Journal) -> None:
     commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
     chat, streamed, by_policy, top, explain, decisions, fleet, envoy, kill, start = commands
     for command in (chat, by_policy):
@@ -75,7 +75,7 @@ async def test_printed_commands_work(stack: Stack, journal: Journal) -> None:
     assert stack.ended() == []  # a process killed on purpose is not reported
 
 
-async def routes_again(stack: Stack, journal: Journal) -> bool:
+async def routes_again(stack: PatientStack, journal: Journal) -> bool:
     return all(entry.routed for entry in await sent(stack, journal))
 
 

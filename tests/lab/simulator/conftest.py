@@ -1,3 +1,5 @@
+"""A simulated replica, a client of its server, and requests with JSON bodies."""
+
 from collections.abc import AsyncIterator
 from typing import Any
 

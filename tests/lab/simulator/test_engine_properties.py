@@ -19,7 +19,7 @@ BLOCK = 4
 
 
 @dataclass(frozen=True)
-class Arrival:
+class SequenceArrival:
     gap: float
     prompt: int
     output: int
@@ -40,7 +40,7 @@ class Event:
 
 arrivals = st.lists(
     st.builds(
-        Arrival,
+        SequenceArrival,
         gap=st.floats(0, 0.5),
         prompt=st.integers(1, 90),
         output=st.integers(0, 60),
@@ -52,7 +52,7 @@ arrivals = st.lists(
 )
 
 
-def events(arrivals: list[Arrival]) -> list[Event]:
+def events(arrivals: list[SequenceArrival]) -> list[Event]:
     listed, now = [], 0.0
     for number, arrival in enumerate(arrivals):
         now += arrival.gap
@@ -105,7 +105,7 @@ def check(engine: Engine) -> None:
 
 def outcome(
     drive: Callable[[Engine, list[Event]], None],
-    arrivals: list[Arrival],
+    arrivals: list[SequenceArrival],
     kv_tokens: int,
     drafts: int,
     by_priority: bool,
@@ -127,7 +127,7 @@ cold_steps = st.sampled_from([0, 0, 7])
 
 @given(arrivals, sizes, drafts, st.booleans(), cold_steps)
 def test_single_steps_and_advance_agree_and_leak_no_blocks(
-    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool, cold_steps: int
+    arrivals: list[SequenceArrival], kv_tokens: int, drafts: int, by_priority: bool, cold_steps: int
 ) -> None:
     options = arrivals, kv_tokens, drafts, by_priority, cold_steps
     stepwise, single = outcome(step_by_step, *options)
