@@ -160,7 +160,7 @@ class RouterMetrics:
             ["pool", "model"],
         )
         self.share = gauge(
-            "extproc_tenant_share",
+            "extproc_tenant_share_ratio",
             "Recent share of replica time, 0 to 1, among requests that left the router's queue, "
             "by tenant: the tenants with the most, and the rest as other.",
             ["tenant"],
