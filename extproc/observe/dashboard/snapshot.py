@@ -36,6 +36,7 @@ _LEAST_SHARED = 3  # decisions in the last minute below which no shares are show
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
+_RATES = "Requests/s", "5xx/s", "429/s"  # the first columns of the history
 _GROUPS = 50  # groups of queued requests listed: there may be as many tenants as users
 
 
@@ -273,12 +274,12 @@ def _with_gone(alive: str, presence: Presence) -> str:
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
     """Compare the last minute, ten minutes and hour of a router of this age."""
     names = ["minute", "10 minutes", "hour"]
-    rate, failed, refused, *times = map(list, zip(*rows, strict=True))
-    columns = [
-        PageColumn("Last", "name", names),
-        PageColumn("Requests/s", "ratio", rate),
-        PageColumn("5xx count", "count", failed),
-        PageColumn("429 count", "count", refused),
+    figures = [*map(list, zip(*rows, strict=True))]
+    rates, times = figures[: len(_RATES)], figures[len(_RATES) :]
+    columns = [PageColumn("Last", "name", names)]
+    columns += [
+        PageColumn(title, "figure", [*map(_rate, values)])
+        for title, values in zip(_RATES, rates, strict=True)
     ]
     titles = [f"{time} {q}" for time in ("TTFT", "TPOT", "Completion") for q in ("p50", "p99")]
     columns += [
@@ -287,6 +288,11 @@ def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float)
     ]
     note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
     return PageTable("Last hour", names, columns, note if age_s < SPANS_S[-1] else "")
+
+
+def _rate(per_s: float) -> str:
+    """Format a rate with two digits after the point, or a small one with two significant digits."""
+    return f"{per_s:.2f}" if per_s >= 0.1 else f"{per_s:.2g}"
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:

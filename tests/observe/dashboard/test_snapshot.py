@@ -238,12 +238,30 @@ def test_request_rate_is_of_the_life_of_a_young_router(
         services.metrics.requests.add("routed")
     found = page(services)
     assert found["figures"]["requests a second"] == "1.5"
-    assert rows(found["history"])["minute"]["Requests/s"] == 1.5
+    assert rows(found["history"])["minute"]["Requests/s"] == "1.50"
     started = datetime.fromtimestamp(services.wall() - 4.0).strftime("%H:%M:%S")
     since = f"This router started at {started}: longer periods begin then."
     assert found["history"]["note"] == since
     clock.advance(3600.0)
     assert page(services)["history"]["note"] == ""
+
+
+@pytest.mark.parametrize(
+    ("failed", "rates"),
+    [(0, ["0", "0", "0"]), (1, ["0.017", "0.0017", "0.00028"]), (900, ["15.00", "1.50", "0.25"])],
+)
+def test_rates_of_rare_errors_are_readable(
+    services: Services, clock: ManualClock, failed: int, rates: list[str]
+) -> None:
+    services = replace(services, history=History(services.metrics, clock))
+    for seconds in (3000.0, 540.0):
+        clock.advance(seconds)
+        services.history.look()
+    services.metrics.responses.add("5xx", by=failed)
+    services.metrics.refused.add("saturated", by=failed)
+    clock.advance(60.0)
+    found = rows(page(services)["history"]).values()
+    assert [row["5xx/s"] for row in found] == [row["429/s"] for row in found] == rates
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
