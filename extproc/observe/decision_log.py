@@ -210,6 +210,7 @@ class PredictionResult:
     replica: str  # ip:port
     predicted_s: float
     actual_s: float  # from the decision to the last token
+    ttft_s: float | None  # from the decision to the first token, of streams that the router read
     expected_cached: float  # prompt tokens, expected from the prompts sent to the replica before
     cached: int | None  # prompt tokens; None: the replica does not report them
 

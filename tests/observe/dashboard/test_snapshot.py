@@ -147,6 +147,32 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
     assert titles[-5:] == ["TTFT s", "TTFT actual", "finish s", "finish actual", "model: why"]
 
 
+def test_unhealthy_replica_shows_no_load(services: Services, clock: ManualClock) -> None:
+    for number in range(9):
+        dispatch(services, str(number))
+    clock.advance(1.0)
+    poll(services, running=2, kv_usage=0.5)
+    ended(services, actual=2.0, on=2)
+    poll(services, 2, healthy=False, problem="cannot connect", running=2, kv_usage=0.5)
+    load = ("Running", "Waiting", "KV", "Backlog", "×", "Share")
+    learned = ("Prefill speed", "Decode speed", "Warm")
+    assert cells(services, 2, *load, *learned) == [None] * 9
+    assert cells(services, 2, "Age", "Completion p50") == [0.0, 2.0]
+    assert None not in cells(services, 1, *load, *learned)
+
+
+def test_replica_row_shows_latencies_of_the_last_five_minutes(services: Services) -> None:
+    latencies = "Completion p50", "Completion p99", "TTFT p99"
+    ended(services, actual=99.0, ttft=99.0, on=2, ago=301.0)
+    assert cells(services, 2, *latencies) == [None, None, None]
+    for number in range(100):
+        ended(services, actual=1.0 + number, on=2)
+    assert cells(services, 2, *latencies) == [50.0, 99.0, None]
+    ended(services, actual=1000.0, ttft=0.25, on=2)
+    assert cells(services, 2, *latencies) == [51.0, 100.0, 0.25]
+    assert cells(services, 1, *latencies) == [None, None, None]
+
+
 def test_share_of_hardly_any_decisions_is_not_shown(services: Services) -> None:
     assert page(services)["decisions"]["note"] == ""
     for number in range(2):
