@@ -12,7 +12,7 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.changes import Exclusions, Presence
+from extproc.observe.changes import Exclusions, Onsets, Presence
 from extproc.observe.decision import (
     Candidate,
     DecisionRecord,
@@ -230,6 +230,7 @@ class ObservedPool:
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)
+    onsets: Onsets = field(default_factory=Onsets)
     routers: Presence = field(default_factory=lambda: Presence("routers", ""))  # the peers
     pollers: Presence = field(default_factory=lambda: Presence("pollers", ""))
 

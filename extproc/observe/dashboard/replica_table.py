@@ -9,6 +9,7 @@ import numpy as np
 
 from extproc.ground.text import natural
 from extproc.observe.dashboard.page_table import PageColumn, PageTable
+from extproc.observe.dashboard.warnings import FROZEN, since
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
@@ -100,8 +101,11 @@ def _health(reason: str, state: ReplicaState) -> str:
 
 
 def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
-    """Say why a replica is excluded and since when, or that its gauges are ignored."""
-    if reason and (since := pool.exclusions.since(replica)):
-        return f"since {since}" if reason == "draining" else f"{reason} (since {since})"
-    frozen = "its gauges do not move: ignored" if pool.fleet.eligibility.frozen(replica) else ""
-    return "" if reason == "draining" else reason or frozen
+    """Say why a replica is excluded or its gauges are ignored, and since when."""
+    if reason and (excluded := pool.exclusions.since(replica)):
+        return f"since {excluded}" if reason == "draining" else f"{reason} (since {excluded})"
+    if reason:
+        return "" if reason == "draining" else reason
+    if pool.fleet.eligibility.frozen(replica):
+        return f"its gauges do not move: ignored ({since(pool, FROZEN, [replica])})"
+    return ""

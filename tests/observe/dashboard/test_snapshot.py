@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
+from extproc.ground.clock import time_of_day
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.history import Delays, History
@@ -265,7 +265,7 @@ def test_request_rate_is_of_the_life_of_a_young_router(
     found = page(services)
     assert found["figures"]["requests a second"] == "1.5"
     assert rows(found["history"])["minute"]["Requests/s"] == "1.50"
-    started = datetime.fromtimestamp(services.wall() - 4.0).strftime("%H:%M:%S")
+    started = time_of_day(services.wall() - 4.0)
     since = f"This router started at {started}: longer periods begin then."
     assert found["history"]["note"] == since
     clock.advance(3600.0)
@@ -391,7 +391,7 @@ def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services
 def test_excluded_replica_shows_since_when(services: Services, clock: ManualClock) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
     services.exclusions.look(services.fleet, services.wall())
-    since = datetime.fromtimestamp(services.wall()).strftime("%H:%M:%S")
+    since = time_of_day(services.wall())
     clock.advance(2.0)
     poll(services, 1, 3, 4)
     poll(services, 2, healthy=False, problem="cannot connect")
@@ -403,13 +403,24 @@ def test_excluded_replica_shows_since_when(services: Services, clock: ManualCloc
     assert cells(services, 2, "Health notes") == [""]
 
 
-def test_slow_replica_and_wrong_profile_are_warned_of(services: Services) -> None:
+def test_slow_replica_and_wrong_profile_are_warned_of(
+    services: Services, clock: ManualClock
+) -> None:
     step = hardware_profile(H100).step
     poll(services, learned=step)
     assert warnings(services) == []
     poll(services, 2, learned=step.slowed(1.8))
-    slower = f"r2 is much slower than other replicas of profile {H100}"
+    since = time_of_day(services.wall())
+    slower = f"r2 is much slower than other replicas of profile {H100} (since {since}): check "
     assert only_warning(services).startswith(slower)
+    clock.advance(4.0)
+    poll(services, 1, 3, 4, learned=step)
+    poll(services, 2, learned=step.slowed(1.8))
+    assert only_warning(services).startswith(slower)
+    poll(services, 4, learned=step.slowed(1.8))
+    assert f"r2 and r4 are much slower than other replicas of profile {H100} (the first since " in (
+        only_warning(services)
+    )
     for number in (1, 3, 4):
         poll(services, number, learned=step.slowed(2.5))
     all_slower = f"Replicas of profile {H100} are more than 2 times slower than it"
@@ -501,8 +512,8 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     if drifting is None:
         assert warnings(services) == []
         return
-    begin = "is drifting from the prediction: decoding takes much longer than the measured speed"
-    assert only_warning(services).startswith(f"r{drifting} {begin}")
+    begin = f"r{drifting} is drifting from the prediction (since {time_of_day(services.wall())}): "
+    assert only_warning(services).startswith(f"{begin}decoding takes much longer than the measured")
     assert cells(services, drifting, "×")[0] > 2
     clock.advance(300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
@@ -581,9 +592,14 @@ def test_gauges_that_do_not_move_are_warned_of_until_they_move(
     for _ in range(5):
         clock.advance(1.0)
         poll(services, 4, running=3, steps=5.0)
+    since = f"(since {time_of_day(services.wall())})"
     (warning,) = warnings(services)
-    assert warning.startswith("r4 is showing gauges that do not move: the router ignores them")
+    assert warning.startswith(f"r4 is showing gauges that do not move {since}: the router ignores")
     assert warning.endswith("whose gauges still do not move after its next requests.")
-    assert cells(services, 4, "Health notes") == ["its gauges do not move: ignored"]
+    poll(services, 1, 2, 3)
+    clock.advance(4.0)
+    poll(services, 4, running=3, steps=5.0)
+    assert cells(services, 4, "Health notes") == [f"its gauges do not move: ignored {since}"]
+    assert warnings(services) == [warning]
     poll(services, 4, running=3, steps=6.0)
     assert warnings(services) == []
