@@ -198,6 +198,8 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
     """Yield warnings if Envoy sent requests elsewhere for reasons other than a retry."""
     lately = pool.log.since(pool.wall() - _LATELY_S)
     reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
+    if NotFollowed.FALLBACK in reasons:  # such a policy takes the second choice by chance, too
+        reasons.discard(NotFollowed.UNKNOWN_ADDRESS)
     for reason, cause in _NOT_FOLLOWED.items():
         if reason in reasons:
             yield f"Envoy did not follow decisions in the last minute: {cause}."

@@ -14,6 +14,7 @@ from extproc.config import Config, HoldSettings
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.ground.clock import time_of_day
 from extproc.observe.dashboard.snapshot import snapshot
+from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.history import Delays, History
 from extproc.predict.step import hardware_profile
@@ -518,6 +519,27 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     clock.advance(300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
     assert warnings(services) == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "causes"),
+    [
+        (["retry"], []),
+        (["unknown_address"], ["the chosen address"]),
+        (["unknown_address", "fallback"], ["its fallback policy"]),  # took the second choice
+        (["fallback", "other_filter"], ["its fallback policy", "another filter"]),
+    ],
+)
+def test_decisions_not_followed_are_warned_of_by_cause(
+    services: Services, reasons: list[str], causes: list[str]
+) -> None:
+    for reason in reasons:
+        dispatch(services).outcome.not_followed = NotFollowed(reason)
+    begin = "Envoy did not follow decisions in the last minute: "
+    found = warnings(services)
+    assert len(found) == len(causes)
+    for warning, cause in zip(found, causes, strict=True):
+        assert warning.startswith(begin + cause)
 
 
 def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
