@@ -1,6 +1,7 @@
 """State of one replica at a scrape: pollers write it, and routers read it."""
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
@@ -88,9 +89,16 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def speed(self) -> float | None:
         """Speed of the usual decode step: learned ÷ the profile's; None: not measured."""
-        if self.learned is None or not self.measured or not self.learned.usual:
-            return None
-        return profile_or_default(self.profile).step.usual / self.learned.usual
+        return self._speed(lambda step: step.usual)
+
+    @property
+    def prefill_speed(self) -> float | None:
+        """Speed of prefill: learned ÷ the profile's; None: not measured."""
+        return self._speed(lambda step: step.c_prefill)
+
+    def _speed(self, seconds: Callable[[StepModel], float]) -> float | None:
+        learned = seconds(self.learned) if self.learned is not None and self.measured else 0.0
+        return seconds(profile_or_default(self.profile).step) / learned if learned else None
 
 
 _DECODER = msgpack.Decoder(ReplicaState)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
@@ -16,6 +17,7 @@ _NOT_LOGGED = FAILING.name, FULL.name
 """An ejection is logged when it begins, with its time. A full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left stays on the page
 _COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
+_NEVER = -inf, -inf
 _OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
 
 
@@ -56,6 +58,32 @@ class Exclusions:
         if replica not in self._excluded:
             return ""
         return time_of_day(self._excluded[replica][1])
+
+
+class Onsets:
+    """Since when replicas are the cause of warnings. Times are seconds since the epoch.
+
+    A figure may vary around its limit: a cause counts as the same unless it was absent for a
+    minute.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[float, float]] = {}  # first and last time
+
+    def since(self, cause: str, replicas: Collection[str], now: float) -> float:
+        """Notes that a cause is present now, and returns when it was first seen.
+
+        Args:
+            cause: such as ``slow``.
+            replicas: at least one ``ip:port``; the earliest of their times is returned.
+            now: the time of this call.
+        """
+        keys = [(cause, replica) for replica in replicas]
+        if any(now - self._seen.get(key, _NEVER)[1] > _OVER_S for key in keys):
+            seen = self._seen.items()
+            self._seen = {key: times for key, times in seen if now - times[1] <= _OVER_S}
+        self._seen |= {key: (self._seen.get(key, (now, now))[0], now) for key in keys}
+        return min(self._seen[key][0] for key in keys)
 
 
 class Presence:

@@ -12,7 +12,7 @@ import numpy as np
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.changes import Exclusions, Presence
+from extproc.observe.changes import Exclusions, Onsets, Presence
 from extproc.observe.decision import (
     Candidate,
     DecisionRecord,
@@ -210,6 +210,7 @@ class PredictionResult:
     replica: str  # ip:port
     predicted_s: float
     actual_s: float  # from the decision to the last token
+    ttft_s: float | None  # from the decision to the first token, of streams that the router read
     expected_cached: float  # prompt tokens, expected from the prompts sent to the replica before
     cached: int | None  # prompt tokens; None: the replica does not report them
 
@@ -229,6 +230,7 @@ class ObservedPool:
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
     exclusions: Exclusions = field(default_factory=Exclusions)
+    onsets: Onsets = field(default_factory=Onsets)
     routers: Presence = field(default_factory=lambda: Presence("routers", ""))  # the peers
     pollers: Presence = field(default_factory=lambda: Presence("pollers", ""))
 

@@ -48,9 +48,9 @@ class History:
         """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
         A row covers its span less at most ten seconds.
 
-        A row has requests a second, answers with 5xx (the router's 503 included), refusals with
-        429, and the :data:`QUANTILES` of seconds to first token, per token and to completion; NaN:
-        no such time is known.
+        A row has requests, answers with 5xx (the router's 503 included) and refusals with 429, each
+        per second, and the :data:`QUANTILES` of seconds to first token, per token and to
+        completion; NaN: no such time is known.
         """
         return [self._row(span) for span in SPANS_S]
 
@@ -58,15 +58,14 @@ class History:
         now, totals = self._clock(), self._now()
         within = (each for each in self._totals if now - each[0] <= span)
         at, before = next(within, self._totals[-1])
-        (requests, failed, refused), *spread = (
-            new - old for new, old in zip(totals, before, strict=True)
-        )
+        counts, *spread = (new - old for new, old in zip(totals, before, strict=True))
+        rates = counts / max(now - at, 1.0)
         times = [
-            quantile(spread_of.bounds, counts, q)
-            for spread_of, counts in zip(self._times, spread, strict=True)
+            quantile(spread_of.bounds, values, q)
+            for spread_of, values in zip(self._times, spread, strict=True)
             for q in QUANTILES
         ]
-        return float(requests) / max(now - at, 1.0), float(failed), float(refused), *times
+        return *rates.tolist(), *times
 
     def _now(self) -> tuple[Floats, ...]:
         metrics = self._metrics

@@ -110,8 +110,9 @@ class RouterMetrics:
         )
         self.speed = gauge(
             "extproc_replica_speed_ratio",
-            "Learned speed of a decode step, divided by that of the replica's hardware profile.",
-            ["replica", "profile"],
+            "Learned speed of a phase, decode or prefill, divided by that of the replica's "
+            "hardware profile.",
+            ["replica", "profile", "phase"],
         )
         self.hits_expected = counts(
             "extproc_prefix_cache_expected_tokens_total",
@@ -160,7 +161,7 @@ class RouterMetrics:
             ["pool", "model"],
         )
         self.share = gauge(
-            "extproc_tenant_share",
+            "extproc_tenant_share_ratio",
             "Recent share of replica time, 0 to 1, among requests that left the router's queue, "
             "by tenant: the tenants with the most, and the rest as other.",
             ["tenant"],
@@ -232,8 +233,10 @@ class RouterMetrics:
     def set_speeds(self, states: Iterable[ReplicaState]) -> None:
         self.speed.clear()
         for state in states:
-            if (speed := state.speed) is not None:
-                self.speed.labels(state.id, profile_or_default(state.profile).name).set(speed)
+            profile = profile_or_default(state.profile).name
+            for phase, speed in (("decode", state.speed), ("prefill", state.prefill_speed)):
+                if speed is not None:
+                    self.speed.labels(state.id, profile, phase).set(speed)
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):

@@ -276,7 +276,9 @@ class InFlight:
             services.router.error_quantiles.completion.observe(predicted, seconds)
             reported = cached if forecast.predicts_hits else None
             services.results.append(
-                PredictionResult(services.clock(), replica, predicted, seconds, hits, reported)
+                PredictionResult(
+                    services.clock(), replica, predicted, seconds, ttft, hits, reported
+                )
             )
             if cached is not None:
                 metrics.hits_expected.add(replica, by=hits)

@@ -11,7 +11,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
-from extproc.observe.changes import Exclusions, Presence
+from extproc.observe.changes import Exclusions, Onsets, Presence
 from extproc.observe.decision_log import MOST_RESULTS, ObservedPool
 from extproc.observe.history import Average
 from extproc.observe.metrics import Demand, RouterMetrics
@@ -112,6 +112,7 @@ def parts_of_pool(
         "results": deque(maxlen=MOST_RESULTS),
         "external": Average(clock),
         "exclusions": Exclusions(),
+        "onsets": Onsets(),
         "routers": Presence("routers", config.pool),
         "pollers": Presence("pollers", config.pool),
         "demand": Demand(clock),

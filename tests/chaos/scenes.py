@@ -260,7 +260,7 @@ SCENES = (
                      "requests failed on replicas", "ExtprocReplicaFails"),
                victim="r3", most_share=0.2),
     ChaosScene("replica-slow", _simulated("r3", slow=4.0), 10.0, _serves("r3"),
-               Signs("r3 is much slower", "extproc_replica_speed_ratio < 0.67",
+               Signs("r3 is much slower", 'extproc_replica_speed_ratio{phase="decode"} < 0.67',
                      "much slower", "ExtprocReplicaSlow"),
                victim="r3", most_share=0.2),
     ChaosScene("replica-asleep", ChaosFault(_post("r3", "/sleep"), _post("r3", "/wake_up")), 6.0,

@@ -1,6 +1,7 @@
 """Counters and histograms export like prometheus_client's, and labels of clients stay bounded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,6 +10,8 @@ from prometheus_client.exposition import generate_latest
 
 from extproc.observe.metrics import RouterMetrics
 from extproc.observe.tally import Counts, Spread
+from extproc.predict.step import hardware_profile
+from extproc.replica_state import ReplicaState
 
 
 def page(registry: CollectorRegistry) -> list[str]:
@@ -61,7 +64,7 @@ def test_labels_of_clients_make_a_bounded_number_of_series(registry: CollectorRe
 
 def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
-    waiting, share = "extproc_requests_queued", "extproc_tenant_share"
+    waiting, share = "extproc_requests_queued", "extproc_tenant_share_ratio"
     metrics.set_waiting([("chat", "red", 3), ("", "red", 1)], [("red", 3.0), ("blue", 1.0)])
     assert values(registry, waiting) == {("", ""): 0, ("chat", "red"): 3, ("", "red"): 1}
     assert values(registry, share) == {("red",): 0.75, ("blue",): 0.25}
@@ -88,3 +91,21 @@ def test_unserved_is_exported_by_model(registry: CollectorRegistry) -> None:
     assert named["one", "other"] == sum(range(1, 981))
     metrics.set_unserved({"one": {}})
     assert values(registry, name) == {}
+
+
+def test_learned_speeds_are_exported_by_phase(registry: CollectorRegistry) -> None:
+    metrics, profile = RouterMetrics(registry), hardware_profile("llama-8b-a10")
+    learned = replace(profile.step.slowed(2.0), c_prefill=4.0 * profile.step.c_prefill)
+    states = [
+        ReplicaState(id="a", profile=profile.name, learned=learned, measured=True),
+        ReplicaState(id="b", profile=profile.name, learned=learned),
+        ReplicaState(id="c", measured=True),
+    ]
+    metrics.set_speeds(states)
+    assert values(registry, "extproc_replica_speed_ratio") == {
+        ("a", profile.name, "decode"): 0.5,
+        ("a", profile.name, "prefill"): 0.25,
+    }
+    learned = replace(learned, c_prefill=0.0)
+    metrics.set_speeds([ReplicaState(id="a", profile=profile.name, learned=learned, measured=True)])
+    assert list(values(registry, "extproc_replica_speed_ratio").values()) == [0.5]

@@ -132,6 +132,11 @@ def mounted(service: str) -> set[str]:
     return {volume.split(":")[1] for volume in COMPOSE[service]["volumes"]}
 
 
+def speed(instance: str, replica: str, phase: str = "decode") -> str:
+    labels = f"instance='{instance}',replica='{replica}',profile='p',phase='{phase}'"
+    return f"extproc_replica_speed_ratio{{{labels}}}"
+
+
 FIRES = {
     "ExtprocProcessDown": {
         "up{instance='a',job='router'}": "1 1 0x10",
@@ -165,10 +170,11 @@ FIRES = {
     },
     "ExtprocReplicaExcluded": {"extproc_replica_excluded{replica='a',reason='failing'}": "1x10"},
     "ExtprocReplicaSlow": {
-        "extproc_replica_speed_ratio{instance='a',replica='r1',profile='p'}": "0.6x10",
-        "extproc_replica_speed_ratio{instance='a',replica='r2',profile='p'}": "1x10",
-        "extproc_replica_speed_ratio{instance='a',replica='r3',profile='p'}": "1x10",
-        "extproc_replica_speed_ratio{instance='b',replica='r1',profile='p'}": "0.6x10",
+        speed("a", "r1"): "0.6x10",
+        speed("a", "r2"): "1x10",
+        speed("a", "r3"): "1x10",
+        speed("a", "r3", "prefill"): "0.1x10",
+        speed("b", "r1"): "0.6x10",
     },
     "ExtprocReplicaFails": {
         "extproc_failures_total{replica='a'}": "0+10x10",

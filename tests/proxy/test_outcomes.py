@@ -87,7 +87,8 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
     assert value(registry, "prefix_cache_reported_tokens_total", hits) == 32
     assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
     (result,) = services.results
-    assert (result.replica, result.actual_s, result.cached) == (first, 2.5, 32)
+    assert (result.replica, result.actual_s, result.ttft_s) == (first, 2.5, 0.5)
+    assert result.cached == 32
     assert result.predicted_s == decision.predicted_completion
 
 

@@ -1,21 +1,21 @@
-"""Snapshot for the dashboard: tables, with title, unit and values of each column."""
+"""Snapshot of a router for the dashboard, as JSON."""
 
 import asyncio
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from math import inf, isnan
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from extproc.ground.clock import time_of_day
-from extproc.ground.text import Column, natural, row_of
+from extproc.ground.text import Column, row_of
 from extproc.observe.changes import Presence
 from extproc.observe.dashboard.observed import observed_requests, steering
+from extproc.observe.dashboard.page_table import PageColumn, PageTable
+from extproc.observe.dashboard.replica_table import replica_table
 from extproc.observe.dashboard.warnings import (
     pool_warnings,
     redis_lost,
@@ -25,38 +25,16 @@ from extproc.observe.dashboard.warnings import (
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
 from extproc.observe.history import SPANS_S
-from extproc.predict.completion import backlog_s
-from extproc.predict.inputs import FleetView, Floats
-from extproc.replica_state import ReplicaState
+from extproc.predict.inputs import FleetView
 from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
-_COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
-_LEAST_SHARED = 3  # decisions in the last minute below which no shares are shown
+_COMPARED_S = 300.0  # seconds of latencies, and of predictions compared with actual times
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
+_RATES = "Requests/s", "5xx/s", "429/s"  # the first columns of the history
 _GROUPS = 50  # groups of queued requests listed: there may be as many tenants as users
-
-
-class PageColumn(Struct, omit_defaults=True):
-    """Column of a table; the unit tells browser and terminal how to show the values."""
-
-    title: str
-    unit: str  # a key of UNITS in page/table.js
-    values: list[Any]
-    notes: list[str] = []  # small print below each value
-    estimated: list[bool] = []  # values to be marked with ≈
-
-
-class PageTable(Struct):
-    """Table for the page. A row with the same key in the next snapshot replaces the row in
-    place."""
-
-    caption: str
-    keys: list[Any]
-    columns: list[PageColumn]
-    note: str = ""  # below the rows
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
@@ -78,7 +56,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         shown.append(
             {
                 "name": name,
-                "replicas": _replicas(pool, view, dispatched),
+                "replicas": replica_table(pool, view, dispatched, ended),
                 "waiting": _waiting(pool, view),
                 "accuracy": _accuracy(ended),
             }
@@ -123,66 +101,6 @@ def text_table(
         unit = units.get(title, "text" if column.left else "figure")
         converted.append(PageColumn(title, unit, [row[at] for row in rows]))
     return PageTable(caption, keys, converted)
-
-
-def _replicas(
-    pool: ObservedPool, view: FleetView, dispatched: Counter[tuple[str, str]]
-) -> PageTable:
-    fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
-    excluded = {replica.id: replica.why for replica in view.excluded}
-    order = sorted(range(len(view)), key=lambda row: natural(view.names[row]))
-    ids = [view.ids[row] for row in order]
-    states = [fleet.members.by_row[view.rows[row]] for row in order]
-    reasons = [excluded.get(replica, "") for replica in ids]
-    addresses = [
-        f"{'' if state.name == state.id else f'{state.id} '}{', '.join(state.models)}"
-        for state in states
-    ]
-    health = [*map(_health, reasons, states)]
-    problems = [*map(partial(_problem, pool), ids, reasons)]
-    by_profile = [not state.measured for state in states]
-    estimated = [fleet.blocks.count(replica) is None for replica in ids]
-    ages = [round(now - fleet.eligibility.scraped_at(replica), 1) for replica in ids]
-    total = dispatched.total()
-    enough = total >= _LEAST_SHARED
-    shares = [round(dispatched[name, replica] / total, 3) if enough else None for replica in ids]
-    warm = [round(fleet.warm_tokens(replica)) for replica in ids]
-    with np.errstate(divide="ignore"):
-        prefill = 1.0 / view.c_prefill
-    decode = view.tokens_per_step / view.decode_step / view.stretch
-
-    def figures(values: Floats) -> list[float]:
-        return [*values[order].round(3).tolist()]
-
-    columns = [
-        PageColumn("Replica", "name", [view.names[row] for row in order], notes=addresses),
-        PageColumn("Health", "health", health, notes=problems),
-        PageColumn("Running", "load", figures(np.maximum(view.requests - view.waiting, 0.0))),
-        PageColumn("Waiting", "load", figures(view.waiting)),
-        PageColumn("KV", "share", figures(view.kv_usage)),
-        PageColumn("Backlog", "seconds", figures(backlog_s(view))),
-        PageColumn("×", "ratio", figures(view.stretch)),
-        PageColumn("Share", "share", shares),
-        PageColumn("Age", "age", ages),
-        PageColumn("Prefill speed", "tokens", figures(prefill), estimated=by_profile),
-        PageColumn("Decode speed", "tokens", figures(decode), estimated=by_profile),
-        PageColumn("Warm", "tokens", warm, estimated=estimated),
-    ]
-    return PageTable(f"Replicas of pool {name}", ids, columns)
-
-
-def _health(reason: str, state: ReplicaState) -> str:
-    if reason in ("", "draining"):
-        return reason or "ok"
-    return "excluded" if state.healthy else "unhealthy"
-
-
-def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
-    """Say why a replica is excluded and since when, or that its gauges are ignored."""
-    if reason and (since := pool.exclusions.since(replica)):
-        return f"since {since}" if reason == "draining" else f"{reason} (since {since})"
-    frozen = "its gauges do not move: ignored" if pool.fleet.eligibility.frozen(replica) else ""
-    return "" if reason == "draining" else reason or frozen
 
 
 def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
@@ -273,12 +191,12 @@ def _with_gone(alive: str, presence: Presence) -> str:
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
     """Compare the last minute, ten minutes and hour of a router of this age."""
     names = ["minute", "10 minutes", "hour"]
-    rate, failed, refused, *times = map(list, zip(*rows, strict=True))
-    columns = [
-        PageColumn("Last", "name", names),
-        PageColumn("Requests/s", "ratio", rate),
-        PageColumn("5xx count", "count", failed),
-        PageColumn("429 count", "count", refused),
+    figures = [*map(list, zip(*rows, strict=True))]
+    rates, times = figures[: len(_RATES)], figures[len(_RATES) :]
+    columns = [PageColumn("Last", "name", names)]
+    columns += [
+        PageColumn(title, "figure", [*map(_rate, values)])
+        for title, values in zip(_RATES, rates, strict=True)
     ]
     titles = [f"{time} {q}" for time in ("TTFT", "TPOT", "Completion") for q in ("p50", "p99")]
     columns += [
@@ -287,6 +205,11 @@ def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float)
     ]
     note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
     return PageTable("Last hour", names, columns, note if age_s < SPANS_S[-1] else "")
+
+
+def _rate(per_s: float) -> str:
+    """Format a rate with two digits after the point, or a small one with two significant digits."""
+    return f"{per_s:.2f}" if per_s >= 0.1 else f"{per_s:.2g}"
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:

@@ -5,11 +5,12 @@ aloud.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median_high
 
 import numpy as np
 
+from extproc.ground.clock import time_of_day
 from extproc.ground.text import natural
 from extproc.observe.changes import Presence
 from extproc.observe.decision import NotFollowed
@@ -18,6 +19,7 @@ from extproc.predict.inputs import FleetView
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
+FROZEN = "frozen"  # a cause, as in :class:`~extproc.observe.changes.Onsets`
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # actual ÷ predicted decode time, relative to the other replicas
 _SLOW = 0.67  # speed, relative to the other replicas of the same profile
@@ -106,7 +108,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     yield from _external(pool)
     yield from _frozen(pool, view)
     yield from _slow(pool)
-    yield from _drifts(view)
+    yield from _drifts(pool, view)
     yield from _full_queue(pool)
 
 
@@ -196,16 +198,20 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
     """Yield warnings if Envoy sent requests elsewhere for reasons other than a retry."""
     lately = pool.log.since(pool.wall() - _LATELY_S)
     reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
+    if NotFollowed.FALLBACK in reasons:  # such a policy takes the second choice by chance, too
+        reasons.discard(NotFollowed.UNKNOWN_ADDRESS)
     for reason, cause in _NOT_FOLLOWED.items():
         if reason in reasons:
             yield f"Envoy did not follow decisions in the last minute: {cause}."
 
 
 def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    ids = zip(view.names, view.ids, strict=True)
-    if names := [name for name, replica in ids if pool.fleet.eligibility.frozen(replica)]:
+    ids = zip(view.ids, view.names, strict=True)
+    frozen = {replica: name for replica, name in ids if pool.fleet.eligibility.frozen(replica)}
+    if frozen:
         yield (
-            f"{_listed(names)} showing gauges that do not move: the router ignores them and goes "
+            f"{_listed([*frozen.values()])} showing gauges that do not move "
+            f"({since(pool, FROZEN, frozen)}): the router ignores them and goes "
             "by its own count, so requests do not suffer. Restart a replica whose gauges still do "
             "not move after its next requests."
         )
@@ -214,16 +220,17 @@ def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 def _slow(pool: ObservedPool) -> Iterator[str]:
     """Yield warnings about replicas slower than others of their profile, and about profiles that do
     not fit."""
-    speeds = defaultdict[str, dict[str, float]](dict)
+    speeds = defaultdict[str, list[tuple[ReplicaState, float]]](list)
     for state in pool.fleet.members:
         if (speed := state.speed) is not None:
-            profile = profile_or_default(state.profile).name
-            speeds[profile][state.name or state.id] = speed
-    for profile, by_name in speeds.items():
-        usual = median_high(by_name.values())
-        if slow := [name for name, speed in by_name.items() if speed < _SLOW * usual]:
+            speeds[profile_or_default(state.profile).name].append((state, speed))
+    for profile, measured in speeds.items():
+        usual = median_high(speed for _, speed in measured)
+        if slow := [state for state, speed in measured if speed < _SLOW * usual]:
             yield (
-                f"{_listed(slow)} much slower than other replicas of profile {profile}: check the "
+                f"{_listed([state.name or state.id for state in slow])} much slower than other "
+                f"replicas of profile {profile} "
+                f"({since(pool, 'slow', [state.id for state in slow])}): check the "
                 "GPU's clock, its power, and what else runs on it."
             )
         if not 1.0 / _WRONG_PROFILE < usual < _WRONG_PROFILE:
@@ -234,7 +241,7 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
             )
 
 
-def _drifts(view: FleetView) -> Iterator[str]:
+def _drifts(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     """Yield warnings about replicas whose decode times differ from predictions much more than on
     other replicas."""
     if not len(view):
@@ -244,10 +251,11 @@ def _drifts(view: FleetView) -> Iterator[str]:
         ("longer", view.stretch > _DRIFT * max(low, 1.0)),
         ("shorter", view.stretch < min(high, 1.0) / _DRIFT),
     ):
-        if names := [view.names[place] for place in drifting.nonzero()[0].tolist()]:
+        if places := drifting.nonzero()[0].tolist():
+            began = since(pool, word, [view.ids[place] for place in places])
             yield (
-                f"{_listed(names)} drifting from the prediction: decoding takes much {word} than "
-                "the measured speed predicts."
+                f"{_listed([view.names[place] for place in places])} drifting from the prediction "
+                f"({began}): decoding takes much {word} than the measured speed predicts."
             )
 
 
@@ -281,6 +289,12 @@ def _full_queue(pool: ObservedPool) -> Iterator[str]:
             f"Requests have waited for more than half of the {hold.longest_s:g} s after which the "
             "router refuses them (hold.longest_s): add replicas."
         )
+
+
+def since(pool: ObservedPool, cause: str, replicas: Collection[str]) -> str:
+    """Note that a cause of warnings is present now, and say since when: ``since 12:03:04``."""
+    at = pool.onsets.since(cause, replicas, pool.wall())
+    return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(at)}"
 
 
 def _listed(names: Sequence[str]) -> str:

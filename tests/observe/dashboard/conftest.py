@@ -57,10 +57,11 @@ def ended(
     *,
     on: int = 1,
     ago: float = 0.0,
+    ttft: float | None = None,
     expected: float = 0.0,
     cached: int | None = None,
 ) -> None:
     """Add the result of a request that ended ``ago`` seconds ago on replica ``on``."""
     at = services.clock() - ago
-    result = PredictionResult(at, replica(on), predicted, actual, expected, cached)
+    result = PredictionResult(at, replica(on), predicted, actual, ttft, expected, cached)
     services.results.append(result)

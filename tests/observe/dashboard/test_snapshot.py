@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,9 @@ from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
+from extproc.ground.clock import time_of_day
 from extproc.observe.dashboard.snapshot import snapshot
+from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import LoggedDecision
 from extproc.observe.history import Delays, History
 from extproc.predict.step import hardware_profile
@@ -147,6 +148,32 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
     assert titles[-5:] == ["TTFT s", "TTFT actual", "finish s", "finish actual", "model: why"]
 
 
+def test_unhealthy_replica_shows_no_load(services: Services, clock: ManualClock) -> None:
+    for number in range(9):
+        dispatch(services, str(number))
+    clock.advance(1.0)
+    poll(services, running=2, kv_usage=0.5)
+    ended(services, actual=2.0, on=2)
+    poll(services, 2, healthy=False, problem="cannot connect", running=2, kv_usage=0.5)
+    load = ("Running", "Waiting", "KV", "Backlog", "×", "Share")
+    learned = ("Prefill speed", "Decode speed", "Warm")
+    assert cells(services, 2, *load, *learned) == [None] * 9
+    assert cells(services, 2, "Age", "Completion p50") == [0.0, 2.0]
+    assert None not in cells(services, 1, *load, *learned)
+
+
+def test_replica_row_shows_latencies_of_the_last_five_minutes(services: Services) -> None:
+    latencies = "Completion p50", "Completion p99", "TTFT p99"
+    ended(services, actual=99.0, ttft=99.0, on=2, ago=301.0)
+    assert cells(services, 2, *latencies) == [None, None, None]
+    for number in range(100):
+        ended(services, actual=1.0 + number, on=2)
+    assert cells(services, 2, *latencies) == [50.0, 99.0, None]
+    ended(services, actual=1000.0, ttft=0.25, on=2)
+    assert cells(services, 2, *latencies) == [51.0, 100.0, 0.25]
+    assert cells(services, 1, *latencies) == [None, None, None]
+
+
 def test_share_of_hardly_any_decisions_is_not_shown(services: Services) -> None:
     assert page(services)["decisions"]["note"] == ""
     for number in range(2):
@@ -238,12 +265,30 @@ def test_request_rate_is_of_the_life_of_a_young_router(
         services.metrics.requests.add("routed")
     found = page(services)
     assert found["figures"]["requests a second"] == "1.5"
-    assert rows(found["history"])["minute"]["Requests/s"] == 1.5
-    started = datetime.fromtimestamp(services.wall() - 4.0).strftime("%H:%M:%S")
+    assert rows(found["history"])["minute"]["Requests/s"] == "1.50"
+    started = time_of_day(services.wall() - 4.0)
     since = f"This router started at {started}: longer periods begin then."
     assert found["history"]["note"] == since
     clock.advance(3600.0)
     assert page(services)["history"]["note"] == ""
+
+
+@pytest.mark.parametrize(
+    ("failed", "rates"),
+    [(0, ["0", "0", "0"]), (1, ["0.017", "0.0017", "0.00028"]), (900, ["15.00", "1.50", "0.25"])],
+)
+def test_rates_of_rare_errors_are_readable(
+    services: Services, clock: ManualClock, failed: int, rates: list[str]
+) -> None:
+    services = replace(services, history=History(services.metrics, clock))
+    for seconds in (3000.0, 540.0):
+        clock.advance(seconds)
+        services.history.look()
+    services.metrics.responses.add("5xx", by=failed)
+    services.metrics.refused.add("saturated", by=failed)
+    clock.advance(60.0)
+    found = rows(page(services)["history"]).values()
+    assert [row["5xx/s"] for row in found] == [row["429/s"] for row in found] == rates
 
 
 def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -> None:
@@ -347,7 +392,7 @@ def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services
 def test_excluded_replica_shows_since_when(services: Services, clock: ManualClock) -> None:
     poll(services, 2, healthy=False, problem="cannot connect")
     services.exclusions.look(services.fleet, services.wall())
-    since = datetime.fromtimestamp(services.wall()).strftime("%H:%M:%S")
+    since = time_of_day(services.wall())
     clock.advance(2.0)
     poll(services, 1, 3, 4)
     poll(services, 2, healthy=False, problem="cannot connect")
@@ -359,13 +404,24 @@ def test_excluded_replica_shows_since_when(services: Services, clock: ManualCloc
     assert cells(services, 2, "Health notes") == [""]
 
 
-def test_slow_replica_and_wrong_profile_are_warned_of(services: Services) -> None:
+def test_slow_replica_and_wrong_profile_are_warned_of(
+    services: Services, clock: ManualClock
+) -> None:
     step = hardware_profile(H100).step
     poll(services, learned=step)
     assert warnings(services) == []
     poll(services, 2, learned=step.slowed(1.8))
-    slower = f"r2 is much slower than other replicas of profile {H100}"
+    since = time_of_day(services.wall())
+    slower = f"r2 is much slower than other replicas of profile {H100} (since {since}): check "
     assert only_warning(services).startswith(slower)
+    clock.advance(4.0)
+    poll(services, 1, 3, 4, learned=step)
+    poll(services, 2, learned=step.slowed(1.8))
+    assert only_warning(services).startswith(slower)
+    poll(services, 4, learned=step.slowed(1.8))
+    assert f"r2 and r4 are much slower than other replicas of profile {H100} (the first since " in (
+        only_warning(services)
+    )
     for number in (1, 3, 4):
         poll(services, number, learned=step.slowed(2.5))
     all_slower = f"Replicas of profile {H100} are more than 2 times slower than it"
@@ -457,12 +513,33 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     if drifting is None:
         assert warnings(services) == []
         return
-    begin = "is drifting from the prediction: decoding takes much longer than the measured speed"
-    assert only_warning(services).startswith(f"r{drifting} {begin}")
+    begin = f"r{drifting} is drifting from the prediction (since {time_of_day(services.wall())}): "
+    assert only_warning(services).startswith(f"{begin}decoding takes much longer than the measured")
     assert cells(services, drifting, "×")[0] > 2
     clock.advance(300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
     assert warnings(services) == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "causes"),
+    [
+        (["retry"], []),
+        (["unknown_address"], ["the chosen address"]),
+        (["unknown_address", "fallback"], ["its fallback policy"]),  # took the second choice
+        (["fallback", "other_filter"], ["its fallback policy", "another filter"]),
+    ],
+)
+def test_decisions_not_followed_are_warned_of_by_cause(
+    services: Services, reasons: list[str], causes: list[str]
+) -> None:
+    for reason in reasons:
+        dispatch(services).outcome.not_followed = NotFollowed(reason)
+    begin = "Envoy did not follow decisions in the last minute: "
+    found = warnings(services)
+    assert len(found) == len(causes)
+    for warning, cause in zip(found, causes, strict=True):
+        assert warning.startswith(begin + cause)
 
 
 def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
@@ -537,9 +614,14 @@ def test_gauges_that_do_not_move_are_warned_of_until_they_move(
     for _ in range(5):
         clock.advance(1.0)
         poll(services, 4, running=3, steps=5.0)
+    since = f"(since {time_of_day(services.wall())})"
     (warning,) = warnings(services)
-    assert warning.startswith("r4 is showing gauges that do not move: the router ignores them")
+    assert warning.startswith(f"r4 is showing gauges that do not move {since}: the router ignores")
     assert warning.endswith("whose gauges still do not move after its next requests.")
-    assert cells(services, 4, "Health notes") == ["its gauges do not move: ignored"]
+    poll(services, 1, 2, 3)
+    clock.advance(4.0)
+    poll(services, 4, running=3, steps=5.0)
+    assert cells(services, 4, "Health notes") == [f"its gauges do not move: ignored {since}"]
+    assert warnings(services) == [warning]
     poll(services, 4, running=3, steps=6.0)
     assert warnings(services) == []

@@ -89,7 +89,7 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert not any("\x1b" in line for line in lines)
     (header,) = (line for line in lines if line.startswith("Replica"))
-    assert ("Warm" in header) is (width >= 120)
+    assert ("TTFT p99" in header) is (width >= 120)
     assert not header.endswith("...")
 
 
