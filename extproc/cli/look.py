@@ -1,6 +1,6 @@
-"""``extproc top`` and ``extproc explain``: print the fleet and decisions of a running router.
+"""``extproc top`` and ``extproc explain``: print fleet and decisions of the running routers.
 
-``top`` shows the router's dashboard in the terminal and updates it every second.
+``top`` shows the routers and the dashboard of one in the terminal, and updates it every second.
 """
 
 import argparse
@@ -8,31 +8,26 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.config import AdminSettings
-from extproc.ground.text import WIDTH, Column, count, figure, paragraph, printable, share, table
-from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow
+from extproc.cli.routers import AskedRouter, routers_to_ask
+from extproc.cli.screen import RouterView, draw, screen_of
+from extproc.config import AdminSettings, Config
+from extproc.ground.text import WIDTH, printable
+from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
 from extproc.observe.decision import read_decisions
 from extproc.observe.explain import comparison, decisions
 
-_HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _RETRY_S = 1.0
-_TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
-_TEXT = {"name", "text", "health", "decision"}
-_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
-    **dict.fromkeys(("count", "load", "tokens"), count),
-    **dict.fromkeys(("seconds", "milliseconds", "age", "ratio"), figure),
-    "share": share,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    router = "admin address of the router (default: serve.admin)"
+    router = "admin address of one router (default: all that Redis names, or serve.admin)"
     if parser.prog.endswith("top"):
         parser.epilog = "Ctrl-C ends the command."
         parser.add_argument("--router", metavar="URL", help=router)
@@ -46,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         last = "number of decisions to show (default: %(default)s)"
         add("--last", type=whole(1), default=20, metavar="N", help=last)
         parser.add_argument("--router", metavar="URL", help=router)
-        parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
+        parser.add_argument("--json", action="store_true", help="print the decisions as JSON")
     add_file(parser)
 
 
@@ -58,9 +53,9 @@ def _request_id(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
-    router, show = args.router or config.serve.admin, _top if args.command == "top" else _explain
+    show = _top if args.command == "top" else _explain
     try:
-        text = asyncio.run(show(args, router, config.admin))
+        text = asyncio.run(show(args, config))
     except (RouterUnavailableError, OSError, ValueError) as error:
         raise CommandError(*str(error).splitlines()) from None
     except KeyboardInterrupt:
@@ -71,78 +66,102 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
-    answer = await fetch_decisions(router, args.request_id, args.last, access)
-    if args.json:
-        return json.dumps(answer, indent=2)
-    if args.request_id is None:
-        return decisions(read_decisions(answer))
-    return "\n\n\n".join(map(comparison, read_decisions(answer)))
+async def _explain(args: argparse.Namespace, config: Config) -> str:
+    routers, notes = await routers_to_ask(args.router, config)
+    answers = await asyncio.gather(*(_decisions_of(router, args, config) for router in routers))
+    failures = (answer for answer in answers if isinstance(answer, str))
+    problems = [*map(printable, (*notes, *failures))]
+    merged = [record for answer in answers if isinstance(answer, list) for record in answer]
+    if all(isinstance(answer, str) for answer in answers):
+        raise RouterUnavailableError("\n".join(problems))
+    for problem in problems:
+        print(f"extproc explain: {problem}", file=sys.stderr)
+    if args.request_id is not None and not merged:
+        raise RouterUnavailableError(_not_found(args.request_id, routers, config.admin))
+    merged.sort(key=lambda record: float(record["decided_at"]))
+    shown = merged if args.request_id is not None else merged[-args.last :]
+    return json.dumps(shown, indent=2) if args.json else _text(shown, args.request_id is None)
 
 
-async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
-    terminal, lines = sys.stdout.isatty(), list[str]()
-    while True:
-        try:
-            async with aclosing(follow(router, access)) as snapshots:
-                async for snapshot in snapshots:
-                    width = shutil.get_terminal_size().columns if terminal else WIDTH
-                    lines = screen(snapshot, width)
-                    if args.once or not terminal:
-                        return "\n".join(lines)
-                    _draw(lines)
-        except RouterUnavailableError as error:
-            if not lines:
-                raise
-            _draw([f"! {error}"[: shutil.get_terminal_size().columns], *lines])
-        await asyncio.sleep(_RETRY_S)
+async def _decisions_of(
+    router: AskedRouter, args: argparse.Namespace, config: Config
+) -> list[dict[str, Any]] | str:
+    """Ask a router; return the reason if it does not answer.
+
+    Each record of a router that Redis named gets the field ``router``.
+    """
+    try:
+        records = await fetch_decisions(router.admin, args.request_id, args.last, config.admin)
+    except RouterUnavailableError as error:
+        return router.failed(error)
+    own = {"router": router.name} if router.name else {}
+    return [record | own for record in records]
 
 
-def _draw(lines: list[str]) -> None:
-    page = f"{_REST_OF_LINE}\n".join(lines[: shutil.get_terminal_size().lines - 1])
-    print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
+def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
+    """Format decisions as a list, or else each in full."""
+    records, routers = read_decisions(shown), [record.get("router", "") for record in shown]
+    if listed:
+        return decisions(records, routers if any(routers) else ())
+    return "\n\n\n".join(map(comparison, records, routers))
 
 
-def screen(snapshot: Mapping[str, Any], width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top."""
-    return [printable(line)[:width] for line in _lines(snapshot, width)]
+def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettings) -> str:
+    subject, asked = "no router that answers has a", "none of them"
+    if len(routers) == 1:
+        subject, asked = f"the router at {url_of(routers[0].admin, access)} has no", "this router"
+    return (
+        f"{subject} decision about request {request!r}: Envoy did not ask {asked}, no replica was "
+        "available, or the decision was dropped since (serve.decisions_kept)"
+    )
 
 
-def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
-    figures = ", ".join(f"{value} {name}" for name, value in snapshot["figures"])
-    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot["facts"])
-    yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
-    for warning in dict.fromkeys(snapshot["warnings"]):
-        yield from paragraph(warning, 2, "!", width)
-    if not snapshot["warnings"]:
-        yield "No warnings."
-    for pool in snapshot["pools"]:
-        if len(snapshot["pools"]) > 1:
-            yield from ("", f"pool {pool['name']}")
-        yield from _table(pool["replicas"], width)
-        yield from paragraph(pool["accuracy"]["words"], 0, width=width)
-        yield from _table(pool["waiting"], width)
-    yield from _table(snapshot["history"], width)
-    yield from _table(snapshot["decisions"], width)
+async def _top(args: argparse.Namespace, config: Config) -> str:
+    routers, notes = await routers_to_ask(args.router, config)
+    terminal, changed = sys.stdout.isatty(), asyncio.Event()
+    once = args.once or not terminal
+    followed = [_Followed(router, changed) for router in routers]
+    tasks = [asyncio.create_task(each.follow(config.admin)) for each in followed]
+    try:
+        while True:
+            await changed.wait()
+            changed.clear()
+            views = [each.view for each in followed]
+            if not any(view.snapshot for view in views) and all(view.error for view in views):
+                problems = map(printable, (*notes, *(view.error for view in views)))
+                raise RouterUnavailableError("\n".join(problems))
+            enough = all if once else any
+            if not enough(view.snapshot or (once and view.error) for view in views):
+                continue
+            width = shutil.get_terminal_size().columns if terminal else WIDTH
+            lines = screen_of(views, notes, width)
+            if once:
+                return "\n".join(lines)
+            draw(lines)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a table, without the last columns if they do not fit into the width."""
-    columns = [column for column in given["columns"] if column["unit"] != "words"]
-    rows = list(zip(*(column["values"] for column in columns), strict=True))
-    if not rows:
-        return
-    titles = [column["title"] for column in columns]
-    if "Health" in titles:
-        health, backlog = titles.index("Health"), titles.index("Backlog")
-        # The worst first. A router of another version may have other words for health.
-        rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
-    formats = [_FIGURES.get(column["unit"], str) for column in columns]
-    cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
-    shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
-    for number in range(len(shown), 0, -1):
-        lines = table(shown[:number], [row[:number] for row in cells])
-        if number == 1 or max(map(len, lines)) <= width:
-            yield from ("", *lines)
-            break
-    yield from paragraph(given["note"], 0, width=width)
+class _Followed:
+    """Router whose snapshots are read."""
+
+    def __init__(self, router: AskedRouter, changed: asyncio.Event) -> None:
+        """``changed`` is set after each snapshot and after each failure."""
+        self._router = router
+        self._changed = changed
+        self.view = RouterView(router.name or router.admin)
+
+    async def follow(self, access: AdminSettings) -> None:
+        """Read snapshots until cancelled."""
+        while True:
+            try:
+                async with aclosing(follow(self._router.admin, access)) as snapshots:
+                    async for snapshot in snapshots:
+                        self.view = replace(self.view, snapshot=snapshot, error="")
+                        self._changed.set()
+            except (RouterUnavailableError, OSError, ValueError) as error:
+                self.view = replace(self.view, error=self._router.failed(error))
+                self._changed.set()
+            await asyncio.sleep(_RETRY_S)

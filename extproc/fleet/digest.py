@@ -6,6 +6,7 @@ from math import isfinite
 import msgspec
 import numpy as np
 
+from extproc.ground.address import split_address
 from extproc.predict.inputs import Floats
 
 FIGURES = 10
@@ -55,8 +56,11 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     kind: DigestKind
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # shape (FIGURES, replicas)
+    admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
 
     def __post_init__(self) -> None:
+        if self.admin:
+            split_address(self.admin)
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))
         if not isfinite(self.sent_at):
             raise ValueError("the time of the digest is not finite")

@@ -33,6 +33,7 @@ class DigestSource:
         states: Sequence[ReplicaState],
         wall: Clock,
     ) -> None:
+        self.admin = ""  # see Digest
         self._router = router
         self._replicas = replicas
         self._requests = requests
@@ -96,7 +97,8 @@ class DigestSource:
             self._progress.look_ahead()
             figures = self._figures(now)[:, rows]
         ids = tuple(self._states[row].id for row in rows)
-        return Digest(self._router, self._number, self._wall(), kind, ids, figures)
+        admin = self.admin if kind is DigestKind.WHOLE else ""
+        return Digest(self._router, self._number, self._wall(), kind, ids, figures, admin)
 
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests

@@ -56,6 +56,7 @@ class Peers:
         self._clock = clock
         self._wall = wall
         self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
+        self._admins: dict[str, str] = {}  # peer → its admin address, if known
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
@@ -73,6 +74,11 @@ class Peers:
     def addresses(self) -> Collection[str]:
         """Host and port of each peer, which stay the same when it starts again."""
         return sorted({process_address(name) for name in self._numbers})
+
+    @property
+    def admins(self) -> Mapping[str, str]:
+        """Admin address of each peer, by host and port, as far as they are known."""
+        return {process_address(name): admin for name, admin in self._admins.items()}
 
     def take_stopped(self) -> Collection[str]:
         """Returns the names of the peers that said farewell since the last call."""
@@ -105,6 +111,8 @@ class Peers:
             if name not in self._numbers:
                 self._join()
             self._numbers[name] = digest.number
+            if digest.admin:
+                self._admins[name] = digest.admin
             place = list(self._numbers).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
@@ -199,6 +207,7 @@ class Peers:
     def _keep(self, peers: NDArray[np.bool_]) -> None:
         names = zip(self._numbers.items(), peers.tolist(), strict=True)
         self._numbers = dict(item for item, keep in names if keep)
+        self._admins = {name: self._admins[name] for name in self._admins.keys() & self._numbers}
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]

@@ -1,7 +1,9 @@
 """Network addresses as people write them: ``host:port``, ``1.2.3.4:80``, ``[::1]:80``."""
 
+import asyncio
 import ipaddress
 import re
+from socket import AF_INET, AF_UNSPEC, SOCK_STREAM, gethostname
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[^\s\[\]/]*:[^\s\[\]/]*)\]|(?P<host>[^\s\[\]/:@]+)):(?P<port>\d{1,5})", re.ASCII
@@ -29,6 +31,46 @@ def is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_loopback(address: str) -> bool:
+    """Returns True if only the own machine reaches ``host:port``."""
+    host, _ = split_address(address)
+    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+async def reachable(address: str) -> str:
+    """Returns the address at which others reach a server that listens on ``host:port``.
+
+    The address is the same unless the server listens on all addresses (``0.0.0.0`` or ``[::]``):
+    then the host is the IP address of the host name, because other pods cannot look up the name of
+    a pod. If the host name stands for loopback or cannot be looked up, the host is its name.
+    """
+    host, port = split_address(address)
+    if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
+        return address
+    name, family = gethostname(), AF_INET if host == "0.0.0.0" else AF_UNSPEC
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(name, port, family=family, type=SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    hosts = (str(socket_address[0]) for *_, socket_address in found)
+    return join_address(next(filter(_is_public, hosts), name), port)
+
+
+def _is_public(host: str) -> bool:
+    """Returns True if other machines may reach the IP address."""
+    found = ipaddress.ip_address(host)
+    return not (found.is_loopback or found.is_link_local)
+
+
+def within_reach(address: str, process: str) -> bool:
+    """Returns True unless ``address`` is a loopback address of another machine.
+
+    ``process``: ``host:port`` of the process that listens there, with the name of its machine.
+    """
+    return not is_loopback(address) or process.rpartition(":")[0] == gethostname()
 
 
 def with_name(address: str, name: str) -> str:

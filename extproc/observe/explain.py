@@ -90,12 +90,18 @@ _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
 _LABEL = 10
 
 
-def decisions(records: Sequence[DecisionRecord]) -> str:
-    """Format decisions as a table with two lines each: the figures, then model and reason."""
+def decisions(records: Sequence[DecisionRecord], routers: Sequence[str] = ()) -> str:
+    """Format decisions as a table with two lines each: the figures, then model and reason.
+
+    ``routers``: the router of each decision, which is then named before the model.
+    """
     if not records:
         return "no decisions yet"
     lines = table_of(DECISIONS, records)
     notes = ["model: why", *map(reason_of, records)]
+    if routers:
+        named = zip(("router", *routers), notes, strict=True)
+        notes = [printable(f"{router}, {note}") for router, note in named]
     pairs = ((line, *paragraph(note, _LABEL)) for line, note in zip(lines, notes, strict=True))
     return "\n".join(chain.from_iterable(pairs))
 
@@ -151,10 +157,11 @@ def compare(record: DecisionRecord) -> Comparison:
     )
 
 
-def comparison(record: DecisionRecord) -> str:
-    """Format a decision in full."""
+def comparison(record: DecisionRecord, router: str = "") -> str:
+    """Format a decision in full. ``router``: name of the router that decided; empty: not shown."""
     compared, lines = compare(record), list[str]()
-    for name, text in compared.facts.items():
+    facts = {"router": printable(router)} if router else {}
+    for name, text in (facts | compared.facts).items():
         lines += paragraph(text, _LABEL, name)
     lines += ["", *table(compared.columns, compared.rows), "", *compared.legend]
     if compared.excluded:

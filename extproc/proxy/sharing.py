@@ -15,6 +15,7 @@ from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
+from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
 from extproc.observe.history import Delays
@@ -50,6 +51,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
         parts = [
+            _publish_admin(fleet, config.serve.admin),
             _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
             _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
@@ -112,6 +114,11 @@ async def _send_digests(
     finally:
         with suppress(RedisError, OSError):
             await writer.send(fleet.digests.farewell())
+
+
+async def _publish_admin(fleet: Fleet, admin: str) -> None:
+    """Adds the address of the admin server to the router's digests."""
+    fleet.digests.admin = await reachable(admin)
 
 
 def _take(fleet: Fleet, metrics: RouterMetrics, event: DigestEvent) -> None:

@@ -78,3 +78,14 @@ class DigestReader(ChannelReader[DigestEvent]):
             for key, data, left_s in page:
                 if digest := self._skips.open(key, data, DIGEST):
                     yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))
+
+
+async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
+    """Returns the admin address of each router of a pool, by name; empty if it is unknown."""
+    skips, found = Skips(), dict[str, str]()
+    keys = await keys_after(redis, Keys(pool).router)
+    async for page in stored_values(redis, keys):
+        for key, data, _ in page:
+            if digest := skips.open(key, data, DIGEST):
+                found[digest.router] = digest.admin
+    return found

@@ -18,7 +18,7 @@ from random import Random
 
 import aiohttp
 
-from extproc.cli.look import screen
+from extproc.cli.screen import screen
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, table
 from extproc.observe.client import RouterUnavailableError, follow

@@ -120,6 +120,13 @@ def test_network_policy_admits_the_envoy(of: str, peers: list[str]) -> None:
     assert rule["from"] == [{"podSelector": part(name)["spec"]["selector"]} for name in peers]
 
 
+def test_network_policy_admits_routers_to_each_others_decisions() -> None:
+    """``extproc explain`` in a router's pod asks all routers."""
+    rule = OBJECTS["NetworkPolicy-extproc-router"]["spec"]["ingress"][1]
+    assert rule["ports"] == [{"port": 9090}]
+    assert {"podSelector": part("router")["spec"]["selector"]} in rule["from"]
+
+
 def test_network_policy_admits_extproc_to_redis() -> None:
     (rule,) = OBJECTS["NetworkPolicy-extproc-redis"]["spec"]["ingress"]
     selectors = [item["podSelector"] for item in rule["from"]]

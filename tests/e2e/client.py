@@ -120,10 +120,14 @@ class EnvoyClient:
     async def fleet(self) -> dict[str, Any]:
         return dict(await self._admin("/fleet"))
 
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the router's page shows."""
+        async with aclosing(follow(self.stack.router_admin, AdminSettings())) as snapshots:
+            return await anext(snapshots)
+
     async def warnings(self) -> list[str]:
         """Return the warnings of the router's page."""
-        async with aclosing(follow(self.stack.router_admin, AdminSettings())) as snapshots:
-            return list((await anext(snapshots))["warnings"])
+        return list((await self.snapshot())["warnings"])
 
     async def replica(self, name: str) -> dict[str, Any]:
         replicas = (await self.fleet())["replicas"]

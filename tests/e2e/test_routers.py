@@ -5,9 +5,11 @@ vLLM stores a response in the memory of one process, its owner.
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import grpc
@@ -218,3 +220,49 @@ async def test_response_after_retry_belongs_to_serving_replica(
     assert stack.address(name) not in {server_of(answer) for answer in retried}
     for answer in retried:
         await known(client, answer)
+
+
+async def output_of(stack: PatientStack, *arguments: str) -> tuple[str, str]:
+    """Run a command with the configuration of the first router; return stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", *arguments, "--config", str(stack.config_file)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0
+    return output.decode(), errors.decode()
+
+
+async def test_commands_ask_all_routers(client: EnvoyClient, stack: PatientStack) -> None:
+    names = [f"{gethostname()}:{stack.ports[router]}" for router in stack.routers]
+
+    async def both_named() -> bool:
+        output, errors = await output_of(stack, "top", "--once")
+        return not errors and all(f"\n{name} " in output for name in names)
+
+    await until(both_named)
+    async with both_routers_asked(client):
+        for _ in range(TURNS):
+            await client.chat()
+    output, errors = await output_of(stack, "explain", "--last", str(2 * TURNS), "--json")
+    records = json.loads(output)
+    assert ({record["router"] for record in records}, errors) == ({*names}, "")
+    times = [record["decided_at"] for record in records]
+    assert times == sorted(times)
+    for name in names:
+        request = next(each["request_id"] for each in records if each["router"] == name)
+        output, errors = await output_of(stack, "explain", request)
+        assert (output.splitlines()[0], errors) == (f"router    {name}", "")
+
+
+async def test_page_links_to_the_page_of_the_other_router(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
+    name, url = f"{gethostname()}:{stack.ports['router-2']}", f"{stack.admin('router-2')}/"
+
+    async def linked() -> bool:
+        snapshot = await client.snapshot()
+        return bool(snapshot["links"] == {name: url} and name in dict(snapshot["facts"])["Routers"])
+
+    await until(linked)

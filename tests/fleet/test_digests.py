@@ -143,6 +143,22 @@ def _still(fleet: Fleet, clock: ManualClock) -> Digest:
     return Digest(fleet.router, number, clock(), DigestKind.CHANGES, (), NOTHING)
 
 
+def test_whole_digests_have_the_admin_address_until_the_peer_leaves(clock: ManualClock) -> None:
+    first, second = routers(clock, 2)
+    first.digests.admin = "10.0.0.1:9090"
+    deliver(first, second, clock=clock)
+    admins = {first.router.rpartition(":")[0]: "10.0.0.1:9090"}
+    assert second.peers.admins == admins
+    first.dispatch(replica(1), embedding(0))
+    clock.advance(EVERY_S)
+    digest = deliver(first, second, clock=clock)
+    assert digest is not None
+    assert (digest.kind, digest.admin) == (DigestKind.CHANGES, "")
+    assert second.peers.admins == admins
+    second.receive_digest(first.digests.farewell())
+    assert second.peers.admins == {}
+
+
 def test_prompt_takes_longer_beside_a_peers_prompt(clock: ManualClock) -> None:
     first, second = routers(clock, 2)
     first.dispatch(replica(1), chat(3000, 100))

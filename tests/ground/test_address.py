@@ -1,12 +1,23 @@
-"""Addresses are split, joined and shown beside a name; malformed ones are refused."""
+"""Addresses are split, joined and shown beside a name; malformed ones are refused. A server that
+listens on all addresses has one that others reach."""
 
+import asyncio
+import socket
 from ipaddress import IPv4Address, IPv6Address
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.ground.address import join_address, split_address, with_name
+from extproc.ground import address as addresses
+from extproc.ground.address import (
+    join_address,
+    reachable,
+    split_address,
+    with_name,
+    within_reach,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +62,47 @@ def test_any_text_is_a_valid_address_or_refused(text: str) -> None:
 )
 def test_name_stands_before_its_address(name: str, text: str) -> None:
     assert with_name("1.2.3.4:80", name) == text
+
+
+@pytest.mark.parametrize(
+    ("listens", "found", "reached"),
+    [
+        ("127.0.0.1:9090", [], "127.0.0.1:9090"),
+        ("localhost:9090", [], "localhost:9090"),
+        ("router.internal:9090", [], "router.internal:9090"),
+        ("0.0.0.0:9090", ["10.1.2.3"], "10.1.2.3:9090"),
+        ("0.0.0.0:9090", ["127.0.1.1"], "pod-1:9090"),
+        ("0.0.0.0:9090", [], "pod-1:9090"),
+        ("[::]:9090", ["fe80::1%eth0", "::1", "fd00::7"], "[fd00::7]:9090"),
+    ],
+)
+async def test_server_on_all_addresses_is_reached_by_that_of_its_host_name(
+    listens: str, found: list[str], reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "pod-1"
+        if not found:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(addresses, "gethostname", lambda: "pod-1")
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    assert await reachable(listens) == reached
+
+
+@pytest.mark.parametrize(
+    ("address", "process", "within"),
+    [
+        ("10.1.2.3:9090", "other:50051", True),
+        ("other:9090", "other:50051", True),
+        ("127.0.0.1:9090", "other:50051", False),
+        ("localhost:9090", "other:50051", False),
+        ("[::1]:9090", "other:50051", False),
+        ("127.0.0.1:9090", "here:50051", True),
+    ],
+)
+def test_loopback_of_another_machine_is_not_within_reach(
+    address: str, process: str, within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "gethostname", lambda: "here")
+    assert within_reach(address, process) is within

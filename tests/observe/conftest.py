@@ -51,6 +51,7 @@ async def secured(
         for name in ("tls_cert", "tls_key", "token_file"):
             monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(getattr(access, name)))
         monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
+        monkeypatch.setenv("EXTPROC_STATE", "memory")
         yield other
 
 

@@ -283,7 +283,11 @@ async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) ->
         ("<html>", "text/html instead of application/json"),
         ("{}", "JSON that is no list of decisions"),
         ("[1]", "JSON that is no list of decisions"),
-        ('[{"number": 1}]', "cannot be read (Object missing required field `request_id` - at"),
+        ("[{}]", "JSON that is no list of decisions"),
+        (
+            '[{"number": 1, "decided_at": 1}]',
+            "cannot be read (Object missing required field `request_id` - at",
+        ),
     ],
 )
 async def test_server_that_is_no_router_is_an_error_of_one_line(
@@ -304,8 +308,9 @@ async def test_router_comes_from_file_or_environment(
     router: str, explain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "extproc.yaml"
-    file.write_text(f"serve: {{admin: '{router}'}}")
+    file.write_text(f"state: memory\nserve: {{admin: '{router}'}}")
     assert await explain("--config", str(file)) == ["no decisions yet"]
+    monkeypatch.setenv("EXTPROC_STATE", "memory")
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", router)
     assert await explain() == ["no decisions yet"]
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")

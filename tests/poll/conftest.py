@@ -10,7 +10,7 @@ import pytest
 from extproc.poll import reflector
 from tests.conftest import RedisServer
 from tests.kubernetes_api import ApiServer, enter_pod
-from tests.poll.polling import RouterView, config, watching
+from tests.poll.polling import PolledView, config, watching
 from tests.poll.replica import ScriptedReplica, serving
 
 
@@ -21,7 +21,7 @@ async def replica() -> AsyncIterator[ScriptedReplica]:
 
 
 @pytest.fixture
-async def router(redis_server: RedisServer, replica: ScriptedReplica) -> AsyncIterator[RouterView]:
+async def router(redis_server: RedisServer, replica: ScriptedReplica) -> AsyncIterator[PolledView]:
     """View of a router whose poller scrapes the replica."""
     async with watching(config(redis_server, replica)) as router:
         yield router

@@ -77,7 +77,7 @@ async def metrics_of(poller: Config) -> str:
     return (await read(poller))[1]
 
 
-class RouterView:
+class PolledView:
     """States that a router holds."""
 
     def __init__(self) -> None:
@@ -127,8 +127,8 @@ class RouterView:
 
 
 @asynccontextmanager
-async def watching(settings: Config) -> AsyncIterator[RouterView]:
-    router = RouterView()
+async def watching(settings: Config) -> AsyncIterator[PolledView]:
+    router = PolledView()
     async with polling(settings):
         following = asyncio.create_task(router.follow(settings))
         try:

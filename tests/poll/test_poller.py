@@ -27,7 +27,7 @@ from extproc.share.envelope import Skips
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
-from tests.poll.polling import SOON, RouterView, config, metrics_of, polling, watching
+from tests.poll.polling import SOON, PolledView, config, metrics_of, polling, watching
 from tests.poll.replica import (
     FirstAnswer,
     Handler,
@@ -200,7 +200,7 @@ async def test_single_silent_scrape_keeps_the_replica_healthy(
 
 
 async def test_stall_shorter_than_the_limit_is_not_published(
-    replica: ScriptedReplica, router: RouterView, monkeypatch: pytest.MonkeyPatch
+    replica: ScriptedReplica, router: PolledView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "extproc.poll.replica.STALL_S", 10.0
@@ -213,7 +213,7 @@ async def test_stall_shorter_than_the_limit_is_not_published(
 
 
 async def test_refused_connections_end_the_silence_of_a_replica(
-    replica: ScriptedReplica, router: RouterView
+    replica: ScriptedReplica, router: PolledView
 ) -> None:
     await router.replica(replica, healthy=True)
     replica.answers["/health"] = text("", 503)
@@ -248,7 +248,7 @@ async def test_seconds_without_answer_are_published_while_a_replica_hangs(
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])
 async def test_replica_that_answers_metrics_or_health_is_not_silent(
-    replica: ScriptedReplica, router: RouterView, monkeypatch: pytest.MonkeyPatch, late: str
+    replica: ScriptedReplica, router: PolledView, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     # Longer than an answer takes on a busy machine.
     monkeypatch.setattr("extproc.poll.replica.SILENCE_STEP_S", 0.5)

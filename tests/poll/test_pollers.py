@@ -22,7 +22,7 @@ from extproc.share import assignment
 from extproc.share.envelope import Skips
 from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
-from tests.poll.polling import RouterView, config, metrics_of, polling, watching
+from tests.poll.polling import PolledView, config, metrics_of, polling, watching
 from tests.poll.replica import Handler, HeldAnswer, ScriptedReplica, page, serving, text
 from tests.waiting import PATIENCE_S, until
 
@@ -63,7 +63,7 @@ async def replicas_of(poller: Config) -> int:
     return 0
 
 
-async def fresh(router: RouterView, replicas: list[ScriptedReplica]) -> None:
+async def fresh(router: PolledView, replicas: list[ScriptedReplica]) -> None:
     """Waits until the router has a newer state of every replica."""
     before = dict(router.states)
     await router.until(

@@ -21,6 +21,7 @@ from extproc.share.digests import (
     DigestReader,
     DigestReceived,
     DigestWriter,
+    living_routers,
 )
 from tests.conftest import Logged, RedisServer
 from tests.fakes import A10, MODEL, ManualClock, chat, fleet_of, replica
@@ -95,6 +96,17 @@ async def test_digest_reader_gets_present_and_later_digests(
         await peer.writer.send(last := peer.fleet.digests.farewell())
         assert DIGEST.seal(await heard(following)) == DIGEST.seal(last)
         assert not await redis_client.exists(key)
+
+
+async def test_living_routers_are_found_by_name(redis_client: Redis, peer: Peer) -> None:
+    assert await living_routers(redis_client, "test") == {}
+    peer.fleet.digests.admin = "10.0.0.1:9090"
+    await peer.send()
+    await redis_client.set(Keys("test").router + "garbage", b"\x63 a later version")
+    assert await living_routers(redis_client, "test") == {peer.fleet.router: "10.0.0.1:9090"}
+    assert await living_routers(redis_client, "other") == {}
+    await peer.writer.send(peer.fleet.digests.farewell())
+    assert await living_routers(redis_client, "test") == {}
 
 
 async def test_garbage_digest_is_skipped_with_one_line(

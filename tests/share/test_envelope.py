@@ -135,6 +135,7 @@ def test_message_is_opened_or_counted(
         digest(-FIGURES),
         digest(FIGURES[1:]),
         digest(FIGURES, sent_at=math.inf),
+        DIGEST.seal(structs.replace(MESSAGES[2][1], admin="")).replace(b"\xa0", b"\xa3a/b"),
         sent_prompt(b"short", 64.0, 200.0),
         sent_prompt(bytes(8), 0.0, 200.0),
         sent_prompt(bytes(8), 64.0, math.nan),

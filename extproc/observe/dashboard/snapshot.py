@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from extproc.ground.address import within_reach
 from extproc.ground.clock import time_of_day
 from extproc.ground.text import Column, row_of
 from extproc.observe.changes import Presence
@@ -78,6 +79,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             ("Policy", first.config.route.policy + steering(first.config.serve)),
             *observed_facts,
         ],
+        "links": _links(pools),
         "pools": shown,
         "history": _history(history, age_s, first.wall() - age_s),
         "decisions": _decisions(first.log),
@@ -182,6 +184,17 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
         else:
             pollers = ", ".join(fleet.pollers or ()) or "none reaches Redis"
         yield f"Pollers{of}", _with_gone(pollers, pool.pollers)
+
+
+def _links(pools: Sequence[ObservedPool]) -> dict[str, str]:
+    """URL of the page of each other router, by host and port, as far as this machine reaches it."""
+    scheme = "https" if pools[0].config.admin.tls_cert else "http"
+    return {
+        name: f"{scheme}://{admin}/"
+        for pool in pools
+        for name, admin in pool.fleet.peers.admins.items()
+        if within_reach(admin, name)
+    }
 
 
 def _with_gone(alive: str, presence: Presence) -> str:

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.config import AdminSettings
+from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.lab.harness.processes import free_port
 from extproc.proxy.services import Services
 from tests.fakes import chat, replica
@@ -64,6 +65,24 @@ async def test_text_of_clients_is_no_markup(shown: BrowserPage) -> None:
     assert EVIL in await shown.evaluate(f"{COMPARISON}.innerText")
     assert await shown.evaluate("$$('img').length") == 0
     assert await shown.evaluate("document.title") == "extproc router"
+
+
+async def test_other_router_is_a_link_that_stays_while_its_digests_age(
+    shown: BrowserPage, services: Services
+) -> None:
+    now, admin = services.clock(), "10.0.0.2:9090"
+    digest = Digest("other:50051:1f", 1, now, DigestKind.WHOLE, (), NOTHING, admin)
+    services.fleet.receive_digest(digest)
+    await shown.until("(window.link = $('#parts a'))")
+    assert await shown.evaluate("[link.textContent, link.href]") == [
+        "other:50051",
+        "http://10.0.0.2:9090/",
+    ]
+    said = await shown.evaluate("$('#parts').textContent")
+    assert "this router and 1 more: other:50051, newest digest " in said
+    await two_more_snapshots(shown)
+    assert await shown.evaluate("$('#parts').textContent") != said
+    assert await shown.evaluate("link.isConnected")
 
 
 async def test_request_is_opened_and_closed_by_keyboard(shown: BrowserPage) -> None:

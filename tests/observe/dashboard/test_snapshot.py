@@ -472,6 +472,25 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
 
 
 @pytest.mark.parametrize(
+    ("cert", "admin", "links"),
+    [
+        (None, "10.0.0.2:9090", {"other:50051": "http://10.0.0.2:9090/"}),
+        ("router.pem", "10.0.0.2:9090", {"other:50051": "https://10.0.0.2:9090/"}),
+        (None, "127.0.0.1:9090", {}),  # of another machine
+        (None, "", {}),
+    ],
+)
+def test_other_routers_have_links_to_their_pages(
+    services: Services, clock: ManualClock, cert: str | None, admin: str, links: dict[str, str]
+) -> None:
+    tls = {"admin": {"tls_cert": cert, "tls_key": cert}}
+    services = replace(services, config=Config.model_validate(tls))
+    other = Digest("other:50051:1f", 1, clock(), DigestKind.WHOLE, (), NOTHING, admin)
+    services.fleet.receive_digest(other)
+    assert page(services)["links"] == links
+
+
+@pytest.mark.parametrize(
     ("pollers", "shown"),
     [
         (None, ["Redis does not answer"]),

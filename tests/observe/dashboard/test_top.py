@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.json import decode, encode
 
-from extproc.cli.look import screen
+from extproc.cli.screen import screen
 from extproc.lab.harness.processes import free_port
 from extproc.observe import dashboard
 from extproc.observe.dashboard.snapshot import snapshot

@@ -1,7 +1,7 @@
 // Sections of the page, and the dialog that compares the candidates of a decision.
 
 import { draw } from "./scatter.js";
-import { $, Table, ask, element, write } from "./table.js";
+import { $, Table, ask, element, write, writeLinked } from "./table.js";
 
 const tables = new Map();
 const figures = new Map();
@@ -27,11 +27,11 @@ function showWarnings(all) {
   $("no-warnings").hidden = all.length > 0;
 }
 
-function showFacts(list, facts) {
+function showFacts(list, facts, links = {}) {
   facts.forEach(([name, value], at) => {
     const pair = list.children[at] ?? list.appendChild(element("div", {}, element("dt"), element("dd")));
     write(pair.firstChild, name);
-    write(pair.lastChild, value);
+    writeLinked(pair.lastChild, value, links);
   });
   while (list.children.length > facts.length) list.lastChild.remove();
   return list;
@@ -76,12 +76,12 @@ function comparisonOf({ facts, candidates, legend, excluded }) {
   return excluded.length ? [...parts, heading("Excluded"), listed(excluded)] : parts;
 }
 
-export function show({ router, warnings, figures, facts, pools, history, decisions }) {
+export function show({ router, warnings, figures, facts, links, pools, history, decisions }) {
   const captioned = pools.length > 1;
   write($("router"), router);
   showWarnings(warnings);
   showFacts($("figures"), figures);
-  showFacts($("parts"), facts);
+  showFacts($("parts"), facts, links);
   for (const { replicas, waiting } of pools) {
     showTable("replicas", replicas, { captioned });
     showTable("queued", waiting, { captioned });

@@ -13,6 +13,17 @@ export function write(node, text) {
   if (node.textContent !== text) node.textContent = text; // a screen reader would repeat unchanged text
 }
 
+/** Writes text in which some words are links, by word; a link stays the same element while the words around it change. */
+export function writeLinked(node, text, links) {
+  const words = text.split(/([^\s,;]+)/);
+  const urls = JSON.stringify(words.map((word) => (Object.hasOwn(links, word) ? links[word] : "")));
+  if (node.dataset.urls !== urls) {
+    node.dataset.urls = urls;
+    node.replaceChildren(...JSON.parse(urls).map((href) => (href ? element("a", { href }) : document.createTextNode(""))));
+  }
+  words.forEach((word, at) => write(node.childNodes[at], word));
+}
+
 export function classed(node, name) {
   if (node.className !== name) node.className = name;
 }

@@ -1,0 +1,85 @@
+"""Routers that a command asks: one, or all routers of the configured pools, found through Redis."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from extproc.config import Config
+from extproc.ground.address import process_address, within_reach
+from extproc.ground.text import natural
+from extproc.share.connection import address, connect
+from extproc.share.digests import living_routers
+
+_NOT_PUBLISHED = "Redis does not have its admin address, because its version is older"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRouter:
+    """Router that a command asks."""
+
+    admin: str  # address of its admin server: ``host:port`` or a URL
+    name: str = ""  # host and port of ``serve.listen``; empty: a router that Redis did not name
+
+    def failed(self, error: Exception) -> str:
+        """Say that the router failed, with its name if several are asked."""
+        return f"router {self.name}: {error}" if self.name else str(error)
+
+
+async def routers_to_ask(
+    named: str | None, config: Config
+) -> tuple[Sequence[AskedRouter], Sequence[str]]:
+    """Find the routers to ask, at least one.
+
+    Args:
+        named: admin address of the only router to ask; None: all routers that Redis names, or the
+            router at ``serve.admin`` if Redis names none.
+
+    Returns:
+        The routers by name, and notes on routers that are not asked.
+    """
+    own = AskedRouter(named or config.serve.admin)
+    if named is not None or config.state != "redis":
+        return [own], []
+    try:
+        pools = await asyncio.gather(*map(_living, config.each_pool))
+    except RedisError as error:
+        return [own], [f"{error}: asking only the router at {own.admin} (serve.admin)"]
+    routers, notes = _within_reach({name: pool[name] for pool in pools for name in pool})
+    if not routers:
+        which = "within reach" if notes else "of the pool"
+        notes.append(
+            f"Redis names no router {which}: asking only that at {own.admin} (serve.admin)"
+        )
+    return routers or [own], notes
+
+
+def _within_reach(found: Mapping[str, str]) -> tuple[list[AskedRouter], list[str]]:
+    """Split routers, given as admin addresses by name, into those to ask and notes on the others.
+
+    A router of several pools has a name in each, and is asked once.
+    """
+    routers, notes = dict[str, AskedRouter](), list[str]()
+    for name in sorted(found, key=natural):
+        process, admin = process_address(name), found[name]
+        if admin and within_reach(admin, process):
+            routers[admin] = AskedRouter(admin, process)
+            continue
+        why = f"its serve.admin ({admin}) is on loopback of another machine"
+        notes.append(f"router {process} is not asked: {why if admin else _NOT_PUBLISHED}")
+    return [*routers.values()], [*dict.fromkeys(notes)]
+
+
+async def _living(config: Config) -> dict[str, str]:
+    """Read the admin address of each router of a pool, by name.
+
+    Raises:
+        RedisError: Redis does not answer, or refuses; the message names it.
+    """
+    async with connect(config.redis, config.pool) as redis:
+        try:
+            return await living_routers(redis, config.pool)
+        except (RedisError, OSError) as error:
+            where = f"Redis at {address(redis)} (redis.url)"
+            raise RedisError(f"{where} does not name the routers: {error}") from None

@@ -1,0 +1,149 @@
+"""Screen of ``extproc top``: snapshots of routers as lines of text."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+from extproc.ground.text import Column, count, figure, paragraph, printable, share, table
+
+Snapshot = Mapping[str, Any]  # see observe/dashboard/snapshot.py
+
+_HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
+_TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
+_TEXT = {"name", "text", "health", "decision"}
+_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
+    **dict.fromkeys(("count", "load", "tokens"), count),
+    **dict.fromkeys(("seconds", "milliseconds", "age", "ratio"), figure),
+    "share": share,
+}
+_OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this router"}
+"""Columns of the table of routers: figures of their snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterView:
+    """Last snapshot of a router, and its error if it does not answer."""
+
+    name: str
+    snapshot: Snapshot | None = None  # the last one; None: the router has not answered yet
+    error: str = ""  # why the router does not answer now; empty: it does
+
+
+def draw(lines: Sequence[str]) -> None:
+    """Replace the terminal's content; lines below its end are not shown."""
+    page = f"{_REST_OF_LINE}\n".join(lines[: shutil.get_terminal_size().lines - 1])
+    print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
+
+
+def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
+    """Format routers in ``width`` columns: errors and notes, a table of several routers, then the
+    fleet as the first router knows it that answers, with the warnings of all.
+
+    At least one router must have a snapshot.
+    """
+    problems = [*(router.error for router in routers if router.error), *notes]
+    lines = [*chain.from_iterable(paragraph(printable(text), 2, "!", width) for text in problems)]
+    known = [router for router in routers if router.snapshot is not None]
+    shown = min(known, key=lambda router: bool(router.error))
+    assert shown.snapshot is not None
+    if len(routers) == 1:
+        return lines + screen(shown.snapshot, width)
+    lines += _printed(_table(_routers(routers, shown.name), width), width)
+    return [*lines, "", *screen({**shown.snapshot, "warnings": _warnings(routers)}, width)]
+
+
+def screen(snapshot: Snapshot, width: int) -> list[str]:
+    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top."""
+    return _printed(_lines(snapshot, width), width)
+
+
+def _printed(lines: Iterator[str], width: int) -> list[str]:
+    return [printable(line)[:width] for line in lines]
+
+
+def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
+    """Table of the routers, in the form of a snapshot's tables."""
+    answering = [{} if router.error else router.snapshot or {} for router in routers]
+    figures = [dict(snapshot.get("figures", ())) for snapshot in answering]
+    columns: list[dict[str, Any]] = [
+        {"title": "Router", "unit": "name", "values": [router.name for router in routers]}
+    ]
+    columns += [
+        {"title": title, "unit": "figure", "values": [each.get(name, "-") for each in figures]}
+        for title, name in _OF_ROUTERS.items()
+    ]
+    rates = [*map(_last_minute, answering)]
+    for title, (unit, _) in {title: cell for row in rates for title, cell in row.items()}.items():
+        values = [row.get(title, (unit, None))[1] for row in rates]
+        columns.append({"title": title, "unit": unit, "values": values})
+    note = f"Rates and counts of the last minute. Below: the fleet as {shown} knows it."
+    return {"columns": columns, "note": note}
+
+
+def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
+    """Units and values of the rates and counts of the last minute, by title."""
+    history = snapshot.get("history", {"columns": ()})
+    return {
+        column["title"]: (column["unit"], column["values"][0])
+        for column in history["columns"]
+        if column["unit"] in ("ratio", "count")
+    }
+
+
+def _warnings(routers: Sequence[RouterView]) -> list[str]:
+    """Merge the warnings of the routers that answer, the worst of each router first. Warnings that
+    some of them do not have begin with the names of those that have it."""
+    warned = {
+        router.name: router.snapshot["warnings"]
+        for router in routers
+        if router.snapshot is not None and not router.error
+    }
+    merged = dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))
+    lines = list[str]()
+    for warning in filter(None, merged):
+        names = [name for name, warnings in warned.items() if warning in warnings]
+        every = len(names) == len(warned)
+        lines.append(warning if every else f"{', '.join(names)}: {warning}")
+    return lines
+
+
+def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
+    figures = ", ".join(f"{value} {name}" for name, value in snapshot["figures"])
+    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot["facts"])
+    yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
+    for warning in dict.fromkeys(snapshot["warnings"]):
+        yield from paragraph(warning, 2, "!", width)
+    if not snapshot["warnings"]:
+        yield "No warnings."
+    for pool in snapshot["pools"]:
+        if len(snapshot["pools"]) > 1:
+            yield from ("", f"pool {pool['name']}")
+        yield from _table(pool["replicas"], width)
+        yield from paragraph(pool["accuracy"]["words"], 0, width=width)
+        yield from _table(pool["waiting"], width)
+    yield from _table(snapshot["history"], width)
+    yield from _table(snapshot["decisions"], width)
+
+
+def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield the lines of a table, without the last columns if they do not fit into the width."""
+    columns = [column for column in given["columns"] if column["unit"] != "words"]
+    rows = list(zip(*(column["values"] for column in columns), strict=True))
+    if not rows:
+        return
+    titles = [column["title"] for column in columns]
+    if "Health" in titles:
+        health, backlog = titles.index("Health"), titles.index("Backlog")
+        # The worst first. A router of another version may have other words for health.
+        rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
+    formats = [_FIGURES.get(column["unit"], str) for column in columns]
+    cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
+    shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
+    for number in range(len(shown), 0, -1):
+        lines = table(shown[:number], [row[:number] for row in cells])
+        if number == 1 or max(map(len, lines)) <= width:
+            yield from ("", *lines)
+            break
+    yield from paragraph(given["note"], 0, width=width)
