@@ -14,7 +14,7 @@ from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
-from tests.poll.polling import RouterView, config, polling, watching
+from tests.poll.polling import PolledView, config, polling, watching
 from tests.poll.replica import ScriptedReplica, page, serving, text
 from tests.share.servers import command, stop_saving
 from tests.waiting import until
@@ -43,14 +43,14 @@ async def listed(run: Run) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in json.loads(await run("list", "--json"))}
 
 
-async def drained(run: Run, seen: RouterView, replica: ScriptedReplica) -> str:
+async def drained(run: Run, seen: PolledView, replica: ScriptedReplica) -> str:
     printed = await run("drain", replica.id)
     await seen.replica(replica, lambda state: state.draining)
     return printed
 
 
 @asynccontextmanager
-async def watched(redis: RedisServer, *replicas: ScriptedReplica) -> AsyncIterator[RouterView]:
+async def watched(redis: RedisServer, *replicas: ScriptedReplica) -> AsyncIterator[PolledView]:
     """Polls these replicas, and yields a router's view of them."""
     async with watching(config(redis, *replicas)) as seen:
         await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})

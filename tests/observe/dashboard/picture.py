@@ -18,7 +18,7 @@ from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica, Stack
 from extproc.lab.harness.traffic import send_all
 from tests.chaos.load import LONG, SteadyLoad
-from tests.chaos.scenes import SCENES, Scene
+from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem
 from tests.observe.dashboard.browser import BrowserPage, chromium, tab
@@ -74,7 +74,7 @@ async def _faults(page: BrowserPage, folder: Path) -> None:
                 await _fault(page, scenes[name], system)
 
 
-async def _fault(page: BrowserPage, scene: Scene, system: FaultySystem) -> None:
+async def _fault(page: BrowserPage, scene: ChaosScene, system: FaultySystem) -> None:
     await until(lambda: page.evaluate(NO_WARNING), OVER_S)
     await scene.fault.fail(system)
     await page.until(f"/{scene.signs.page}/.test($('#warnings').textContent)")
