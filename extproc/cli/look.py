@@ -17,7 +17,7 @@ from extproc.cli.configuration import add_file, configured
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, count, figure, paragraph, printable, share, table
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow
-from extproc.observe.decision import read_decisions
+from extproc.observe.decision import other_format, read_decisions
 from extproc.observe.explain import comparison, decisions
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -74,10 +74,14 @@ def run(args: argparse.Namespace) -> int:
 async def _explain(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
     answer = await fetch_decisions(router, args.request_id, args.last, access)
     if args.json:
-        return json.dumps(answer, indent=2)
-    if args.request_id is None:
-        return decisions(read_decisions(answer))
-    return "\n\n\n".join(map(comparison, read_decisions(answer)))
+        text = json.dumps(answer, indent=2)
+    elif args.request_id is None:
+        text = decisions(read_decisions(answer))
+    else:
+        text = "\n\n\n".join(map(comparison, read_decisions(answer)))
+    if remark := other_format(answer):
+        print(f"extproc explain: {remark}", file=sys.stderr)
+    return text
 
 
 async def _top(args: argparse.Namespace, router: str, access: AdminSettings) -> str:
@@ -104,36 +108,42 @@ def _draw(lines: list[str]) -> None:
 
 
 def screen(snapshot: Mapping[str, Any], width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top."""
+    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top.
+
+    The snapshot may be of a router of another version, and lack any field.
+    """
     return [printable(line)[:width] for line in _lines(snapshot, width)]
 
 
 def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
-    figures = ", ".join(f"{value} {name}" for name, value in snapshot["figures"])
-    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot["facts"])
-    yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
-    for warning in dict.fromkeys(snapshot["warnings"]):
+    figures = ", ".join(f"{value} {name}" for name, value in snapshot.get("figures", ()))
+    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot.get("facts", ()))
+    yield from paragraph(f"{snapshot.get('router')}: {figures}; {facts}", 0, width=width)
+    if remark := other_format([snapshot]):
+        yield from paragraph(remark, 2, "!", width)
+    for warning in dict.fromkeys(snapshot.get("warnings", ())):
         yield from paragraph(warning, 2, "!", width)
-    if not snapshot["warnings"]:
+    if snapshot.get("warnings") == []:
         yield "No warnings."
-    for pool in snapshot["pools"]:
-        if len(snapshot["pools"]) > 1:
-            yield from ("", f"pool {pool['name']}")
-        yield from _table(pool["replicas"], width)
-        yield from paragraph(pool["accuracy"]["words"], 0, width=width)
-        yield from _table(pool["waiting"], width)
-    yield from _table(snapshot["history"], width)
-    yield from _table(snapshot["decisions"], width)
+    pools = snapshot.get("pools", ())
+    for pool in pools:
+        if len(pools) > 1:
+            yield from ("", f"pool {pool.get('name')}")
+        yield from _table(pool.get("replicas", {}), width)
+        yield from paragraph(pool.get("accuracy", {}).get("words", ""), 0, width=width)
+        yield from _table(pool.get("waiting", {}), width)
+    yield from _table(snapshot.get("history", {}), width)
+    yield from _table(snapshot.get("decisions", {}), width)
 
 
 def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of a table, without the last columns if they do not fit into the width."""
-    columns = [column for column in given["columns"] if column["unit"] != "words"]
+    columns = [column for column in given.get("columns", ()) if column["unit"] != "words"]
     rows = list(zip(*(column["values"] for column in columns), strict=True))
     if not rows:
         return
     titles = [column["title"] for column in columns]
-    if "Health" in titles:
+    if {"Health", "Backlog"} <= {*titles}:
         health, backlog = titles.index("Health"), titles.index("Backlog")
         # The worst first. A router of another version may have other words for health.
         rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
@@ -145,4 +155,4 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
         if number == 1 or max(map(len, lines)) <= width:
             yield from ("", *lines)
             break
-    yield from paragraph(given["note"], 0, width=width)
+    yield from paragraph(given.get("note", ""), 0, width=width)
