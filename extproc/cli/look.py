@@ -20,7 +20,7 @@ from extproc.cli.screen import RouterView, draw, screen_of
 from extproc.config import AdminSettings, Config
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
-from extproc.observe.decision import read_decisions
+from extproc.observe.decision import other_format, read_decisions
 from extproc.observe.explain import comparison, decisions
 
 _RETRY_S = 1.0
@@ -74,7 +74,7 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     merged = [record for answer in answers if isinstance(answer, list) for record in answer]
     if all(isinstance(answer, str) for answer in answers):
         raise RouterUnavailableError("\n".join(problems))
-    for problem in problems:
+    for problem in filter(None, (*problems, other_format(merged))):
         print(f"extproc explain: {problem}", file=sys.stderr)
     if args.request_id is not None and not merged:
         raise RouterUnavailableError(_not_found(args.request_id, routers, config.admin))

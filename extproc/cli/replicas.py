@@ -18,8 +18,10 @@ from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.text import Cells, Column, count, figure, printable, share, suggest, table_of
 from extproc.replica_state import ReplicaState
+from extproc.share.assignment import known_pollers
 from extproc.share.connection import address, connect
 from extproc.share.drains import DrainStore
+from extproc.share.envelope import Skips
 from extproc.share.replicas import StateReader
 
 _CHECK_EVERY_S = 0.1  # between reads of a draining replica's state
@@ -75,6 +77,8 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             drains, states = DrainStore(redis, pool), StateReader(redis, pool, Random())
             replicas = await _replicas(drains, states)
             if args.action == "list":
+                if not replicas and not (await known_pollers(redis, pool, Skips()))[0]:
+                    raise CommandError(f"nothing is known of pool {pool!r}: no poller of it runs")
                 return _listed(replicas, pool, args.json)
             replica = _find(replicas, args.replica, pool)
             await drains.write({replica.id: args.action == "drain"})
@@ -211,7 +215,7 @@ def _listed(replicas: Sequence[PoolReplica], pool: str, as_json: bool) -> str:
     if as_json:
         return json.dumps([replica.to_json(now) for replica in replicas], indent=2, default=asdict)
     if not replicas:
-        return f"the pool {pool!r} has no known replicas: does a poller run?"
+        return f"the pool {pool!r} has no replicas: its pollers know none"
     cells: Cells[PoolReplica] = (
         (Column("name", left=True, most=24), lambda replica: printable(replica.name)),
         (Column("address", left=True), lambda replica: replica.id),

@@ -70,7 +70,7 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     files |= zip(_PAGES, pages, strict=True)
     try:
         async with aclosing(follow(router, config.admin)) as snapshots:
-            warnings = (await anext(snapshots))["warnings"]
+            warnings = (await anext(snapshots)).get("warnings", ())
     except RouterUnavailableError as error:
         warnings = [error]
     return files | {"warnings.txt": _lines(warnings)}

@@ -7,13 +7,14 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from extproc.ground.text import Column, count, figure, paragraph, printable, share, table
+from extproc.observe.decision import other_format
 
 Snapshot = Mapping[str, Any]  # see observe/dashboard/snapshot.py
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
 _TEXT = {"name", "text", "health", "decision"}
-_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/snapshot.py
+_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/page_table.py
     **dict.fromkeys(("count", "load", "tokens"), count),
     **dict.fromkeys(("seconds", "milliseconds", "age", "ratio"), figure),
     "share": share,
@@ -55,7 +56,10 @@ def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -
 
 
 def screen(snapshot: Snapshot, width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top."""
+    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top.
+
+    The snapshot may be of a router of another version, and lack any field.
+    """
     return _printed(_lines(snapshot, width), width)
 
 
@@ -84,10 +88,9 @@ def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
 
 def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
     """Units and values of the rates and counts of the last minute, by title."""
-    history = snapshot.get("history", {"columns": ()})
     return {
         column["title"]: (column["unit"], column["values"][0])
-        for column in history["columns"]
+        for column in snapshot.get("history", {}).get("columns", ())
         if column["unit"] in ("ratio", "count")
     }
 
@@ -96,7 +99,7 @@ def _warnings(routers: Sequence[RouterView]) -> list[str]:
     """Merge the warnings of the routers that answer, the worst of each router first. Warnings that
     some of them do not have begin with the names of those that have it."""
     warned = {
-        router.name: router.snapshot["warnings"]
+        router.name: router.snapshot.get("warnings", ())
         for router in routers
         if router.snapshot is not None and not router.error
     }
@@ -110,31 +113,34 @@ def _warnings(routers: Sequence[RouterView]) -> list[str]:
 
 
 def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
-    figures = ", ".join(f"{value} {name}" for name, value in snapshot["figures"])
-    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot["facts"])
-    yield from paragraph(f"{snapshot['router']}: {figures}; {facts}", 0, width=width)
-    for warning in dict.fromkeys(snapshot["warnings"]):
+    figures = ", ".join(f"{value} {name}" for name, value in snapshot.get("figures", ()))
+    facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot.get("facts", ()))
+    yield from paragraph(f"{snapshot.get('router')}: {figures}; {facts}", 0, width=width)
+    if remark := other_format([snapshot]):
+        yield from paragraph(remark, 2, "!", width)
+    for warning in dict.fromkeys(snapshot.get("warnings", ())):
         yield from paragraph(warning, 2, "!", width)
-    if not snapshot["warnings"]:
+    if snapshot.get("warnings") == []:
         yield "No warnings."
-    for pool in snapshot["pools"]:
-        if len(snapshot["pools"]) > 1:
-            yield from ("", f"pool {pool['name']}")
-        yield from _table(pool["replicas"], width)
-        yield from paragraph(pool["accuracy"]["words"], 0, width=width)
-        yield from _table(pool["waiting"], width)
-    yield from _table(snapshot["history"], width)
-    yield from _table(snapshot["decisions"], width)
+    pools = snapshot.get("pools", ())
+    for pool in pools:
+        if len(pools) > 1:
+            yield from ("", f"pool {pool.get('name')}")
+        yield from _table(pool.get("replicas", {}), width)
+        yield from paragraph(pool.get("accuracy", {}).get("words", ""), 0, width=width)
+        yield from _table(pool.get("waiting", {}), width)
+    yield from _table(snapshot.get("history", {}), width)
+    yield from _table(snapshot.get("decisions", {}), width)
 
 
 def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of a table, without the last columns if they do not fit into the width."""
-    columns = [column for column in given["columns"] if column["unit"] != "words"]
+    columns = [column for column in given.get("columns", ()) if column["unit"] != "words"]
     rows = list(zip(*(column["values"] for column in columns), strict=True))
     if not rows:
         return
     titles = [column["title"] for column in columns]
-    if "Health" in titles:
+    if {"Health", "Backlog"} <= {*titles}:
         health, backlog = titles.index("Health"), titles.index("Backlog")
         # The worst first. A router of another version may have other words for health.
         rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
@@ -146,4 +152,4 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
         if number == 1 or max(map(len, lines)) <= width:
             yield from ("", *lines)
             break
-    yield from paragraph(given["note"], 0, width=width)
+    yield from paragraph(given.get("note", ""), 0, width=width)

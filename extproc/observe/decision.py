@@ -1,8 +1,18 @@
 """Decisions as JSON: routers write them; ``explain``, the dashboard and the demo read them."""
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import Any
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct, ValidationError, convert, field
+
+FORMAT = 1
+"""Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
+
+It rises with each change of a field. A field may be added or removed: readers of another version
+ignore the fields that they do not know, and read defaults for missing ones. A field whose meaning
+or type changes gets another name.
+"""
 
 Figure = float | None  # null if the value is unknown or infinite
 
@@ -10,40 +20,40 @@ Figure = float | None  # null if the value is unknown or infinite
 class Terms(Struct):
     """Parts of a prediction, in seconds."""
 
-    queue: Figure  # wait in the router's queue; 0: the replica can start the request at once
-    admission: Figure  # wait in the engine; TTFT includes the longer of queue and admission
-    adapter: Figure
-    prefill: Figure
-    decode: Figure
-    cost_to_others: Figure
-    avoidable: Figure
+    queue: Figure = None  # wait in the router's queue; 0: the replica can start the request at once
+    admission: Figure = None  # wait in the engine; TTFT includes the longer of queue and admission
+    adapter: Figure = None
+    prefill: Figure = None
+    decode: Figure = None
+    cost_to_others: Figure = None
+    avoidable: Figure = None
 
 
 class Candidate(Struct):
     """Replica that the policy compared."""
 
     replica: str  # ip:port
-    name: str
-    score: Figure
-    requests: Figure
-    waiting: Figure
-    kv_usage: Figure
-    backlog_tokens: Figure
-    cached_tokens: Figure  # of the prompt, expected in the prefix cache
-    predicted_ttft_s: Figure
-    predicted_completion_s: Figure
-    terms_s: Terms
-    stretch: Figure  # recent actual ÷ predicted decode time; terms_s.decode includes it
-    cost_weight: Figure
-    kv_pressure: Figure
+    name: str = ""
+    score: Figure = None
+    requests: Figure = None
+    waiting: Figure = None
+    kv_usage: Figure = None
+    backlog_tokens: Figure = None
+    cached_tokens: Figure = None  # of the prompt, expected in the prefix cache
+    predicted_ttft_s: Figure = None
+    predicted_completion_s: Figure = None
+    terms_s: Terms = field(default_factory=Terms)
+    stretch: Figure = None  # recent actual ÷ predicted decode time; terms_s.decode includes it
+    cost_weight: Figure = None
+    kv_pressure: Figure = None
 
 
 class ExcludedCandidate(Struct):
     """Replica that the policy could not choose."""
 
     replica: str
-    name: str
-    why: str
+    name: str = ""
+    why: str = ""
 
 
 class NotFollowed(StrEnum):
@@ -75,33 +85,34 @@ class DecisionRecord(Struct):
 
     number: int  # counts decisions from 1
     request_id: str
-    pool: str
-    decided_at: float  # seconds since the epoch
-    policy: str
-    endpoint: str
-    model: str
-    served_as: str
-    stream: bool
-    objective: str
-    prompt_tokens: int
-    output_bound: int | None
-    sequences: int
-    expected_output_tokens: Figure
-    p90_output_tokens: Figure
-    replica: str
-    replica_name: str
-    second: str | None
-    why: str
-    fallback: str
-    others_age_s: Figure
-    expected_cached_tokens: Figure
-    predicted_ttft_s: Figure
-    predicted_completion_s: Figure
-    compared: int
-    candidates: list[Candidate]
-    excluded: list[ExcludedCandidate]
-    outcome: RequestOutcome
+    pool: str = ""
+    decided_at: float = 0.0  # seconds since the epoch
+    policy: str = ""
+    endpoint: str = ""
+    model: str = ""
+    served_as: str = ""
+    stream: bool = False
+    objective: str = ""
+    prompt_tokens: int = 0
+    output_bound: int | None = None
+    sequences: int = 1
+    expected_output_tokens: Figure = None
+    p90_output_tokens: Figure = None
+    replica: str = ""
+    replica_name: str = ""
+    second: str | None = None
+    why: str = ""
+    fallback: str = ""
+    others_age_s: Figure = None
+    expected_cached_tokens: Figure = None
+    predicted_ttft_s: Figure = None
+    predicted_completion_s: Figure = None
+    compared: int = 0
+    candidates: list[Candidate] = []
+    excluded: list[ExcludedCandidate] = []
+    outcome: RequestOutcome = field(default_factory=RequestOutcome)
     observed: bool = False  # Envoy alone chose the replica that served
+    version: int = 0  # FORMAT of the router; 0: a router of a time before formats had versions
 
     def name_of(self, replica: str) -> str:
         """Return the name of a replica, or its address if the replica was no candidate."""
@@ -113,10 +124,10 @@ class DecisionRecord(Struct):
 
 
 def read_decisions(answer: object) -> list[DecisionRecord]:
-    """Convert decoded JSON to records; ignores unknown fields.
+    """Convert decoded JSON of any :data:`FORMAT` to records.
 
     Raises:
-        ValueError: a field is missing or has another type.
+        ValueError: ``number`` or ``request_id`` is missing, or a field has another type.
     """
     try:
         return convert(answer, list[DecisionRecord])
@@ -125,3 +136,15 @@ def read_decisions(answer: object) -> list[DecisionRecord]:
             f"the decisions cannot be read ({error}): the router may have another version; "
             "try --json"
         ) from None
+
+
+def other_format(answers: Iterable[Mapping[str, Any]]) -> str:
+    """Return a remark for people if a router wrote its JSON in another :data:`FORMAT`, or an empty
+    string."""
+    version = next((found for each in answers if (found := each.get("version", 0)) != FORMAT), None)
+    if version is None:
+        return ""
+    return (
+        f"the router has another version (format {version}, here {FORMAT}): fields that only one "
+        "of the two knows are missing"
+    )

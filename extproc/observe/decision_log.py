@@ -14,6 +14,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.observe.changes import Exclusions, Onsets, Presence
 from extproc.observe.decision import (
+    FORMAT,
     Candidate,
     DecisionRecord,
     ExcludedCandidate,
@@ -96,6 +97,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
             ],
             outcome=RequestOutcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
             observed=self.observed,
+            version=FORMAT,
         )
 
     def _candidates(self, most: int | None) -> list[Candidate]:

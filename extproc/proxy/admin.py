@@ -8,6 +8,7 @@ from msgspec import json, structs
 
 from extproc.observe.admin import whole_number
 from extproc.observe.dashboard.routes import dashboard_routes
+from extproc.observe.decision import FORMAT
 from extproc.proxy.services import Services
 
 _PAGE = 50  # decisions in a reply
@@ -30,7 +31,9 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
 
     async def fleet(_: web.Request) -> web.Response:
         in_flight = sum(pool.fleet.in_flight for pool in pools)
-        return _json(b'{"in_flight":%d,"replicas":%s}' % (in_flight, await _array(_states(pools))))
+        replicas = await _array(_states(pools))
+        figures = FORMAT, in_flight, replicas
+        return _json(b'{"version":%d,"in_flight":%d,"replicas":%s}' % figures)
 
     return [
         web.get("/decisions", decisions, allow_head=False),

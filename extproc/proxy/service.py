@@ -137,7 +137,9 @@ class GrpcServer:
 
     def unready(self) -> str:
         """Returns why the router should get no requests, or an empty string if the router is ready.
-        A router that loses Redis stays ready."""
+
+        A known replica suffices, even if it does not answer. A router that loses Redis stays ready.
+        """
         if self._stopping:
             return "stopping"
         knows_replicas = any(pool.fleet.members for pool in self._pools.values())

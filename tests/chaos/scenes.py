@@ -273,7 +273,7 @@ SCENES = (
                ChaosFault(_metrics(MetricsPage.FROZEN), _metrics(MetricsPage.GOOD)),
                20.0, _serves("r4"),
                Signs("r4 is showing gauges that do not move", "extproc_replica_gauges_ignored == 1",
-                     "r4 is showing gauges"),
+                     "r4 is showing gauges", "ExtprocGaugesFrozen"),
                victim="r4", most_share=1.0),
     ChaosScene("envoy-wrong-port", _misconfigured(_wrong_port), 10.0, _routes("router", "router-2"),
                Signs("no router sent", "rate(envoy_http_ext_proc_failure_mode_allowed[1m]) > 0",

@@ -1,25 +1,20 @@
 """The Helm chart works in real set-ups: each file in ``values/`` is such a set-up."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
-from aiohttp import web
 
 from extproc import settings
 from extproc.config import Config
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
-from extproc.lab.harness.processes import free_port
 from tests.certificates import Authority
 from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, manifests, pod, title
-from tests.envoy.test_envoy import around_the_fragment, running, validate
-from tests.poll.replica import serving
+from tests.envoy.test_envoy import validate
 
 SETUPS = {file.stem: file for file in sorted(Path(__file__).with_name("values").glob("*.yaml"))}
 
@@ -160,33 +155,6 @@ def test_two_releases_fit_into_a_namespace() -> None:
     assert selectors[0] != selectors[1]
 
 
-@pytest.mark.parametrize(
-    ("part", "changed"),
-    [
-        ("envoy", {"envoy": {"requestHeaders": ["x-tenant"]}}),
-        ("router", {"config": {"route": {"policy": "random"}}}),
-        ("poller", {"replicas": [{"url": "10.0.0.1:8000"}]}),
-    ],
-)
-def test_pods_restart_when_their_configuration_changes(part: str, changed: dict[str, Any]) -> None:
-    def template(**own: Any) -> Manifest:
-        deployment = by_title(manifests(**own))[f"Deployment-extproc-{part}"]
-        metadata: Manifest = deployment["spec"]["template"]["metadata"]
-        return metadata
-
-    assert template(**changed) != template()
-    assert template(replicas=[{"url": "10.0.0.1:8000"}])["labels"] == template()["labels"]
-
-
-def test_variables_of_the_user_precede_those_that_refer_to_them() -> None:
-    password = {"name": "P", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "p"}}}
-    url = {"name": "EXTPROC_REDIS__URL", "value": "redis://:$(P)@redis:6379/0"}
-    objects = by_title(manifests(pods={"env": [password]}, router={"env": [url]}))
-    env = container(objects["Deployment-extproc-router"])["env"]
-    assert env[:2] == [password, url]
-    assert len(env) == len({item["name"] for item in env})
-
-
 def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> None:
     objects = manifests(**values("external_redis"))
     kinds = by_title(objects)
@@ -309,41 +277,3 @@ def test_service_monitor_finds_routers_pollers_and_envoys() -> None:
         and any(port["name"] == "metrics" for port in item["spec"]["ports"])
     }
     assert found == {"extproc-router", "extproc-poller", "extproc-envoy-metrics"}
-
-
-@pytest.mark.process
-async def test_terminating_envoy_ends_when_no_request_is_active(tmp_path: Path) -> None:
-    envoy = container(by_title(manifests())["Deployment-extproc-envoy"])
-    *command, script = envoy["lifecycle"]["preStop"]["exec"]["command"]
-    assert "\nsleep 10\n" in script
-    port, admin = free_port(), free_port()
-    script = script.replace("9901", str(admin)).replace("sleep 10", "sleep 0.2")
-    script = script.replace("http.openai.", "http.mine.")
-    released = asyncio.Event()
-
-    async def answer(_: web.Request) -> web.Response:
-        await released.wait()
-        return web.Response()
-
-    async with (
-        serving() as replica,
-        running(
-            tmp_path,
-            around_the_fragment(port, admin, "127.0.0.1:1", [replica.id]),
-            admin,
-            envoy["args"][2:],
-        ),
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
-    ):
-        replica.answers["/"] = answer
-        active = asyncio.create_task(client.get("/"))
-        hook = await asyncio.create_subprocess_exec(
-            *command, script, stdout=asyncio.subprocess.DEVNULL
-        )
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hook.wait(), 2)
-        released.set()
-        async with await active as response:  # new connections are closed after their response
-            assert response.headers["connection"] == "close"
-        async with asyncio.timeout(10):
-            assert await hook.wait() == 0

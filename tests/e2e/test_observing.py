@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import re
+import resource
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,6 +19,7 @@ from aiohttp.typedefs import Handler
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
+from extproc.lab.harness.processes import Process
 from extproc.lab.harness.stack import MODEL
 from extproc.lab.simulator import server
 from extproc.proxy.headers import is_steered
@@ -24,7 +27,7 @@ from extproc.proxy.messages import DESTINATION
 from extproc.settings import load
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import FAST_AND_SLOW, Behind, PatientStack, ext_proc_of, here
-from tests.waiting import until_read
+from tests.waiting import PATIENCE_S, until_read
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -234,6 +237,44 @@ async def test_killed_router_ends_no_request(client: EnvoyClient, stack: Patient
     finally:
         await stack.start("router")
         await stack.wait_routing()
+
+
+def fill_memory(pid: int) -> None:
+    """Let the system give a process no more memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kilobytes,) = re.findall(r"^VmSize:\s+(\d+) kB$", status, re.M)
+    now = int(kilobytes) * 1024
+    resource.prlimit(pid, resource.RLIMIT_AS, (now, now))
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def router_with_full_memory(stack: PatientStack) -> AsyncIterator[Process]:
+    process = stack.process("router")
+    fill_memory(process.pid)
+    yield process
+    await stack.kill("router")
+    await stack.start("router")
+    await stack.wait_routing()
+
+
+async def test_router_with_full_memory_changes_no_request(
+    client: EnvoyClient, router_with_full_memory: Process
+) -> None:
+    router = router_with_full_memory
+
+    def met_its_limit() -> bool:
+        return not router.running or "MemoryError" in router.log.read_text()
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not met_its_limit():
+            await in_turn(client, 2)
+            large = odd_body(tokens=1, pad=TWENTY_MB)
+            for answer in await asyncio.gather(*(send(client, large) for _ in range(4))):
+                assert answer.status == 200
+                assert recorded(client, answer).body == large
+    await in_turn(client)
+    streamed = await send(client, odd_body(tokens=50, stream=True))
+    assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
 class Shared(RecordingStack):

@@ -1,8 +1,6 @@
 """Alert rules and Grafana dashboard use existing metrics, and compose.yaml can run them."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.observe.test_reference import DOCS, RULES, rules, series
+from tests.observe.test_reference import DOCS, rules, series
 
 FOLDER = DOCS / "observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
@@ -24,7 +22,6 @@ OF_ENVOY: dict[str, tuple[bool, set[str]]] = {
     "envoy_http_ext_proc_streams_started": (True, set()),
 }
 """Counters of Envoy, which tests/e2e/test_failures.py reads from a real one."""
-PROMTOOL = shutil.which("promtool")
 
 
 def provisioned(path: str) -> Any:
@@ -130,77 +127,3 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 def mounted(service: str) -> set[str]:
     return {volume.split(":")[1] for volume in COMPOSE[service]["volumes"]}
-
-
-def speed(instance: str, replica: str, phase: str = "decode") -> str:
-    labels = f"instance='{instance}',replica='{replica}',profile='p',phase='{phase}'"
-    return f"extproc_replica_speed_ratio{{{labels}}}"
-
-
-FIRES = {
-    "ExtprocProcessDown": {
-        "up{instance='a',job='router'}": "1 1 0x10",
-        "extproc_build_info{instance='a',job='router'}": "1 1 _x10",
-        "up{instance='b',job='node'}": "0x10",
-    },
-    "ExtprocNoReplica": {
-        "extproc_refused_total{instance='a',reason='service_unavailable_error'}": "0+10x10",
-        "extproc_refused_total{instance='a',reason='model_not_found'}": "0+10x10",
-    },
-    "ExtprocPollerWithoutRedis": {"extproc_poll_redis_lost{instance='a',pool='p'}": "1x10"},
-    "ExtprocRouterSlow": {"extproc_loop_delay_seconds{instance='a'}": "0.1x10"},
-    "ExtprocLookupFails": {"extproc_poll_lookups_failing{instance='a',pool='p'}": "1x10"},
-    "ExtprocStateStale": {"extproc_state_age_seconds{instance='a'}": "0+60x10"},
-    "ExtprocFailOpen": {
-        "envoy_http_ext_proc_failure_mode_allowed{instance='e'}": "0+10x10",
-        "envoy_http_ext_proc_streams_started{instance='e'}": "0+100x10",
-    },
-    "ExtprocRouterIdle": {
-        "extproc_other_routers{instance='a',job='router'}": "1x10",
-        "extproc_other_routers{instance='b',job='router'}": "1x10",
-        "extproc_requests_total{instance='a',job='router',result='routed'}": "0+100x10",
-    },
-    "ExtprocExternalLoad": {
-        "extproc_external_requests{instance='a',pool='p'}": "2x10",
-        "extproc_external_requests{instance='b',pool='p'}": "2x10",
-    },
-    "ExtprocNotFollowed": {
-        "extproc_not_followed_total{instance='a',reason='fallback'}": "0+10x10",
-        "extproc_responses_total{instance='a',status='2xx'}": "0+100x10",
-    },
-    "ExtprocReplicaExcluded": {"extproc_replica_excluded{replica='a',reason='failing'}": "1x10"},
-    "ExtprocReplicaSlow": {
-        speed("a", "r1"): "0.6x10",
-        speed("a", "r2"): "1x10",
-        speed("a", "r3"): "1x10",
-        speed("a", "r3", "prefill"): "0.1x10",
-        speed("b", "r1"): "0.6x10",
-    },
-    "ExtprocReplicaFails": {
-        "extproc_failures_total{replica='a'}": "0+10x10",
-        "extproc_decisions_total{replica='a',policy='completion'}": "0+100x10",
-    },
-    "ExtprocTooFewReplicas": {
-        "extproc_replicas_needed{pool='p',instance='a'}": "2x10",
-        "extproc_replicas_needed{pool='p',instance='b'}": "2x10",
-        "extproc_poll_replicas_healthy{pool='p',instance='c'}": "3x10",
-    },
-}
-QUIET = {"extproc_open_streams{instance='a'}": "0x10"}
-
-
-@pytest.mark.skipif(not PROMTOOL, reason="promtool is not on the PATH")
-@pytest.mark.parametrize("alert", FIRES)
-def test_alert_fires_on_its_cause_only(alert: str, tmp_path: Path) -> None:
-    def values(given: dict[str, str]) -> list[dict[str, str]]:
-        return [{"series": name, "values": shown} for name, shown in given.items()]
-
-    count = f"count(ALERTS{{alertname='{alert}',alertstate='firing'}})"
-    once = [{"expr": count, "eval_time": "9m", "exp_samples": [{"labels": "{}", "value": 1}]}]
-    none = [{"expr": "ALERTS", "eval_time": "9m", "exp_samples": []}]
-    fires = {"interval": "1m", "input_series": values(FIRES[alert]), "promql_expr_test": once}
-    quiet = {"interval": "1m", "input_series": values(QUIET), "promql_expr_test": none}
-    file = tmp_path / "test.yaml"
-    file.write_text(json.dumps({"rule_files": [str(RULES)], "tests": [fires, quiet]}))
-    tested = subprocess.run([PROMTOOL or "", "test", "rules", file], capture_output=True)
-    assert tested.returncode == 0, tested.stdout + tested.stderr

@@ -117,6 +117,13 @@ async def test_memory_state_refuses_no_model_early(tmp_path: Path) -> None:
             assert await result_of("large") == [second.id, second.id]
 
 
+async def test_replica_that_refuses_connections_makes_router_ready(tmp_path: Path) -> None:
+    async with router(list_replicas(tmp_path, ScriptedReplica()), tmp_path) as started:
+        await until_read(lambda: started.page("/readyz"), lambda now: now == (200, "ok\n"))
+        (known,) = json.loads((await started.page("/fleet"))[1])["replicas"]
+        assert known["problem"] == "cannot connect: connection refused"
+
+
 async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_path: Path) -> None:
     argv = sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url
     async with router(argv, tmp_path) as started:

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from extproc.cli import main
+from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
+from extproc.share.envelope import Skips
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import PolledView, config, polling, watching
 from tests.poll.replica import ScriptedReplica, page, serving, text
 from tests.share.servers import command, stop_saving
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 pytestmark = pytest.mark.process
 
@@ -247,8 +249,30 @@ async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_pat
     assert f"2 replicas have the name 'gpu-1': use an address: {both}" in error
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+async def test_list_of_unknown_pool_fails(
+    redis_server: RedisServer, run: Run, options: tuple[str, ...]
+) -> None:
+    async with serving() as a, watched(redis_server, a):
+        (line,) = (await run("list", "--pool", "nope", *options, status=1)).splitlines()
+    assert line == "extproc replicas: nothing is known of pool 'nope': no poller of it runs"
+
+
+async def test_list_of_empty_pool_with_poller_succeeds(
+    redis_server: RedisServer, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    file.write_text("[]")
+    settings = config(redis_server, replicas_file=file)
+    async with polling(settings), connect(redis_server.url, settings.pool) as redis:
+        await until_read(
+            lambda: known_pollers(redis, settings.pool, Skips()), lambda known: known[0]
+        )
+        assert await run("list") == "the pool 'default' has no replicas: its pollers know none\n"
+        assert await run("list", "--json") == "[]\n"
+
+
 async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
-    assert "the pool 'default' has no known replicas" in await run("list")
     dead = ScriptedReplica()
     async with serving() as a, watched(redis_server, a, dead):
         header, *rows = (await run("list")).splitlines()

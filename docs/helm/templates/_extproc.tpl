@@ -61,10 +61,21 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
 {{- mustMergeOverwrite $made (deepCopy .Values.config) | toYaml -}}
 {{- end }}
 
+{{- define "extproc.env" -}}
+{{- with (include "extproc.options" . | fromJson).env -}}
+{{ toYaml . }}
+{{ end -}}
+- {name: EXTPROC_CONFIG, value: /etc/extproc/extproc.yaml}
+{{- with (first .).Values.redis.passwordSecret }}
+{{- if .name }}
+- {name: EXTPROC_REDIS__PASSWORD, valueFrom: {secretKeyRef: {{ toJson . }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* Pod template: (dict "root" . "part" "router" "command" "serve" "ports" (dict "grpc" 50051 …)) */ -}}
 {{- define "extproc.process" -}}
 {{- $values := .root.Values -}}
-{{- $options := include "extproc.options" (list .root .part) | fromJson -}}
 {{- $config := include "extproc.config" .root -}}
 {{- $mounted := merge (dict "files" (dict "/etc/extproc" (dict "configMap" (dict "name" (include "extproc.of" (list .root "config")))))) . -}}
 {{- include "extproc.pod" (dict "root" .root "part" .part "user" 65532 "config" $config) }}
@@ -81,15 +92,7 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
     {{- include "extproc.image" (merge (dict "tag" ($values.image.tag | default .root.Chart.AppVersion)) $values.image) | nindent 4 }}
     args: [{{ .command }}]
     env:
-    {{- with $options.env }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-    - {name: EXTPROC_CONFIG, value: /etc/extproc/extproc.yaml}
-    {{- with $values.redis.passwordSecret }}
-    {{- if .name }}
-    - {name: EXTPROC_REDIS__PASSWORD, valueFrom: {secretKeyRef: {{ toJson . }}}}
-    {{- end }}
-    {{- end }}
+    {{- include "extproc.env" (list .root .part) | nindent 4 }}
     ports:
     {{- range $name, $port := .ports }}
     - {name: {{ $name }}, containerPort: {{ $port }}}

@@ -1,4 +1,4 @@
-{{- /* Helpers take (list . "part"), where a part is router, poller, eds, redis or envoy. */ -}}
+{{- /* Helpers take (list . "part"), where a part is router, poller, eds, redis, envoy or test. */ -}}
 
 {{- define "extproc.name" -}}
 {{ .Values.nameOverride | default .Chart.Name }}
@@ -64,21 +64,28 @@ metadata:
   annotations: {{ toJson . }}
   {{- end }}
 spec:
-  enableServiceLinks: false
-  securityContext: {runAsNonRoot: true, runAsUser: {{ .user }}, runAsGroup: {{ .user }}, fsGroup: {{ .user }}, seccompProfile: {type: RuntimeDefault}}
-  topologySpreadConstraints:  # the loss of a node leaves one of two
-  - maxSkew: 1
-    topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector: {matchLabels: {{ include "extproc.selector" $at }}}
-  {{- with .root.Values.imagePullSecrets }}
-  imagePullSecrets: {{ toJson . }}
-  {{- end }}
-  {{- range $key := list "tolerations" "affinity" "nodeSelector" "priorityClassName" }}
-  {{- with get $options $key }}
-  {{ $key }}: {{ toJson . }}
-  {{- end }}
-  {{- end }}
+  {{- include "extproc.podSpec" . | nindent 2 }}
+{{- end }}
+
+{{- /* Spec of a pod without its containers, with the options of its part. */ -}}
+{{- define "extproc.podSpec" -}}
+{{- $at := list .root .part -}}
+{{- $options := include "extproc.options" $at | fromJson -}}
+enableServiceLinks: false
+securityContext: {runAsNonRoot: true, runAsUser: {{ .user }}, runAsGroup: {{ .user }}, fsGroup: {{ .user }}, seccompProfile: {type: RuntimeDefault}}
+topologySpreadConstraints:  # the loss of a node leaves one of two
+- maxSkew: 1
+  topologyKey: kubernetes.io/hostname
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector: {matchLabels: {{ include "extproc.selector" $at }}}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- range $key := list "tolerations" "affinity" "nodeSelector" "priorityClassName" }}
+{{- with get $options $key }}
+{{ $key }}: {{ toJson . }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* `volumeMounts` and `volumes` of a part: (dict "root" . "part" "router" "files" (dict PATH SOURCE …)), where SOURCE is

@@ -27,6 +27,10 @@ _OPENING_RATE = 6.0
 _GENTLE_RATE = 1.0
 _REFRESH_S = 0.25
 _INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
+_PREDICTIONS_ERR = (
+    "Predictions do not choose here, and may be far off: slow replicas fill up, and no prediction "
+    "knows the requests that arrive later."
+)
 _print = partial(print, flush=True)
 
 
@@ -96,6 +100,8 @@ async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> 
     async def run(name: str, policy: str | None) -> Run:
         under = policy or "the default policy"
         _print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}")
+        if policy is not None:
+            _print(_PREDICTIONS_ERR)
         requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
         async with _printed(stack, journal):
             answers = await send_all(stack.url, requests, name, policy)

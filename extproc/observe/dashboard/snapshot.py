@@ -23,6 +23,7 @@ from extproc.observe.dashboard.warnings import (
     router_warnings,
     worst_first,
 )
+from extproc.observe.decision import FORMAT
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
 from extproc.observe.history import SPANS_S
@@ -65,6 +66,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         await asyncio.sleep(0)
     observed_figures, observed_facts = observed_requests(first.log)
     return {
+        "version": FORMAT,
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
         "warnings": worst_first(warnings),
         "figures": [

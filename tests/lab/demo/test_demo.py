@@ -76,7 +76,10 @@ async def test_demo_once_compares_two_policies_and_writes_figures(
     assert not running(started)
     lines = r"default-\d+ +→ (fast|slow)-\d +predicted +[\d.]+ s  actual +[\d.]+ s  \w"
     assert re.search(lines, stdout.decode())
-    assert "round_robin" in stdout.decode()
+    explained = (
+        r"\n16 requests, 20/s, under round_robin\nPredictions do not choose here, and may be"
+    )
+    assert re.search(explained, stdout.decode())
     figures = json.loads(file.read_text())
     assert figures["requests"] == 16
     runs = (figures, turns := figures["round_robin"])
