@@ -74,13 +74,16 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     merged = [record for answer in answers if isinstance(answer, list) for record in answer]
     if all(isinstance(answer, str) for answer in answers):
         raise RouterUnavailableError("\n".join(problems))
-    for problem in filter(None, (*problems, other_format(merged))):
+    for problem in problems:
         print(f"extproc explain: {problem}", file=sys.stderr)
     if args.request_id is not None and not merged:
         raise RouterUnavailableError(_not_found(args.request_id, routers, config.admin))
     merged.sort(key=lambda record: float(record["decided_at"]))
     shown = merged if args.request_id is not None else merged[-args.last :]
-    return json.dumps(shown, indent=2) if args.json else _text(shown, args.request_id is None)
+    text = json.dumps(shown, indent=2) if args.json else _text(shown, args.request_id is None)
+    if remark := other_format(merged):
+        print(f"extproc explain: {remark}", file=sys.stderr)
+    return text
 
 
 async def _decisions_of(
