@@ -55,7 +55,7 @@ FAILING = Reason(
     "a second replica does not count | "
     "an answer below 500 | "
     f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
-    f"{LONGEST_EJECTION_S:g} s | none; one after that time, as a trial | half, at least one",
+    f"{LONGEST_EJECTION_S:g} s | none; after the time, one request as a trial | half, at least one",
 )
 FULL = Reason(
     "full",
@@ -69,6 +69,6 @@ DRAINING = Reason(
 NEW = Reason(
     "new",
     "joining a pool in which another replica is measured | the first measured second or two of "
-    f"work | no limit | {AT_FIRST} at a time, and one more for each that has ended | all but one",
+    f"work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one | all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW

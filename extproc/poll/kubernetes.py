@@ -72,7 +72,7 @@ class KubernetesWatch:
         """Waits until the first lists have succeeded or failed, at most ``timeout_s``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
-                for reflector in self._reflectors:  # the first reflector may add another
+                for reflector in self._reflectors:  # the first reflector may add a second one
                     await reflector.tried.wait()
 
     def stop(self) -> None:

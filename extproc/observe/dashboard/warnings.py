@@ -99,7 +99,7 @@ def pool_warnings(
 
 
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Yield the warnings about a pool whose causes have no log line of their own."""
+    """Yield the warnings about a pool whose cause is not logged otherwise."""
     yield from _stale(pool)
     yield from _lost(pool.routers, "Envoy uses the other routers.")
     if pool.fleet.pollers:
