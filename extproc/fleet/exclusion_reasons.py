@@ -69,6 +69,7 @@ DRAINING = Reason(
 NEW = Reason(
     "new",
     "joining a pool in which another replica is measured | the first measured second or two of "
-    f"work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one | all but one",
+    f"work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one | "
+    "all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
