@@ -78,8 +78,8 @@ def _zeros(_: Any) -> Callable[..., Floats]:
 
 
 def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)``, or still 1 if
-    the first token does not matter."""
+    """Returns a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)`` or, as
+    before, 1 if the first token does not matter."""
 
     def weight(prediction: Any) -> Any:
         return weight_of(prediction) if prediction.first_token_matters else 1.0
@@ -93,7 +93,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement of ``predict`` that sets a prediction's field to ``value`` of it."""
+    """Returns a replacement of ``predict`` that sets a field to ``value(prediction)``."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -180,7 +180,7 @@ class Cell:
     longest: tuple[float, float] = (inf, inf)  # tokens of a prompt and of an answer, at most
 
     def requests(self, pair: int, most: int) -> list[TracedRequest]:
-        """First ``most`` requests of a segment; times count from the beginning of the segment."""
+        """First ``most`` requests of segment ``pair``; times count from the segment's beginning."""
         every = trace.read([_HERE / f"traces/{self.trace}.jsonl.gz"], self.speed)
         length = every[-1].at / PAIRS
         prompt, output = self.longest

@@ -84,8 +84,8 @@ def _turns(
 
 
 def _bound(random: Random, answer: int) -> int | None:
-    """Output bound such as callers set: none, a power of two well above the answer, or up to 20%
-    above the answer."""
+    """Output bound as callers might set it: none, a power of two well above the answer, or up to
+    20% above the answer."""
     drawn = random.random()
     if drawn < 0.3:
         return None

@@ -324,7 +324,7 @@ class RouteSettings(Section):
     replica. If the delay is longer, the session moves to a better replica."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
     """By requested name: a served name; a list of names under which replicas serve the model; or
-    weights by served name, with which a name is drawn for each request."""
+    served names with weights, by which a name is drawn for each request."""
     listed_models_only: bool = True
     """Answer 404 for a model that no replica lists; false: replicas load adapters on request
     (vLLM's LoRA resolvers)."""
@@ -397,12 +397,12 @@ class HoldSettings(Section):
     """Queue of requests that no replica has room for."""
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that the router asks Envoy to wait for a queued request; a second earlier, it refuses
-    the request with 429. Envoy's ``max_message_timeout`` must be at least as long, or Envoy
-    goes on without the router. 0: no request waits."""
+    """Seconds that the router asks Envoy to wait for a queued request; one second before they end,
+    the router refuses the request with 429. Envoy's ``max_message_timeout`` must be at least as
+    long, or Envoy goes on without the router. 0: no request waits."""
     empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that a request waits while no replica serves its model, if a replica did within the
-    last hour; after that, the answer is 503. At most ``longest_s``. 0: no wait."""
+    """Seconds that a request waits while no replica serves its model, if a replica served it within
+    the last hour; after that wait, the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
     """Most requests in the queue. If another request has to wait, the router refuses one of the
     lowest priority with 429: the newest of the tenant with the most queued requests."""

@@ -76,7 +76,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     scraped_at: Finite = 0.0  # seconds since the epoch, on the poller's clock
     scrape_seconds: Finite = 0.0  # duration of the scrape: the figures may be this much older
     life_s: Finite = 0.0
-    """Time to live in Redis, in seconds. Minus the time that is left, this is the state's age,
+    """Time to live in Redis, in seconds. ``life_s`` minus the time left is the state's age,
     whatever the machines' clocks say. 0: not known."""
 
     refuses: bool = False  # connections are refused: no process listens

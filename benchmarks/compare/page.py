@@ -155,7 +155,7 @@ def measure(folder: Path, programs: Path | None) -> bool:
 
 
 def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures to store of a ``--json`` file: all but its requests."""
+    """Returns the part of a ``--json`` file that is stored: figures and origin, but no requests."""
     origin = measured["overhead" if "setups" in measured else "compare"]
     about = {key: origin[key] for key in ("date", "commit")}
     about["machine"] = origin["machine"].rpartition(", ")[0]  # without its kernel
@@ -257,7 +257,7 @@ def _faults() -> Iterator[str]:
 
 
 def _harm(name: str, measured: Mapping[str, Any]) -> str:
-    """Cell of the fault table for a contender; a contender without the part has no run."""
+    """Cell of the fault table for a contender, which has no run if it lacks the failing part."""
     if (counts := measured["contenders"].get(name)) is None:
         return "has none"
     (turn,) = counts["harm"]

@@ -1,5 +1,5 @@
-"""Plan of a run: requests with prompts and times, for which the client first asks the server for
-its model, its context and its way of counting tokens."""
+"""Plan of a run: requests with prompts and times. To make it, the client first asks the server
+for its model, its context and its way of counting tokens."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -70,8 +70,8 @@ def running_on(cores: Collection[int]) -> Iterator[None]:
 
 
 class OverheadStack(Stack):
-    """Stack of a setup. The server ``upstream`` answers requests with the header ``x-hold`` after
-    ``hold_s`` seconds; ``states`` takes the place of the poller."""
+    """Stack of a setup. The server ``upstream`` answers a request that has the header ``x-hold``
+    only after ``hold_s`` seconds; ``states`` takes the place of the poller."""
 
     envoy_workers = 1
     logs_accesses = False

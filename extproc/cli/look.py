@@ -1,6 +1,6 @@
 """``extproc top`` and ``extproc explain``: print fleet and decisions of the running routers.
 
-``top`` shows the routers and the dashboard of one in the terminal, and updates it every second.
+``top`` shows all routers and the dashboard of one router in the terminal, updated every second.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
-    """Pages of the router, and findings on what runs; an error stands in for pages."""
+    """Pages of the router, or the error that it gave instead, and findings on what runs."""
     # The checks use parts that log their failures, which here are findings.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)

@@ -23,7 +23,7 @@ class AskedRouter:
     name: str = ""  # host and port of ``serve.listen``; empty: a router that Redis did not name
 
     def failed(self, error: Exception) -> str:
-        """Say that the router failed, with its name if several are asked."""
+        """Say that the router failed, with its name if several routers are asked."""
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
@@ -75,7 +75,7 @@ async def _living(config: Config) -> dict[str, str]:
     """Read the admin address of each router of a pool, by name.
 
     Raises:
-        RedisError: Redis does not answer, or refuses; the message names it.
+        RedisError: Redis does not answer, or refuses; the message names the server.
     """
     async with connect(config.redis, config.pool) as redis:
         try:

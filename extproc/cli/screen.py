@@ -20,7 +20,7 @@ _FIGURES = {  # cells by the unit of their column, as in observe/dashboard/page_
     "share": share,
 }
 _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this router"}
-"""Columns of the table of routers: figures of their snapshots."""
+"""Titles of columns in the table of routers → names of figures in the routers' snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class RouterView:
 
 
 def draw(lines: Sequence[str]) -> None:
-    """Replace the terminal's content; lines below its end are not shown."""
+    """Replace the terminal's content; lines that do not fit are not shown."""
     page = f"{_REST_OF_LINE}\n".join(lines[: shutil.get_terminal_size().lines - 1])
     print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
 
 
 def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
     """Format routers in ``width`` columns: errors and notes, a table of several routers, then the
-    fleet as the first router knows it that answers, with the warnings of all.
+    fleet as known to the first router that answers, with the warnings of all routers.
 
     At least one router must have a snapshot.
     """
@@ -96,8 +96,8 @@ def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
 
 
 def _warnings(routers: Sequence[RouterView]) -> list[str]:
-    """Merge the warnings of the routers that answer, the worst of each router first. Warnings that
-    some of them do not have begin with the names of those that have it."""
+    """Merge the warnings of the routers that answer, the worst of each router first. A warning that
+    only some of these routers have begins with their names."""
     warned = {
         router.name: router.snapshot.get("warnings", ())
         for router in routers

@@ -44,7 +44,7 @@ async def reachable(address: str) -> str:
 
     The address is the same unless the server listens on all addresses (``0.0.0.0`` or ``[::]``):
     then the host is the IP address of the host name, because other pods cannot look up the name of
-    a pod. If the host name stands for loopback or cannot be looked up, the host is its name.
+    a pod. If the host name stands for loopback or cannot be looked up, the name itself is used.
     """
     host, port = split_address(address)
     if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
@@ -74,7 +74,7 @@ def within_reach(address: str, process: str) -> bool:
 
 
 def with_name(address: str, name: str) -> str:
-    """Returns ``name (address)``, or the address alone if the name is empty or the address."""
+    """Returns ``name (address)``, or the address alone if the name is empty or equals it."""
     return address if name in ("", address) else f"{name} ({address})"
 
 

@@ -28,7 +28,7 @@ class Exclusions:
         self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
-        """Compares the fleet with the last look; ``now``: seconds since the epoch.
+        """Logs what changed since the last call; ``now``: seconds since the epoch.
 
         Returns the reason of each excluded replica.
         """
@@ -61,7 +61,7 @@ class Exclusions:
 
 
 class Onsets:
-    """Since when replicas are the cause of warnings. Times are seconds since the epoch.
+    """Times since which replicas have caused warnings, in seconds since the epoch.
 
     A figure may vary around its limit: a cause counts as the same unless it was absent for a
     minute.
@@ -152,7 +152,7 @@ class CounterLog:
         self._next = 0.0  # on the clock
 
     def look(self) -> None:
-        """Compares the counter with the last line, and logs the difference."""
+        """Logs by how much the counter has grown since the last line."""
         now = self._clock()
         if now < self._next:
             return

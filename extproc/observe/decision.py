@@ -112,7 +112,7 @@ class DecisionRecord(Struct):
     excluded: list[ExcludedCandidate] = []
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     observed: bool = False  # Envoy alone chose the replica that served
-    version: int = 0  # FORMAT of the router; 0: a router of a time before formats had versions
+    version: int = 0  # FORMAT of the router; 0: a router from before formats had versions
 
     def name_of(self, replica: str) -> str:
         """Return the name of a replica, or its address if the replica was no candidate."""

@@ -59,8 +59,8 @@ class LoggedDecision(msgspec.Struct, eq=False):
         """Convert the decision for JSON.
 
         Args:
-            most: limit of the candidates, best scores first, and of the excluded replicas; the
-                replicas that were chosen and that served are always included. None: no limit.
+            most: limit of the candidates, best scores first, and of the excluded replicas. The
+                chosen and the serving replica are always included. None: no limit.
         """
         decision, profile = self.decision, self.decision.profile
         view = decision.situation.view

@@ -23,7 +23,7 @@ _NONE_READY = "service_unavailable_error"  # answered with 503
 
 
 class History:
-    """Totals of the metrics, stored every ten seconds; two yield the figures of a period."""
+    """Totals of the metrics, stored every ten seconds; two totals yield the figures of a period."""
 
     def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
         self._metrics = metrics
@@ -46,7 +46,7 @@ class History:
 
     def rows(self) -> list[tuple[float, ...]]:
         """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
-        A row covers its span less at most ten seconds.
+        A row covers its span, or up to ten seconds less.
 
         A row has requests, answers with 5xx (the router's 503 included) and refusals with 429, each
         per second, and the :data:`QUANTILES` of seconds to first token, per token and to

@@ -302,8 +302,8 @@ class Demand:
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers. Each reports an equal share of the busy usable replicas, and
-                of one replica for each queued model that no replica serves.
+            routers: number of routers. Each router reports an equal share of the busy usable
+                replicas, and of one replica for each queued model that no replica serves.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

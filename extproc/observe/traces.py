@@ -141,7 +141,7 @@ class Trace:
         _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route`` with a result of ``extproc_requests_total`` and its error, if any."""
+        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: text, if any."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})

@@ -41,9 +41,9 @@ class KvStream:
     """Applies the events of one replica to ``blocks``, and reports changes to ``into``.
 
     The replica pushes batches at the first of ``ports``, and replays recent batches at the second.
-    Each check requests a replay from the last applied batch on, which reveals missing batches and a
-    restart of the replica. If the replica cannot replay a missing batch, its blocks stay unknown
-    until the replica restarts or clears its cache.
+    Every :data:`CHECK_S`, a check requests a replay from the last applied batch on, which reveals
+    missing batches and a restart of the replica. If the replica cannot replay a missing batch, its
+    blocks stay unknown until the replica restarts or clears its cache.
     """
 
     def __init__(

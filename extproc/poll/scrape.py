@@ -147,7 +147,7 @@ async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> 
 
 
 async def get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
-    """Returns the body of an answer with status 200; raises ScrapeError if none comes."""
+    """Returns the body of an answer with status 200; raises ScrapeError if no such answer comes."""
     async with _answer(session, replica, path) as response:
         return await _read(response, path)
 

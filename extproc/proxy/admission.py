@@ -43,7 +43,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
     Args:
         exchange: the request; its body is replaced by the body for the chosen replica.
         phase: kind of Envoy's message to reply to, such as ``request_body``.
-        unread_model: model of a large body that stays at Envoy: the profile depends on the length.
+        unread_model: model of a large body that stays at Envoy; its length then gives the profile.
 
     Raises:
         Refusal: the request is refused.
@@ -179,7 +179,7 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
-    """True if the request may wait for a new replica, because one served the model lately."""
+    """True if the request may wait for a new replica, because a replica served its model lately."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
     if not waits or not profile.requested_model:

@@ -56,7 +56,7 @@ class BodyMemory:
 
 
 class BufferedBody:
-    """Only copy of a request's body in the router. ``BodyMemory`` counts it until its release."""
+    """Router's only copy of a request's body; counts in ``BodyMemory`` until :meth:`release`."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self.whole = False  # the end of the body was received

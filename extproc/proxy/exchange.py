@@ -267,7 +267,7 @@ class Exchange:
         self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
-        """Keeps the decision, to compare it with Envoy's choice once the response shows it."""
+        """Keeps the decision until the response shows Envoy's choice, to compare the two."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits

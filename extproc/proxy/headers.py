@@ -57,8 +57,8 @@ def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHead
 def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
     """Decides by a hash of the session or the request id whether to steer a request.
 
-    So all routers, and all requests of a session, agree, and a larger ``serve.share`` steers the
-    same requests and more. A request without session and id is steered only if all requests are.
+    So all routers treat all requests of a session alike. A larger ``serve.share`` steers the same
+    requests and more. A request without session and id is steered only if all requests are.
     """
     serve, route = config.serve, config.route
     if serve.steers_all or serve.mode == "observe":

@@ -183,14 +183,14 @@ class InFlight:
 
     @property
     def _served_by_member(self) -> bool:
-        """False if a server that no poller knows answered."""
+        """False if the server that answered is known to no poller."""
         return self.outcome.served_by == self.served_by
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
         """Returns why a replica other than the chosen one answered; None: the chosen one did.
 
         An address that no replica has belongs to a tunnel or a sidecar. Then the choice counts as
-        followed, unless Envoy's report shows that Envoy did not hold the choice.
+        followed, unless Envoy reports its attempts, but not the router's choice.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")
@@ -297,7 +297,7 @@ class Observed(NamedTuple):
     decision: Decision  # the router's choice
     outcome: LiveOutcome
     sent_at: float  # seconds on the router's clock
-    envoy_samples: bool  # Envoy decides which bodies of responses it forwards, not the router
+    envoy_samples: bool  # Envoy, not the router, decides which response bodies are forwarded
 
     def answered(self, request: ProcessingRequest) -> InFlight | None:
         """Adds the request to the ledger once its response has begun. Returns None unless a replica

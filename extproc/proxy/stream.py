@@ -175,8 +175,8 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
     """Passes each message of a request on unchanged, and only then predicts the request.
 
-    The prediction follows once the router has the whole request, or as much as the router may hold,
-    and at the latest when the response begins.
+    The router predicts when it has the whole request, when it has as much of the request as it may
+    hold, or when the response begins, whichever comes first.
     """
     body, headers, enough = exchange.body, exchange.headers, False
     while True:

@@ -71,8 +71,8 @@ def batch_scheduled_threads() -> Iterator[None]:
 
 
 def _schedule(policy: str, instead_of: str) -> bool:
-    """Changes the calling thread's scheduling policy to ``policy``. Returns False if the thread did
-    not have ``instead_of``, or if the change failed."""
+    """Changes the calling thread's scheduling policy from ``instead_of`` to ``policy``. Returns
+    False if the thread had another policy, or if the change failed."""
     if sys.platform != "linux":
         return False
     try:

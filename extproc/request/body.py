@@ -73,9 +73,9 @@ def readable(body: bytes) -> bytes:
 def ending(body: bytes) -> dict[str, object]:
     """Return the fields at the end of a body that is too long to be decoded as a whole.
 
-    Clients may put the model and the bound of the output behind the prompt. From a top-level field
-    on, the body is an object that lacks only its opening brace. From a nested field on, the body is
-    no object, and the next match of ``_NAMES`` is tried.
+    Clients may put the model and the bound of the output behind the prompt. Each match of
+    ``_NAMES`` is tried in turn: if it is a top-level field, an opening brace makes the body
+    from there on an object; if it is a nested field, decoding fails.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):

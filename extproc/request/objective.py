@@ -22,7 +22,7 @@ class Objective(NamedTuple):
 
     @property
     def bounds_end(self) -> bool:
-        """True if a target bounds the time to decode."""
+        """True if the objective has a target for the time per token or to the last token."""
         return min(self.tpot_s, self.completion_s) < inf
 
     def due_s(self, decode: float) -> float:

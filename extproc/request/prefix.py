@@ -73,13 +73,13 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
 
 @lru_cache(maxsize=1024)
 def seed_of(*names: str) -> int:
-    """Return the key that precedes the first unit, from names that separate caches: model and salt.
-    Prompts under different names share no key."""
+    """Return the key that precedes the first unit, from the names that separate caches (model,
+    salt). Prompts under different names share no key."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each whole unit of ``data``, computed from ``data`` up to the unit's end."""
+    """Return a key for each whole unit (``UNIT_BYTES``), computed from ``data`` up to its end."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 

@@ -27,8 +27,8 @@ _VIDEO = frozenset({"video_embeds", "video_url"})
 _MEDIA = _IMAGES | _AUDIO | _VIDEO
 
 VIDEO_TOKENS = 32 * 256
-"""vLLM samples 32 frames (``num_frames``) of 256 tokens each in InternVL; LLaVA-OneVision has 196,
-Qwen2-VL up to 384."""
+"""vLLM samples 32 frames (``num_frames``). A frame has 256 tokens in InternVL, 196 in
+LLaVA-OneVision, up to 384 in Qwen2-VL."""
 
 _BYTES_PER_TOKEN = 4  # of a medium, in the bytes from which keys are made; token ids have 4, too
 _IMAGE_TOKENS = 576  # of any image in keys; a learned number would change all later keys

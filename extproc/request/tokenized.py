@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 16_384  # tokenized in one call, in some 10 ms
 _UNIT = 256  # characters whose tokens are remembered together
 _MOST_UNITS = 65_536  # remembered, of all texts together: 16 million characters in some 50 MB
-_OVERLAP = 8  # last remembered tokens that must result again; otherwise the text is tokenized anew
+_OVERLAP = 8  # last remembered tokens, compared with new ones; if they differ, nothing is reused
 
 
 class TokenizedPrompt(NamedTuple):

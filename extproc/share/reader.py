@@ -140,7 +140,7 @@ async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
 
 
 async def _ask_for_answer(pubsub: PubSub) -> None:
-    """Makes Redis send a message of the type ``unsubscribe``. (A Redis that cannot save its data
-    refuses PING, so the reader would reconnect without end.)"""
+    """Makes Redis send a message of the type ``unsubscribe``. PING does not suit:
+    a Redis that cannot save its data refuses PING, and the reader would reconnect without end."""
     async with in_time():
         await pubsub.unsubscribe(_NO_CHANNEL)

@@ -58,7 +58,7 @@ class Process:
         """Start ``argv`` and return once ``ready`` returns True; ``env`` adds to the environment.
 
         Raises:
-            ProcessError: the process did not start or get ready in time; it no longer runs.
+            ProcessError: the process did not start, or ended or was killed before it was ready.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

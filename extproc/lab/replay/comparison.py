@@ -13,13 +13,13 @@ from extproc.predict.inputs import Floats, Indices
 
 _MOST_OFF = 0.15  # largest error of a replay that `too_far` accepts
 _EDGE, _LONGEST_EDGE_S = 0.1, 60.0
-"""Part of a record that figures exclude at each end: share of its length, and limit in seconds.
-At first caches are empty, and requests in flight at either end are not in the record."""
+"""Part that figures exclude at each end of a record: share of the record's length, and limit in
+seconds. Caches are empty at first, and the record lacks requests in flight at either end."""
 _PARTS, _STUDENT = 3, 2.92
 """Parts of a record for the jackknife, and standard errors on each side of an interval with 90%
 confidence (Student's t, two degrees of freedom). More parts would be shorter than queues last, and
-so depend on each other: with half an hour at 85% load in ten parts, a quarter of the bounds miss
-the truth."""
+so depend on each other: if half an hour at 85% load is cut into ten parts, a quarter of the
+intervals miss the true difference."""
 _SHORTEST_PART = 10.0  # length ÷ 95th percentile of completions
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 
@@ -115,7 +115,7 @@ def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
 def differences(
     scene: Scene, before: Sequence[Played], after: Sequence[Played]
 ) -> dict[str, dict[str, Difference]]:
-    """Return the figures of all runs without and with a change; a jackknife gives the bounds."""
+    """Return figures without and with a change; a jackknife gives the bounds of the difference."""
     found = {}
     for kind in KINDS:
         among = counted(scene, kind)

@@ -1,4 +1,4 @@
-"""Replicas of a simulation, which can become slow, hang or go down, and their pollers."""
+"""Pollers and replicas of a simulation; a replica can become slow, hang or go down."""
 
 from collections.abc import Callable
 from dataclasses import replace

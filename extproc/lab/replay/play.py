@@ -24,7 +24,7 @@ _JITTER_S = 0.02  # longest random delay of a request: real arrivals vary, too
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Seconds since the arrival or, in a forced :func:`play`, the dispatch; NaN: not served."""
+    """Seconds since the arrival, or since the dispatch if play is forced; NaN: not served."""
 
     ttft_s: Floats
     completion_s: Floats
@@ -34,7 +34,7 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Play a scene; ``forced``: dispatch each served request at its recorded time and replica.
+    """Play a scene; ``forced``: dispatch each served request as recorded, in time and replica.
 
     ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
 

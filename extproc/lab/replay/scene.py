@@ -168,8 +168,8 @@ def _requests(
 
 class _Lengths:
     """Output lengths in steps. A refused request has no answer: its length is drawn from the
-    lengths of served requests for the same model, with the same endpoint and streaming if there
-    are such requests."""
+    lengths of served requests for the same model, if possible with the same endpoint and
+    streaming."""
 
     def __init__(self, lines: Sequence[RequestLine], per_step: Mapping[str, float]) -> None:
         self._per_step = per_step

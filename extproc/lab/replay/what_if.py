@@ -180,7 +180,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Play the scene without and with a change; raises ValueError if replicas are overloaded."""
+    """Play a scene, and ``other`` with the change; raises ValueError if replicas are overloaded."""
     runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
     def part(number: int) -> Show:

@@ -63,8 +63,8 @@ class Engine:
         Args:
             cold_steps: number of first steps that take :data:`COLD` times as long, because kernels
                 are compiled.
-            old_counters: count as vLLM up to 0.15, which counts cached prompt tokens only as hits
-                of the prefix cache, and at every attempt to admit a sequence.
+            old_counters: count cached prompt tokens as vLLM up to 0.15: only as hits of the prefix
+                cache, and once for each attempt to admit their sequence.
 
         Raises:
             ValueError: the token budget is below ``max_num_seqs`` × (1 + drafted tokens), or
@@ -365,7 +365,7 @@ class Engine:
         return self.pool.blocks_for(sequence.computed + chunk) - sequence.blocks
 
     def _extend(self, sequence: Sequence, chunk: int) -> None:
-        """Take the blocks of a chunk; later prompts can share the full ones."""
+        """Take the blocks of a chunk; later prompts can share the full blocks."""
         missing = self._blocks_missing(sequence, chunk)
         self.pool.take(missing)
         sequence.blocks += missing
@@ -416,8 +416,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take free blocks in advance, for at most ``steps`` steps after the next; return the
-        number of steps for which they suffice."""
+        """Take free blocks in advance, for at most ``steps`` steps after the next step;
+        return the number of steps for which the blocks suffice."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free

@@ -15,8 +15,8 @@ Words = list[tuple[str, str]]  # names and texts of figures or facts
 def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     """Compare the router's choices with Envoy's, for observed requests of the last 1,000 decisions.
 
-    Returns figures and facts for the page. There is a figure if such a request was answered, and a
-    fact if the router saw the end of such a request.
+    Returns figures and facts for the page. The figures are empty until an observed request was
+    answered, the facts until the router saw the end of an observed request.
     """
     answered, elsewhere = 0, 0
     times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual

@@ -189,7 +189,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _links(pools: Sequence[ObservedPool]) -> dict[str, str]:
-    """URL of the page of each other router, by host and port, as far as this machine reaches it."""
+    """Page URLs of the other routers that this machine may reach, by a router's host and port."""
     scheme = "https" if pools[0].config.admin.tls_cert else "http"
     return {
         name: f"{scheme}://{admin}/"

@@ -99,7 +99,7 @@ def pool_warnings(
 
 
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Yield the warnings about a pool whose cause is not logged otherwise."""
+    """Yield the warnings about a pool, except warnings whose cause has log lines of its own."""
     yield from _stale(pool)
     yield from _lost(pool.routers, "Envoy uses the other routers.")
     if pool.fleet.pollers:
@@ -113,7 +113,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _stale(pool: ObservedPool) -> Iterator[str]:
-    """Yield the cause of a stale state; if the cause is unknown, only that the state is stale."""
+    """Yield why a state is stale or missing; if the cause is unknown, that the state is stale."""
     fleet, lost = pool.fleet, redis_lost(pool)
     shares = pool.config.state == "redis" and not pool.delays.redis_refusal
     no_poller = shares and fleet.pollers == {}
