@@ -4,15 +4,15 @@ A stretch took y seconds. Its terms x are steps, prompt tokens prefilled, tokens
 tokens summed over the steps, each multiplied by its coefficient in the replica's profile. The
 coefficients c, as multiples of the profile's, follow by non-negative least squares (nnls)::
 
-    w = y / 16 s · min(r, 1/r)²                    weight; r: seconds expected by c, divided by y
+    w = y / (16 seconds) · min(r, 1/r)²            weight; r: seconds expected by c, divided by y
     A ← λ·A + w·x·xᵀ/y²     b ← λ·b + w·x/y        normal equations of relative errors; λ: decay
     g = Σ b / Σ A                                  slowness of the replica: actual ÷ profile's
     p = median(g_j) · nnls(Σ g_j²·A_j + κ′·I, Σ g_j·b_j + κ′)    prior from replicas j of the fleet
     f = (p·b + ε) / (pᵀ·A·p + ε)                   slowness against the prior, fast to learn
     c = nnls(A + κ·I, b + κ·f·p)                   proportions differ from p only by evidence
-    s = (Σ y + δ) / (Σ c·x + δ)                    slowness of the last seconds, against c
+    σ = (Σ y + δ) / (Σ c·x + δ)                    slowness of the last seconds, against c
 
-    coefficient of the step-time model = s · c · coefficient of the profile
+    coefficient of the step-time model = σ · c · coefficient of the profile
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
 _MEMORY_S = 7200.0  # seconds of work in which the weight of a stretch falls by a factor e
 _IDLE_MEMORY_S = 60.0  # the same for idling: a slow replica is tried again after some 15 minutes
-_REACTION_S = 4.0  # memory of s in seconds of work: for a throttled GPU or a noisy neighbour
-_IDLE_REACTION_S = 20.0  # memory of s in seconds of idling: an idle replica may still be slow
+_REACTION_S = 4.0  # memory of σ in seconds of work: for a throttled GPU or a noisy neighbour
+_IDLE_REACTION_S = 20.0  # memory of σ in seconds of idling: an idle replica may still be slow
 _PRIOR_S = 0.1  # δ
 # The next five are weights, in stretches of 16 s:
 _PROPORTIONS = 2e-4  # κ
@@ -40,7 +40,7 @@ _NOISE, _EVEN = 1.5e-3, 5e-3
 """In a larger fleet ε = _NOISE / (mean of log²(g ÷ median) + _EVEN). If replicas match their
 profiles, seconds of work are needed to show that a replica differs."""
 _MEASURED = 0.01  # sum of A above which a replica counts as measured
-_MOST_SCALE = 10.0  # bound of s and of 1/s
+_MOST_SCALE = 10.0  # bound of σ and of 1/σ
 _WRONG_COUNTER = 1000.0  # expected ÷ actual time above which a counter must be wrong
 _ROUNDS = 4  # of coordinate descent after each poll, starting from the last solution
 
