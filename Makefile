@@ -24,6 +24,7 @@ fast test: export PYTHONDONTWRITEBYTECODE :=
 fast: venv  ## tests that start no process and play no minutes of traffic
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile fast $(ARGS)
 
+# A file stays on one worker, because its tests share a stack of processes.
 test: venv  ## all tests, with real processes
 	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

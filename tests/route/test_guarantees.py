@@ -299,7 +299,7 @@ GAUGES = st.fixed_dictionaries(
     }
 )
 EXAMPLES = settings(
-    max_examples=3,
+    max_examples=5,
     deadline=None,
     database=None,
     report_multiple_bugs=False,
@@ -440,7 +440,7 @@ def jain(got: dict[str, float]) -> float:
     st.sampled_from((100, 400)),
 )
 def test_tenants_with_offered_loads_of_10_to_1_get_the_same(prompts: Prompts, answer: int) -> None:
-    pool = compete(prompts, answer, MODEL, seconds=25)
+    pool = compete(prompts, answer, MODEL, seconds=60)
     got = received(pool)
     leads = [each["few"] - each["many"] for each in got]
     largest = max(seen.decision.work_s for seen in pool.sent)
