@@ -76,7 +76,7 @@ class RecordingPlan:
         if len(slices[-1]) < self.requests:
             raise ValueError(f"{self.trace} has too few requests for {len(slices)} runs")
         if any(part[0].at == part[-1].at for part in slices):
-            raise ValueError(f"{self.trace}: all requests of a run arrive at once; send more")
+            raise ValueError(f"{self.trace}: a run's requests all arrive at once: raise --requests")
         return [[self._shrunk(request, part[0].at) for request in part] for part in slices]
 
     def _shrunk(self, request: TracedRequest, start: float) -> TracedRequest:

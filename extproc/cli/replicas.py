@@ -191,8 +191,8 @@ async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float
         if len(empty) == _EMPTY_SCRAPES:
             return f"{replica.title} is empty after {waited:.1f} s"
         if waited >= seconds:
-            problem = f"{replica.title} {_still_busy(state)} after {seconds:g} s"
-            raise CommandError(f"{problem}; the replica goes on draining")
+            problem = f"after {seconds:g} s, {replica.title} {_still_busy(state)}"
+            raise CommandError(f"{problem}; the drain stays in effect")
         await asyncio.sleep(_CHECK_EVERY_S)
 
 
@@ -202,11 +202,11 @@ def _load(state: ReplicaState) -> str:
 
 def _still_busy(state: ReplicaState | None) -> str:
     if state is None:
-        return "is not polled, so its requests are unknown (does a poller run?),"
+        return "is not polled, so its requests are unknown (does a poller run?)"
     if not state.healthy:
         return f"does not answer ({state.problem}) and last had {_load(state)}"
     if not state.draining:
-        return "has no poller that drains it (does a poller run?)"
+        return "is not draining yet, because no poller applied the drain (does a poller run?)"
     return f"has {_load(state)}"
 
 

@@ -12,7 +12,7 @@ from extproc.ground.text import natural
 from extproc.share.connection import address, connect
 from extproc.share.digests import living_routers
 
-_NOT_PUBLISHED = "Redis does not have its admin address, because its version is older"
+_NOT_PUBLISHED = "Redis does not have its admin address, because the router runs an older version"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(replayed)
             if recorded.unused_s:
-                print(
-                    f"not used: the first {recorded.unused_s / 60:.1f} min, {recorded.unused_why}"
-                )
+                first = f"the first {recorded.unused_s / 60:.1f} min of the record"
+                print(f"not used: {first}, because {recorded.unused_why}")
             for why, count in excluded.items():
                 print(f"excluded: {count} requests, {why}")
             if comparison:

@@ -100,7 +100,7 @@ async def _drop_stale(pools: Mapping[str, "PoolMembers"], changed: asyncio.Event
         for pool, members in pools.items():
             if stale := members.drop_stale(TTL_S):
                 extra = {"replicas": ", ".join(stale), "pool": pool}
-                logger.info("replicas removed: their state is stale", extra=extra)
+                logger.info("replicas withdrawn from envoy: their state is stale", extra=extra)
                 changed.set()
 
 

@@ -74,7 +74,7 @@ class Subscription:
         self._names = names
         if not self._answered and request.error_detail is not None:
             extra = self._envoy | {"reason": request.error_detail.message}
-            logger.error("envoy refused the replicas and keeps its old ones", extra=extra)
+            logger.error("envoy refused a list of replicas and keeps the old list", extra=extra)
         self._answered = True
 
     def due(self) -> DiscoveryResponse | None:

@@ -55,9 +55,7 @@ def check_replicas(config: Config) -> list[Finding]:
                 sources += read_replicas(path)
             except (OSError, ValueError) as error:
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
-                text = (
-                    f"unusable: {reason}: its replicas are not polled. Correct it or replicas_file"
-                )
+                text = f"unusable: {reason}: its replicas are not polled. Correct the file or path"
                 found.append(finding(f"replicas_file {path}", text))
         elif not sources and config.state == "memory":
             text = "no replica is configured, and state is 'memory': the router cannot start. "
@@ -231,7 +229,7 @@ async def _check_replica(
     try:
         models = (await read_models(session, id_)).get("models", ())
     except ScrapeError as error:
-        text = f"{error}: it may get requests for any model. Let it answer /v1/models"
+        text = f"{error}: it may get requests for any model. Let the replica answer /v1/models"
         problems.append((Level.WARNING, text))
     served.update(models)
     text = f"scraped in {took_s * 1e3:.0f} ms; serves {', '.join(models) or 'no model'}"
@@ -267,8 +265,8 @@ def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
     elif not state.healthy:
         yield (
             Level.ERROR,
-            f"it answers here, but not to the pollers: {state.problem}. Let the pollers' machines "
-            "reach it",
+            f"it answers this command, but not the pollers: {state.problem}. Let the pollers' "
+            "machines reach it",
         )
     elif (age_s := snapshot.ages[id_]) > STALE_AFTER_S:
         yield Level.WARNING, f"its state is {age_s:.0f} s old. Is the poller that scrapes it alive?"

@@ -35,7 +35,7 @@ _REMOVE_EARLY = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on certain messages of an Envoy file."""
+    """A condition on certain nodes of an Envoy file, which are protobuf messages."""
 
     id: str
     level: Level  # of a message that breaks the rule
@@ -101,7 +101,7 @@ def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
 
 
 def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
-    """Return a test: true if a client's ``header`` reaches an ext_proc filter inside a message."""
+    """Return a test: true if a client's ``header`` reaches an ext_proc filter of a manager."""
     return lambda node, file: (
         not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
     )

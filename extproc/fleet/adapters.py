@@ -26,7 +26,7 @@ LOAD_S = 0.1  # assumed time to load an adapter, until a replica's loads are mea
 _SAMPLES = 16  # measured loads of a replica, and measured waits of the fleet
 _MAX_OVERRUN = 10.0
 _MAX_SLOTS = 256  # limit of a replica's slots, and of its adapters in use: no server has as many
-_MEMORY_S = 60.0  # idle time in which the chance of another request falls by a factor e
+_MEMORY_S = 60.0  # idle time in which an adapter's chance of a request falls by a factor e
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class AdapterSlots:
         slots.count = min(state.max_loras, _MAX_SLOTS)
         if not slots.count:
             return
-        # Uses that this router began or ended since the poll before may be newer than this poll.
+        # Uses that this router began or ended since the last poll may be newer than this poll.
         names, before = state.adapters_in_use[:_MAX_SLOTS], slots.polled_at
         polled = [name for name in names if slots.used_at.get(name, -inf) <= before]
         own = {name: tickets for name, tickets in slots.in_use.items() if tickets}

@@ -28,7 +28,7 @@ class SentPrompt(Struct, array_like=True, eq=False):
 
     def __post_init__(self) -> None:
         if not (0.0 < self.unit < inf and 0.0 <= self.tokens < inf):
-            raise ValueError(f"impossible: {self.tokens} tokens, {self.unit} tokens in a unit")
+            raise ValueError(f"impossible prompt: {self.tokens} tokens in units of {self.unit}")
 
 
 class PromptLog:

@@ -7,7 +7,7 @@ from extproc.fleet.ejection import Ejection
 from extproc.fleet.exclusion_reasons import AT_FIRST, FULL_S, HUNG_S, STUCK_S, TRIAL_S
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_FROZEN_S = 2.0  # gauges are frozen if unmoved for this time before and after a sign of an error
+_FROZEN_S = 2.0  # frozen gauges stand still this long, both before and after they prove wrong
 _ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
 
 
@@ -21,7 +21,7 @@ class Condition:
     models: frozenset[str] = field(init=False)  # of ``state``, like ``adapters``
     adapters: frozenset[str] = field(init=False)
     unmoved_s: float = 0.0  # time since ``moved_at`` at the last scrape that succeeded
-    refuted_at: float = inf  # first poll that lacks a prompt sent since ``moved_at`` and prefilled
+    refuted_at: float = inf  # first poll that misses a prefilled prompt sent after ``moved_at``
     frozen: bool = False  # True: its gauges do not move, and are wrong
     stalled: str = ""  # why the replica counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
@@ -59,7 +59,7 @@ class Condition:
             self.moved_at, self.unmoved_s = now, 0.0
             self.refuted_at, self.frozen = inf, False
         elif is_scraped:
-            # A page without counters would not count the prompt, either.
+            # A page without counters counts no prompt, so it proves nothing.
             if prefilled_sent_at - self.moved_at >= _FROZEN_S and state.prompt_tokens:
                 self.refuted_at = min(self.refuted_at, now)
             self.unmoved_s = polled_at - self.moved_at
@@ -77,7 +77,7 @@ class Condition:
         """
         before, self.stalled = self.stalled, ""
         if stale:
-            self.stalled = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had some"
+            self.stalled = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had updates"
         elif _has_work(self.state) and not self.frozen and self.unmoved_s > STUCK_S:
             self.stalled = (
                 f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"

@@ -13,7 +13,7 @@ from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 
-_SOON = EVERY_S / 2  # seconds by which a digest may be early, rather than late at the next call
+_SOON = EVERY_S / 2  # seconds by which a digest may be early; at the next call it would be late
 _NOTABLE_S = 0.1  # recent decode seconds that put a replica without requests into a whole digest
 
 

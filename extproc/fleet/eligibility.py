@@ -242,8 +242,8 @@ class Eligibility:
         return member is not None and not (member.unhealthy(now) or member.ejection.active(now))
 
     def frozen(self, replica: str) -> bool:
-        """Returns True if a member's gauges do not move, and are wrong: they show requests although
-        the member has none, or they lack a prompt that was sent since and is prefilled."""
+        """Returns True if a replica's gauges do not move, and are wrong: they show requests though
+        the replica has none, or they miss a prefilled prompt that was sent after they moved."""
         return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
@@ -317,8 +317,8 @@ class Eligibility:
     def _rules(
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
-        """Returns the rules of all reasons except NEW, in their order. With an empty ``model`` no
-        member is excluded for the models that it serves."""
+        """Returns the rules of all reasons except NEW, in their order. With an empty ``model``,
+        OTHER_MODEL excludes no member."""
         now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
 
         def ejected(member: Condition) -> bool:

@@ -48,9 +48,9 @@ _VIEW_COLUMNS = len(Columns.__annotations__)
 class Fleet:
     """Replicas of a pool, this router's requests on them, and the load that other routers report.
 
-    Some events concern several parts in a certain order: a poll, a digest, and a request that is
-    dispatched, retried elsewhere or ended. Each of them is a method here, and so is the view for
-    policies. Callers reach a single part through its attribute.
+    Events that concern several parts in a certain order are methods here: a poll, a digest, and a
+    request that is dispatched, retried elsewhere or ended. The view for policies is a method, too.
+    Callers reach a single part through its attribute.
 
     Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
     corrects the count of steps and the prefilled tokens.
@@ -556,13 +556,13 @@ class Fleet:
 def _beside(
     on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
 ) -> tuple[Indices, Floats]:
-    """Adds an entry for each candidate on which others have sequences, with infinite priority: the
-    priority of these is not known.
+    """Adds to the columns of :class:`Sequences` an entry for each candidate on which other senders
+    have sequences. Their priority is not known, so it is infinite: no request preempts them.
 
     Args:
-        on: candidate of each entry so far.
-        figures: figures of these entries.
-        weight: number of sequences to add, by candidate.
+        on: the column ``replica``: candidate of each entry so far.
+        figures: the other columns, as rows of one array.
+        weight: number of sequences to add, by candidate; 0: no entry.
         tokens: KV tokens of these sequences together.
         remaining: tokens that these sequences will still generate together.
     """

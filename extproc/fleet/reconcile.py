@@ -94,11 +94,11 @@ class Reconciliation:
         replicas.polled_steps[row] = polled
 
     def _correct_external(self, row: int, at_poll: Indices, state: ReplicaState) -> None:
-        """Sets the external load: the polled load without this router's requests at the poll
-        (``at_poll``) and the peers' requests.
+        """Sets the external load: the polled load minus the requests of this router at the poll
+        (``at_poll``) and of the peers.
 
-        Requests that routers count as queued may be in the replica's queue; the rest of the queue
-        is external.
+        The replica's queue may contain the requests that routers count as queued. Only the rest of
+        the queue is external.
         """
         replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
@@ -144,15 +144,15 @@ class Reconciliation:
     ) -> None:
         """Corrects the prefilled prompt tokens to the range that the poll allows.
 
-        A replica prefills in the order of arrival and counts the sequences that got a first token.
-        If all requests are this router's, the count tells which of its numbered sequences was
-        prefilled last at the poll. The next prompt was unfinished, so the prefilled tokens end
-        before its end, or at most a step's token budget after its start if that is later.
+        A replica prefills prompts in the order of arrival, and counts the sequences that got a
+        first token. If all requests are this router's, the count tells the last of its prompts that
+        was prefilled at the poll. The next prompt was unfinished. So the prefilled tokens were at
+        most the end of that prompt, or its start plus a step's token budget if that is more.
 
-        If other senders have requests on the replica, only the replica's queue tells. Prompts that
-        left the queue are prefilled, except for the last prompt or one step. If the queue is longer
-        than all requests of the other senders, the excess is this router's, and not prefilled.
-        Requests sent after the poll are not corrected.
+        If other senders have requests on the replica, only the replica's queue tells the range.
+        Prompts that left the queue are prefilled, except for the last prompt or one step's tokens.
+        If the queue is longer than the number of requests of other senders, the excess is this
+        router's, and not prefilled. Requests sent after the poll are not corrected.
         """
         replicas, requests = self._replicas, self._requests
         counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
@@ -207,8 +207,8 @@ class Reconciliation:
         """Returns the prompt tokens that are certainly prefilled, because their requests left the
         replica's queue.
 
-        Only requests count that had certainly reached the engine when the step at the poll began,
-        because vLLM's gauges date from then.
+        vLLM's gauges date from the start of the step in progress at the poll. So only requests
+        count that had certainly reached the engine before that start.
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)

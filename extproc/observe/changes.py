@@ -112,7 +112,7 @@ class Presence:
         if before is not None and before != self._alive:
             joined = sorted(self._alive - before)
             names = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
-            logger.info(f"{self.kind} of the pool changed", extra={"pool": self._pool} | names)
+            logger.info(f"{self.kind} joined or left the pool", extra={"pool": self._pool} | names)
         self._gone = {
             name: since
             for name, since in (self._gone | dict.fromkeys(left, now)).items()
@@ -170,19 +170,19 @@ class CounterLog:
 
 
 class WarningLog:
-    """Logs a warning of the page when it appears, and again when it is over."""
+    """Logs a warning of the dashboard when it appears, and again when it is over."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen: dict[str, float] = {}  # last time on the clock
 
     def look(self, warnings: Iterable[str]) -> None:
-        """Compares the warnings that the page shows now with the warnings of earlier looks."""
+        """Compares the warnings that the dashboard shows now with those of earlier looks."""
         now = self._clock()
         for warning in warnings:
             if warning not in self._seen:
-                logger.warning(f"warning of the page: {warning}")
+                logger.warning(f"dashboard warning: {warning}")
             self._seen[warning] = now
         for warning in [text for text, at in self._seen.items() if now - at > _OVER_S]:
             del self._seen[warning]
-            logger.info(f"warning of the page is over: {warning}")
+            logger.info(f"dashboard warning ended: {warning}")

@@ -116,7 +116,7 @@ class Poller:
             self._polled[replica] = PolledReplica(targets[replica], known.get(replica), context)
         if new or lost:
             extra = {"added": len(new), "removed": len(lost), "scraped": len(self._polled)}
-            log.info("replicas scraped by this poller changed", extra=extra)
+            log.info("this poller started or stopped scraping replicas", extra=extra)
         for replica, polled in self._polled.items():
             if polled.target != targets[replica]:  # its name or profile changed
                 polled.stop()

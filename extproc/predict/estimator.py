@@ -28,7 +28,7 @@ from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
 _MEMORY_S = 7200.0  # seconds of work in which the weight of a stretch falls by a factor e
-_IDLE_MEMORY_S = 60.0  # the same for idling: a slow replica is tried again after some 15 minutes
+_IDLE_MEMORY_S = 60.0  # the same for idle seconds: a slow replica is retried after about 15 minutes
 _REACTION_S = 4.0  # memory of σ in seconds of work: for a throttled GPU or a noisy neighbour
 _IDLE_REACTION_S = 20.0  # memory of σ in seconds of idling: an idle replica may still be slow
 _PRIOR_S = 0.1  # δ
@@ -144,13 +144,13 @@ class Estimator:
 
 
 class FleetPrior:
-    """Prior p of a poller's replicas, learned from the measured replicas.
+    """Coefficients p expected of a replica before its first work, learned from measured replicas.
 
-    If no profile is configured, the default profile is wrong for all replicas in the same way. The
-    prior's slowness is the median of the replicas' slowness, so that an outlier does not change it.
-    If the number of replicas is even, the middle value that is nearer to 1 counts. A replica that
-    is not measured counts with slowness 1, because fast replicas are measured first and would make
-    all others look fast.
+    A replica's slowness is the factor by which it is slower than its profile. All replicas of the
+    poller may be equally slow, for example if no profile is configured and the default is wrong. So
+    p is the median slowness, which no outlier changes, times the proportions of the measured
+    replicas. Of two middle values the one nearer to 1 counts. A replica that is not measured counts
+    with slowness 1: fast replicas are measured first, and would make all others look fast.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,8 @@ class FleetPrior:
         self.prior = PROFILE_PRIOR
 
     def report(self, replica: str, evidence: Floats | None) -> None:
-        """Adds a replica's :attr:`Estimator.evidence`. The prior is computed anew once all replicas
-        have reported."""
+        """Stores a replica's :attr:`Estimator.evidence`, and computes the prior anew once all
+        replicas have reported again."""
         self._evidence[replica] = evidence
         self._reports += 1
         if self._reports >= len(self._evidence):

@@ -174,7 +174,7 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
 
     Runs until cancelled. An unforeseen error in one pool is logged; the other pools go on.
     """
-    begins, over = "queue could not be swept: retrying", "queue is swept again"
+    begins, over = "dispatch from the queue fails: retrying", "dispatch from the queue works again"
     outages = [OutageLog(logger, begins, over, pool=pool.config.pool) for pool in pools]
     while True:
         for pool, outage in zip(pools, outages, strict=True):

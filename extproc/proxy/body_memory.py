@@ -17,7 +17,7 @@ class NoMemory(Refusal):
 
     def __init__(self) -> None:
         super().__init__(
-            "the request body came too slowly while many others came", code="no_memory"
+            "the request body arrived too slowly: other bodies needed its memory", code="no_memory"
         )
 
 

@@ -20,7 +20,7 @@ from extproc.request.rewrite import rename, with_priority
 from extproc.route.decision import Decision
 
 NONE_READY = "no replica is ready to serve this request"
-HUNG = "the replica that had this request hangs: send it again"
+HUNG = "the replica that had this request hangs: send the request again"
 
 
 class Exchange:
@@ -68,8 +68,8 @@ class Exchange:
     def inference_headers(self, values: Mapping[str, str]) -> RequestHeaders | None:
         """Reads the headers of a request that needs a decision; returns None for any other request.
 
-        A request that only tokenizes needs no decision if Envoy chooses, or :attr:`only_model` is
-        known.
+        Any replica can tokenize if all serve one model (:attr:`only_model`). So a request that only
+        tokenizes needs a decision only if the router steers it and ``only_model`` is None.
         """
         config = self.services.config
         self.steered = self.steered and is_steered(config, values)

@@ -41,8 +41,8 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
-_REFUSES = "streams refused: serve.max_streams are open, and Envoy serves further requests itself"
-_ACCEPTS = "streams accepted again: fewer than half of serve.max_streams are open"
+_REFUSES = "requests refused at serve.max_streams: Envoy serves them without this router"
+_ACCEPTS = "requests accepted again: fewer than half of serve.max_streams are open"
 _CHECK_READINESS_EVERY_S = 0.05
 _CHECK_HUNG_EVERY_S = 1.0
 LAME_DUCK_S = 1.5
@@ -186,13 +186,13 @@ class GrpcServer:
         try:
             await stream(exchange)
         except DecodeError:
-            text = "stream ended: a message was no ProcessingRequest"
+            text = "stream closed: message is not a ProcessingRequest"
             logger.warning(text, extra={"peer": context.peer()})
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
         except grpc.aio.BaseError:
             raise  # Envoy gave the stream up, or the server stopped
         except Exception:
-            logger.exception("stream ended by an error: Envoy goes on without the router")
+            logger.exception("error in a stream: Envoy serves its request without this router")
             raise
         finally:
             del self._exchanges[exchange]

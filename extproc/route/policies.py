@@ -76,10 +76,11 @@ def lowest(scores: Floats, random: Random) -> int:
 def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
-    The weight w is :attr:`Prediction.cost_weight`, for streams mostly the square of the KV
-    pressure: with free KV space the request's own completion decides; on a full replica, where all
-    requests wait, the time that others lose counts as well. With w = 1, long prompts of streams
-    would queue behind each other in order to spare replicas that decode.
+    The weight w is :attr:`Prediction.cost_weight`: 1 if the response is not streamed and has no
+    target for its first token. For a streamed response w is mostly the square of the KV pressure.
+    With free KV space the request's own completion decides. On a full replica, where all requests
+    wait, the time that others lose counts as well. With w = 1, streamed requests with long prompts
+    would queue behind each other, only to spare the replicas that decode.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others

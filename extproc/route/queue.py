@@ -56,7 +56,7 @@ _MODELS = 16  # models whose first request a sweep decides anew, in rotation
 _OFFERS = 32  # limit of the decisions each time a replica is offered to the queue
 _DUE = 16  # limit of the due requests that one sweep decides anew
 _ROUND = 20  # sweeps in which every replica is offered to the queue once
-_BEFORE_TIMEOUT_S = 1.0  # refuse a request this long before Envoy's timeout: Envoy would send it
+_BEFORE_TIMEOUT_S = 1.0  # refuse this long before Envoy's timeout, at which Envoy sends the request
 _STUCK_S = 5.0  # seconds without progress after which a request is sent to a full replica
 _DRAIN_S = 30.0  # time constant of the rate of dispatches
 

@@ -93,7 +93,7 @@ class Router:
         second = self._second(situation, choice, name)
         age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:
-            fallback = f"the newest digest of other routers is {seconds(age)} old, so none counts"
+            fallback = f"load of other routers ignored (newest digest {seconds(age)} old)"
         replica = view.ids[choice.first]
         return Decision(situation, choice, replica, second, name, age, fallback)
 

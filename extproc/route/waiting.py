@@ -76,7 +76,7 @@ class Waiting(Place):
                 exception, or gives up (None: no replica serves the request). Raises nothing.
         """
         decode_s = cost = 0.0
-        self.why = "no replica serves it now"  # for people
+        self.why = "no replica can serve it now"  # for people
         if decision is not None:
             view, first = decision.situation.view, decision.choice.first
             decode_s, cost = decision.prediction.decode.item(first), decision.work_s

@@ -24,7 +24,7 @@ from tests.conftest import Logged
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S
 
-REFUSED = "envoy refused the replicas and keeps its old ones"
+REFUSED = "envoy refused a list of replicas and keeps the old list"
 UNKNOWN = "envoy asks for pools that are not configured: add them to 'pools'"
 
 

@@ -115,7 +115,7 @@ async def test_refused_update_is_logged_and_old_members_stay(
     ):
         await envoy.members.have(**{a: "HEALTHY"})
         catalog.put(POOL, load_assignment(POOL, healthy("no-address:80")))
-        line = await logged.line("envoy refused the replicas and keeps its old ones")
+        line = await logged.line("envoy refused a list of replicas and keeps the old list")
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])
         assert (await post(envoy.url))["name"] == "a"

@@ -20,7 +20,7 @@ def test_process_that_left_is_shown_for_ten_minutes(logged: Logged) -> None:
     pollers.look({"b", "c"}, 1601.0, ())
     assert pollers.gone == ""
     (line,) = logged.lines()
-    assert (line["msg"], line["pool"]) == ("pollers of the pool changed", "batch")
+    assert (line["msg"], line["pool"]) == ("pollers joined or left the pool", "batch")
     assert (line["joined"], line["left"]) == ("c", "a")
 
 
@@ -67,8 +67,8 @@ def test_warning_is_logged_when_it_appears_and_when_it_is_over(logged: Logged) -
         clock.advance(50.0)
     log.look([])
     begin, end = logged.lines()
-    assert (begin["levelname"], begin["msg"]) == ("WARNING", "warning of the page: r1 is slow")
-    assert (end["levelname"], end["msg"]) == ("INFO", "warning of the page is over: r1 is slow")
+    assert (begin["levelname"], begin["msg"]) == ("WARNING", "dashboard warning: r1 is slow")
+    assert (end["levelname"], end["msg"]) == ("INFO", "dashboard warning ended: r1 is slow")
 
 
 def test_average_weighs_values_by_their_time() -> None:

@@ -51,7 +51,7 @@ async def test_report_has_what_runs_and_no_password(
     assert "# TYPE" in files["metrics.txt"] or files["metrics.txt"] == ""
     assert "Redis" in files["findings.txt"]
     [warning] = files["warnings.txt"].splitlines()
-    assert warning.startswith("Redis does not answer: this router uses its last state")
+    assert warning.startswith("Redis does not answer: this router knows only the last polls")
     assert not any(secret in text for text in files.values() for secret in SECRETS)
 
 

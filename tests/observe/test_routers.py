@@ -203,8 +203,8 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
     lines, errors = await asks("top")
     assert errors == []
     assert lines[0] == (
-        "! router older:50051 is not asked: Redis does not have its admin address, because its "
-        "version is older"
+        "! router older:50051 is not asked: Redis does not have its admin address, because the "
+        "router runs an older version"
     )
     header, *rows = lines[2:5]
     assert header.split()[:3] == ["Router", "In", "flight"]

@@ -53,7 +53,7 @@ async def test_other_router_is_known_by_host_and_port(caplog: pytest.LogCaptureF
     services.fleet.receive_digest(Digest(other.router, 1, 0.0, DigestKind.WHOLE, (), NOTHING))
     await one_pass(services)
     (record,) = caplog.records
-    assert record.message == "routers of the pool changed"
+    assert record.message == "routers joined or left the pool"
     assert vars(record)["joined"] == f"{gethostname()}:50077"
 
 

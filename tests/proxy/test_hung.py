@@ -69,7 +69,7 @@ async def test_requests_on_hung_replica_end_with_503(
         hangs(services, on)
         reply = await lost.read()
         assert status_of(reply) == 503
-        assert "send it again" in error_of(reply)["message"]
+        assert "send the request again" in error_of(reply)["message"]
         assert services.fleet.in_flight_on(on) == 0
         assert services.fleet.in_flight_on(healthy) == 1
         await lost.end()

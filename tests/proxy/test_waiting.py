@@ -278,7 +278,7 @@ async def test_error_in_a_queue_sweep_does_not_end_the_router(
     await until(lambda: len(sweeps) == 3 or sweeping.done())
     assert not sweeping.done()
     assert [record.getMessage() for record in caplog.records] == [
-        "queue could not be swept: retrying",
-        "queue is swept again",
+        "dispatch from the queue fails: retrying",
+        "dispatch from the queue works again",
     ]
     sweeping.cancel()

@@ -466,7 +466,7 @@ def test_decision_names_stale_digests_of_other_routers(clock: ManualClock) -> No
     assert fresh.peers_age_s == pytest.approx(0.05)
     clock.advance(0.3)
     late = decide(fleet, "completion", chat(100, 50))
-    assert late.fallback == "the newest digest of other routers is 0.35 s old, so none counts"
+    assert late.fallback == "load of other routers ignored (newest digest 0.35 s old)"
     assert late.why.startswith(f"{late.fallback}: r")
 
 

@@ -126,8 +126,8 @@ async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run
         assert ended.startswith(f"{a.id} is empty after ")
         await drained(run, seen, b)
         assert await run("drain", b.id, "--wait", "0.3", status=1) == (
-            f"extproc replicas: {b.id} has 2 running and 1 waiting after 0.3 s; "
-            "the replica goes on draining\n"
+            f"extproc replicas: after 0.3 s, {b.id} has 2 running and 1 waiting; "
+            "the drain stays in effect\n"
         )
 
 
@@ -146,7 +146,7 @@ async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run
             error = await run("drain", dead.id, "--wait", "0.2", status=1)
             assert "does not answer (cannot connect: connection refused)" in error
         error = await run("drain", b.id, "--wait", "0.2", status=1)
-        assert "has no poller that drains it" in error
+        assert "no poller applied the drain" in error
         await redis.delete(Keys("default").replica + a.id)
         assert (await listed(run))[a.id]["state"] == "drained, not polled"
         error = await run("drain", a.id, "--wait", "0.2", status=1)

@@ -115,7 +115,7 @@ def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Record
     start = replace(last, at=max(configured_at, complete_at))
     unused_s = start.at - min(line.at for line in starts)
     changed = configured_at >= complete_at
-    why = "the configuration was another" if changed else "not all routers recorded"
+    why = "the configuration differed" if changed else "not all routers recorded yet"
     states: dict[str, list[ReplicaLine]] = defaultdict(list)
     for line in lines:
         if isinstance(line, ReplicaLine):

@@ -80,7 +80,8 @@ class Replayed:
         names, policy = ", ".join(scene.names), scene.config.route.policy
         head = (
             f"{self.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.replicas)} "
-            f"replicas ({names}), policy {policy}; the median completion is off by {request:.1%}"
+            f"replicas ({names}), policy {policy}; "
+            f"the replayed completions are off by {request:.1%} in the median"
         )
         if self.refused:
             head += f"\n{self.refused} more were refused; a change is predicted with them"

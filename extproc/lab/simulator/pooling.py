@@ -74,7 +74,7 @@ class PairsBody(PoolingBody):
     def prompts(self) -> list[bytes]:
         left, right = _listed(self.left), _listed(self.right)
         if not left or not right:
-            raise RequestError("At least one text of each kind is needed")
+            raise RequestError("text_1 and text_2 (query and documents) must not be empty")
         if len(left) not in (1, len(right)):
             raise RequestError("Input lengths must be either 1:1, 1:N or N:N")
         pairs = zip(left * (len(right) // len(left)), right, strict=True)

@@ -107,5 +107,5 @@ def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
     if reason:
         return "" if reason == "draining" else reason
     if pool.fleet.eligibility.frozen(replica):
-        return f"its gauges do not move: ignored ({since(pool, FROZEN, [replica])})"
+        return f"gauges ignored: they do not move ({since(pool, FROZEN, [replica])})"
     return ""

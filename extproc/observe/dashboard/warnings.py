@@ -56,8 +56,8 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
     most = pools[0].config.serve.max_streams
     if sum(pool.fleet.in_flight + len(pool.queue) for pool in pools) >= _NEARLY * most:
         yield Costly(
-            f"This router is nearly full: at {most} requests in flight (serve.max_streams) Envoy "
-            "goes on with further requests without it. Run more routers."
+            f"This router is nearly full: beyond {most} requests in flight (serve.max_streams), "
+            "Envoy serves requests without this router. Run more routers."
         )
     delays = pools[0].delays
     if delays.loop_delay_s.value > _SLOW_LOOP_S:
@@ -70,10 +70,10 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             "give it more CPU."
         )
     if refusal := delays.redis_refusal.rstrip("."):
-        remedy = "Give it more memory (maxmemory)." if "maxmemory" in refusal else "See its log."
+        full = "maxmemory" in refusal
+        remedy = "Give Redis more memory (maxmemory)." if full else "Read the log of Redis."
         yield (
-            "Redis stores nothing, so that a router that starts now knows no replica: "
-            f"{refusal}. {remedy}"
+            f"Redis stores nothing: {refusal}. A router that starts now knows no replica. {remedy}"
         )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
@@ -119,13 +119,13 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
     no_poller = shares and fleet.pollers == {}
     if lost:
         yield (
-            "Redis does not answer: this router uses its last state and its own ledger. Restart "
-            "Redis, or check the way to it (extproc check --live)."
+            "Redis does not answer: this router knows only the last polls and its own requests. "
+            "Restart Redis, or check the connection to it (extproc check --live)."
         )
     elif no_poller:
         yield (
             "No poller reaches Redis: none runs, or all hang or are cut off from Redis. If the "
-            "/livez of one answers, check its way to Redis; else start it (extproc poll)."
+            "/livez of one answers, check its connection to Redis; else start one (extproc poll)."
         )
     if not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
@@ -133,11 +133,11 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S
     ):
         yield (
-            f"Stale state: no replica was updated for more than {STALE_AFTER_S:.0f} s. Read the "
-            "log of the pollers."
+            f"Stale state: pollers reported no replica for more than {STALE_AFTER_S:.0f} s. Read "
+            "their logs."
         )
     if fleet.peers.stale and not lost:
-        yield "Stale state of other routers: their requests in flight are known from polls only."
+        yield "Stale state of other routers: only polls show their requests in flight."
 
 
 def _lost(processes: Presence, consequence: str) -> Iterator[str]:
@@ -145,7 +145,8 @@ def _lost(processes: Presence, consequence: str) -> Iterator[str]:
         kind = processes.kind.capitalize()
         yield (
             f"{kind if lost[1:] else kind[:-1]} {_listed(lost)} lost: killed, hung, or cut off "
-            f"from Redis. {consequence} Restart it; if its /livez answers, check its way to Redis."
+            f"from Redis. {consequence} Restart it; if its /livez answers, check its connection to "
+            "Redis."
         )
 
 
@@ -237,7 +238,7 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
             word = "slower" if usual < 1.0 else "faster"
             yield (
                 f"Replicas of profile {profile} are more than {_WRONG_PROFILE:g} times {word} than "
-                "it: choose another profile."
+                "the profile says: choose another profile."
             )
 
 
@@ -281,13 +282,13 @@ def _full_queue(pool: ObservedPool) -> Iterator[str]:
     hold = pool.config.hold
     if len(pool.queue) >= _NEARLY * hold.most:
         yield Costly(
-            f"The queue is nearly full: beyond {hold.most} requests (hold.most) others get 429."
+            f"The queue is nearly full: beyond {hold.most} requests (hold.most) the rest get 429."
         )
     oldest = next(iter(pool.queue), None)
     if oldest is not None and pool.clock() - oldest.since > hold.longest_s / 2:
         yield Costly(
-            f"Requests have waited for more than half of the {hold.longest_s:g} s after which the "
-            "router refuses them (hold.longest_s): add replicas."
+            f"Requests have waited at this router for more than half of {hold.longest_s:g} s "
+            "(hold.longest_s), after which it refuses them: add replicas."
         )
 
 

@@ -349,7 +349,8 @@ def test_unused_part_of_a_record_is_named_with_the_reason(
 ) -> None:
     earlier = replace(start("random"), at=BEGAN - 120.0)
     assert cli.main(["what-if", str(write(tmp_path / "record", [earlier, *busy]))]) == 0
-    assert "not used: the first 2.0 min, the configuration was another" in capsys.readouterr().out
+    unused = "not used: the first 2.0 min of the record, because the configuration differed"
+    assert unused in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,7 @@ def test_slow_replica_and_wrong_profile_are_warned_of(
     )
     for number in (1, 3, 4):
         poll(services, number, learned=step.slowed(2.5))
-    all_slower = f"Replicas of profile {H100} are more than 2 times slower than it"
+    all_slower = f"Replicas of profile {H100} are more than 2 times slower than the profile says"
     assert only_warning(services).startswith(all_slower)
 
 
@@ -437,7 +437,7 @@ def test_draining_replica_is_not_warned_of(services: Services) -> None:
 def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
     assert only_warning(services).startswith(
-        "Stale state: no replica was updated for more than 5 s"
+        "Stale state: pollers reported no replica for more than 5 s"
     )
     poll(services)
     assert warnings(services) == []
@@ -448,7 +448,7 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     assert only_warning(services).startswith(NO_POLLER)
     assert ["Pollers", "none reaches Redis"] in page(services)["facts"]
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
-    assert only_warning(services).endswith("knows no replica: MISCONF cannot save. See its log.")
+    assert "MISCONF cannot save. A router that starts now knows no" in only_warning(services)
     assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
     services.delays.redis_refusal = ""
     services.fleet.pollers = None
@@ -584,10 +584,10 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     fill(services, clock)
     for _ in range(9):
         wait(services, "blue")
-    full = "The queue is nearly full: beyond 10 requests (hold.most) others get 429."
+    full = "The queue is nearly full: beyond 10 requests (hold.most) the rest get 429."
     assert warnings(services) == [full]
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
-    full = "This router is nearly full: at 14 requests in flight"
+    full = "This router is nearly full: beyond 14 requests in flight"
     assert only_warning(replace(services, config=few)).startswith(full)
     clock.advance(151.0)
     poll(services, running=1, kv_usage=0.95)
@@ -640,7 +640,7 @@ def test_gauges_that_do_not_move_are_warned_of_until_they_move(
     poll(services, 1, 2, 3)
     clock.advance(4.0)
     poll(services, 4, running=3, steps=5.0)
-    assert cells(services, 4, "Health notes") == [f"its gauges do not move: ignored {since}"]
+    assert cells(services, 4, "Health notes") == [f"gauges ignored: they do not move {since}"]
     assert warnings(services) == [warning]
     poll(services, 4, running=3, steps=6.0)
     assert warnings(services) == []
