@@ -1,1 +1,1 @@
-"""Envoy: checks of its file and of a running system, and the EDS server of its replicas."""
+"""Checks of Envoy files and of a running system; the EDS server, which tells Envoy the replicas."""

@@ -52,7 +52,7 @@ def _completeness(file: EnvoyFile) -> Finding:
     kinds = {"listener": LISTENER, "route": ROUTE, "cluster": CLUSTER}
     missing = " and no ".join(name for name, kind in kinds.items() if not file.all(kind))
     if missing:
-        text = f"this file has no {missing}: check the file that has them, too"
+        text = f"this file has no {missing}: check the file that has these parts, too"
         return Finding("is_complete", Level.WARNING, "", text)
     text = "The file has the filter, its listener, a route and clusters."
     return Finding("is_complete", Level.OK, "", text)

@@ -35,7 +35,7 @@ _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
 def _candidates(file: EnvoyFile) -> list[Node]:
-    """Return the clusters that follow the router's choice. If there is none, return all clusters
+    """Return the clusters that follow the router's choice. If no cluster does, return all clusters
     except the router's."""
     routers = {cluster.path for cluster in file.router_clusters}
     others = [cluster for cluster in file.all(CLUSTER) if cluster.path not in routers]
@@ -304,14 +304,14 @@ CLUSTER_RULES = (
     Rule("router_port_matches", Level.ERROR, lambda file: _listed_routers(file, named=False),
         "Envoy connects to the port at which the router listens.",
         _other_ports,
-        "{} (serve.listen): no request reaches it. Correct one of the two, or name the router's "
+        "{} (serve.listen): no request reaches the router. Correct a port, or name the router's "
         "configuration with --config"),
     Rule("mapped_port_leads_to_router", Level.WARNING,
         lambda file: _listed_routers(file, named=True),
         "Envoy connects by a name to the port at which the router listens.",
         _other_ports,
         "{} (serve.listen): unless a Service maps this port to the router's, no request reaches "
-        "it. Correct one of the two, or name the router's configuration with --config"),
+        "it. Correct one of the two ports, or name the router's configuration with --config"),
     Rule("transport_matches", Level.ERROR,
         lambda file: [cluster for cluster in file.router_clusters
             if (file.config.serve.tls_cert or file.all(_TLS, cluster))

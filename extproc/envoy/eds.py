@@ -78,8 +78,8 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
     """Send Envoy to another instance while this instance has lost Redis.
 
     To that end health checks fail, and streams are closed again and again, because Envoy never
-    leaves a stream by itself. If all instances have lost Redis, Envoy finds no healthy one and uses
-    any; so each instance goes on serving its last list.
+    leaves a stream by itself. If all instances have lost Redis, Envoy finds no healthy instance and
+    uses any instance, so each goes on serving its last list.
     """
     lost_s = 0
     while True:
@@ -87,7 +87,7 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
         lost_s = lost_s + 1 if any(reader.lost for reader in readers) else 0
         if lost_s == _CUT_OFF_S:
             logger.warning(
-                "redis lost: this 'extproc eds' reports unhealthy, so that envoy uses another one"
+                "redis lost: this 'extproc eds' reports unhealthy, so that envoy uses another"
             )
         await server.report(serving=lost_s < _CUT_OFF_S)
         if lost_s > _CUT_OFF_S and (lost_s - _CUT_OFF_S) % _CLOSE_EVERY_S == 0:

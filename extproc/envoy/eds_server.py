@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 ENDPOINTS = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 SERVICE, METHOD = "envoy.service.endpoint.v3.EndpointDiscoveryService", "StreamEndpoints"
 _OPTIONS = [
-    # Without this, two servers could listen on one port, and each would get some connections.
+    # By default, two servers could listen on one port, and each would get some connections.
     ("grpc.so_reuseport", 0),
     # Streams are quiet for hours; only pings find an Envoy whose machine is gone.
     ("grpc.keepalive_time_ms", 30_000),
@@ -59,7 +59,7 @@ class Subscription:
         self._answered = True
 
     def take(self, request: DiscoveryRequest) -> None:
-        """Handle a request: the first one subscribes, later ones acknowledge or change names."""
+        """Handle a request: the first subscribes, later requests acknowledge or change names."""
         if request.node is not None and request.node.id:
             self._envoy["node"] = request.node.id
         if request.response_nonce != self._nonce:
@@ -78,7 +78,7 @@ class Subscription:
         self._answered = True
 
     def due(self) -> DiscoveryResponse | None:
-        """Return a response if the assignments differ from those last sent; otherwise None."""
+        """Return a response if the assignments differ from the last response; otherwise None."""
         pools = self._catalog.pools
         selected = {name: data for name in sorted(self._names) if (data := pools.get(name))}
         if not selected or selected == self._sent:

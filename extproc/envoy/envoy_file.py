@@ -62,7 +62,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def managers(self) -> list[Node]:
-        """Connection managers with an ext_proc filter; if there is none, as in patches, all."""
+        """Connection managers with an ext_proc filter; without any, as in patches, all managers."""
         managers = self.all(MANAGER)
         return [item for item in managers if self.all(EXT_PROC, item)] or managers
 

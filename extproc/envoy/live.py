@@ -62,7 +62,7 @@ def check_replicas(config: Config) -> list[Finding]:
             found.append(finding(f"pool {pool.pool}", text + "Set replicas or replicas_file"))
         for where, count in Counter(source.where for source in sources).items():
             if count > 1:
-                text = f"listed {count} times: only the first entry counts. Remove the others"
+                text = f"listed {count} times: only the first entry counts. Remove the rest"
                 found.append(finding(f"replica {where}", text))
     return found
 
@@ -117,8 +117,7 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
 
 
 async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """Return the replicas of a source (``ip:port`` → name), and the problems of looking them
-    up."""
+    """Return the replicas of a source (``ip:port`` → name), and the problems of the lookup."""
     discovery = Discovery([source], None, RESOLVE_S)
     try:
         targets = {target.id: target.name for target in await discovery.targets()}
@@ -238,7 +237,7 @@ async def _check_replica(
 
 def _missing_metrics(figures: PageFigures) -> Iterator[Problem]:
     remedy = "Find out what drops this metric between the replica and the poller"
-    if figures.generated_tokens and not figures.kv_tokens:  # an engine that only embeds has none
+    if figures.generated_tokens and not figures.kv_tokens:  # embedding engines have none
         yield (
             Level.WARNING,
             "lacks the size of its KV cache (vllm:cache_config_info): predictions leave out how "
@@ -253,7 +252,7 @@ def _missing_metrics(figures: PageFigures) -> Iterator[Problem]:
 
 
 def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
-    """Find out why a replica that answered this command may get no requests: its state in Redis."""
+    """Find reasons in Redis why a replica that answered this command may get no requests."""
     if snapshot is None:
         return
     state = next((state for state in snapshot.states if state.id == id_), None)

@@ -75,7 +75,7 @@ def _check_members(
         if all(hosts.get(name, {}).values()):
             text = (
                 f"cluster {name!r} has no healthy member: Envoy's fallback policy serves all "
-                "requests. Start a router at its address"
+                "requests. Start a router at the address in this cluster"
             )
             yield Level.ERROR, text
     members = {host: name for name in fixed for host in hosts.get(name, {})}

@@ -47,8 +47,8 @@ class Rule:
     def apply(self, file: EnvoyFile) -> list[Finding]:
         """Return a finding for each mistake, or a single OK if there is none.
 
-        Routes that override a filter, and YAML anchors, may repeat a mistake; its finding names the
-        first place and counts the others.
+        Routes that override a filter, and YAML anchors, may repeat a mistake; the finding names the
+        first place and counts the other places.
         """
         nodes, places = self.subjects(file), dict[str, list[str]]()
         for node in nodes:
@@ -158,7 +158,7 @@ FILTER_RULES = (
         "filter envoy.filters.http.buffer right after this one, or write request_header_mode: "
         "SEND"),
     Rule("headers_come_with_body", Level.ERROR, _bodies_first,
-        "The router gets path, encoding and the headers that its settings name with the body.",
+        "With the body, the router gets path, encoding and the headers that its settings name.",
         lambda filter, file: _lacking(
             [*_ATTRIBUTES_OF_REQUEST, *sorted(map(expression_of, file.config.headers))],
             filter["request_attributes"],

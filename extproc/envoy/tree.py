@@ -2,8 +2,8 @@
 
 The type of a message follows from its ``@type``, from its key (``clusters``, ``listeners``, …) or,
 in Istio's EnvoyFilter, from the ``applyTo`` of its patch. The schema is that of
-``envoy-data-plane``. The package's ``from_dict`` does not suffice. Its errors name no place in the
-file, and it does not know types of modules that are not imported yet, nor fields such as
+``envoy-data-plane``. The package's ``from_dict`` does not suffice: the errors name no place in the
+file, and ``from_dict`` does not know types of modules that are not imported yet, nor fields such as
 ``consecutive_5xx``.
 """
 
