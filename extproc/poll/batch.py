@@ -4,8 +4,8 @@ Two figures are derived from consecutive scrapes:
 
 - *Limit of sequences* (``max_num_seqs``): the highest number of sequences that ran at once since
   the process started. This number counts as the limit once requests wait in two consecutive polls
-  for no other reason: KV space is free, and all running sequences decode. A poll with more running
-  sequences refutes the limit.
+  although KV space is free and all running sequences decode. A poll with more running sequences
+  refutes the limit.
 - *Tokens per step*: tokens that a step gives a sequence, averaged over about the last thousand
   generated tokens.
 """

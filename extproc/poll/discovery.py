@@ -28,7 +28,7 @@ RESOLVE_S = 2.0
 """Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
 _UNNAMED_S = 10.0
 """Seconds without a mention in DNS answers after which an address drains. An answer may name only
-some of a host's addresses, but within this time the answers name all of them."""
+some of a host's addresses, but within this time the answers name every address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Target:
     name: str
     profile: str
     kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
-    # A change of the next two needs no new scraper, so comparisons ignore them.
-    draining: bool = field(default=False, compare=False)  # by a command, or its pod terminates
+    # A change of the next two fields needs no new scraper, so comparisons ignore them.
+    draining: bool = field(default=False, compare=False)  # a command drains, or pod terminates
     ready: bool = field(default=True, compare=False)  # False: Kubernetes says not ready
 
     def marked(self, state: ReplicaState) -> ReplicaState:
@@ -84,7 +84,7 @@ class Discovery:
         self._random = random or Random()
         self._answers = answers
         self._clock = clock
-        self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # from ``_named``
+        self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # results of ``_named``
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:

@@ -1,8 +1,8 @@
 """Pods of a Service or an InferencePool of Kubernetes; needs the extra ``kubernetes``.
 
-EndpointSlices have all that a poller needs of a Service's pods: address, port, readiness, and
-whether a pod terminates. Reading them needs no right to read pods. An InferencePool has no slices:
-its selector names the pods.
+EndpointSlices have all that a poller has to know of a Service's pods: address, port, readiness, and
+whether a pod terminates. Reading slices needs no right to read pods. An InferencePool has no
+slices: its selector names the pods.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Pod:
 
     name: str  # empty: not a pod
     ready: bool
-    terminating: bool  # gets no new requests, but may still serve those in flight
+    terminating: bool  # gets no new requests, but may still serve requests in flight
     rank: int = 0  # index of the port in the InferencePool's list: the data-parallel rank
 
 
@@ -116,14 +116,14 @@ class ServiceWatch(KubernetesWatch):
 
 
 class PoolWatch(KubernetesWatch):
-    """Pods of an InferencePool: those that its selector matches, at its ports."""
+    """Pods that the selector of an InferencePool matches, at the pool's ports."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = {"metadata.name": self.wanted.inference_pool}
         self._pools = self._reflect(_InferencePool, self._read, fields=name)
         self._members: Reflector[core_v1.Pod] | None = None
-        self._selector: dict[str, str] | None = None  # of the members
+        self._selector: dict[str, str] | None = None  # labels of the members
 
     def _read(self) -> None:
         pool = next(iter(self._pools.objects.values()), None)
@@ -186,7 +186,7 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
         if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in item.endpoints or ():
-            address = join_address(endpoint.addresses[0], number)  # others lead to the same pod
+            address = join_address(endpoint.addresses[0], number)  # all lead to the same pod
             pod = _pod(endpoint)
             if families.setdefault(pod.name or address, item.addressType) != item.addressType:
                 continue

@@ -15,7 +15,7 @@ from extproc.request.prefix import seed_of, token_keys
 _MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
 _WHOLE_EVERY_S = 900.0  # longest time between two whole updates: Redis drops old ones
 _RESEND_S = 1.0  # shortest time between two whole updates
-_RESEND_MOST_S = 16.0  # most that this time doubles to, while a full Redis stores no update
+_RESEND_MOST_S = 16.0  # limit of this time, which doubles while a full Redis stores no update
 _FEW = 512  # changed keys after which a whole update is due; more if more blocks are held
 _KEYS_OF_A_HEADER = 4  # size of an update's header, in keys
 

@@ -27,11 +27,11 @@ CHECK_S = 1.0
 answers a replay within half a millisecond."""
 _ANSWER_S = 2.0  # seconds to wait for each part of a replay; an idle vLLM takes up to 0.1 s
 SAVE_S = 30.0
-"""Seconds between two saves of the blocks. The replica's next poller restores the last save and has
-the batches since then replayed; vLLM can replay 10,000 steps."""
+"""Seconds between two saves of the blocks. The replica's next poller restores the last save and
+requests a replay of later batches; vLLM can replay 10,000 steps."""
 _SAVE_AGAIN_S = 900.0  # seconds between two saves without a change: Redis drops old saves
 _LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
-_MOST_PENDING = 1_000  # batches in the receive queue; ZeroMQ drops more, and a replay repeats them
+_MOST_PENDING = 1_000  # batches in the receive queue; a replay repeats batches that ZeroMQ drops
 _LONGEST_REASON = 200
 _UNBOUNDED = 0
 _NUMBER_BYTES = 8
@@ -158,8 +158,7 @@ class KvStream:
         return True
 
     def _begin(self, first: "_Batch") -> None:
-        """Starts from the oldest batch of the replay, or from the replay's end if it has no
-        batch."""
+        """Starts from the oldest batch of the replay, or from the end of an empty replay."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
         elif self._last is None:
@@ -167,7 +166,7 @@ class KvStream:
         self._apply(first)
 
     def _receive(self, batch: "_Batch") -> bool:
-        """Applies a batch if it follows the last applied one; returns False if a batch before it is
+        """Applies a batch that follows the last applied batch; returns False if an earlier batch is
         missing."""
         if self._last is None:
             return False

@@ -62,8 +62,8 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
         read.
 
         KV tokens are estimated from the fraction of KV blocks in use, and the last block of each
-        sequence counts as half full. Counting it as full would overstate the KV tokens by a third
-        for blocks of 128 tokens, as on CPUs.
+        sequence counts as half full. Counting that block as full would overstate the KV tokens by a
+        third for blocks of 128 tokens, as on CPUs.
         """
         unfilled = self.running * self.block_size / 2
         return EngineCounts(

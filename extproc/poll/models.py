@@ -74,7 +74,7 @@ class _Model(BaseModel):
     """An entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
     id: str
-    parent: str | None = None  # an adapter's model
+    parent: str | None = None  # the model of an adapter
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
@@ -100,7 +100,7 @@ class _ModelList(BaseModel):
             "models": tuple(model.id for model in self.data),
             "listed": True,
             "adapters": tuple(model.id for model in self.data if model.parent),
-            # The entry of an adapter has null: its length is that of its model.
+            # An adapter's entry has null: the length of the adapter's model applies.
             "max_model_len": next(
                 (model.max_model_len for model in self.data if model.max_model_len), None
             ),

@@ -1,4 +1,4 @@
-"""Poller of a pool: finds its replicas, and scrapes those that are assigned to this poller."""
+"""Poller of a pool: finds the pool's replicas, and scrapes the replicas assigned to this poller."""
 
 import asyncio
 import logging

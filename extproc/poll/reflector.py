@@ -26,8 +26,8 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _LIST_S = 10.0
 _WATCH_S = 40
-"""Seconds after which the API server ends a watch, and a new list begins, which fails if the
-server is gone. Less than the minute of silence after which proxies may cut the connection."""
+"""Seconds after which the API server ends a watch. The list that follows fails if the server is
+gone. Less than the minute of silence after which proxies may cut the connection."""
 _LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which the client ends the watch
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
@@ -133,13 +133,13 @@ class _Transport(httpx2.AsyncHTTPTransport):
     """HTTP transport that allows a single watch, and raises an error with the API server's reason
     for a refusal.
 
-    After the end of a watch, lightkube would begin another from the last resource version. An API
-    server that was restored from older data would wait for that version and send nothing
+    After the end of a watch, lightkube would begin another watch from the last resource version. An
+    API server that was restored from older data would wait for that version and send nothing
     (kubernetes/kubernetes issue 107457).
     """
 
     def __init__(self, watch_began: Callable[[], None], authority: ssl.SSLContext) -> None:
-        # Python 3.13 sets this flag by default; many clusters' authorities do not pass with it.
+        # Python 3.13 sets this flag by default; many clusters' authorities fail its checks.
         authority.verify_flags &= ~ssl.VERIFY_X509_STRICT
         super().__init__(verify=authority)
         self._watch_began = watch_began

@@ -40,7 +40,7 @@ BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of an unhealthy replica
 HEALTH_EVERY_S = 2.0  # between two requests for `/health` of a healthy replica
 SILENCE_STEP_S = 0.1
 """Seconds between two updates of a replica's silence. The first probe for silence starts once a
-scrape takes this much longer than the scrape before."""
+scrape takes this much longer than the previous scrape."""
 STALL_S = 1.0
 """Seconds of silence before the published state shows the silence. A busy API server may be silent
 for a shorter time while its requests proceed."""
@@ -85,7 +85,7 @@ class PolledReplica:
             "by_priority": context.config.priority_scheduling,
             "life_s": TTL_S,
         }
-        # The last published state; at first, that of the replica's previous poller.
+        # The last published state; at first, the last state from the replica's previous poller.
         self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
@@ -118,7 +118,7 @@ class PolledReplica:
             self._kv_stream.resend_all()
 
     def stop(self) -> None:
-        """Stops all tasks at once, so that none publishes a state after its removal."""
+        """Stops all tasks at once, so that no task publishes a state after its removal."""
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()
@@ -186,7 +186,7 @@ class PolledReplica:
         died.
 
         The request is due every ``HEALTH_EVERY_S`` for a healthy replica, and at each scrape for an
-        unhealthy one.
+        unhealthy replica.
         """
         due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
         if due:
@@ -258,8 +258,8 @@ class PolledReplica:
         return _HANGS if unanswered and connects and isinstance(error, SilentError) else str(error)
 
     async def _count_silence(self, due_s: float) -> None:
-        """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long it
-        has been silent.
+        """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long the
+        replica has been silent.
 
         The duration is counted in steps of this task. While the poller's process itself stands
         still, the task makes no step, so the replica does not look silent.

@@ -13,7 +13,7 @@ from extproc.ground.runtime import look_up
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
-"""Host name to IP addresses, perhaps none; raises ``OSError`` if no name server answers."""
+"""Maps a host name to IP addresses, maybe none; raises ``OSError`` if no name server answers."""
 
 _NO_ADDRESS = socket.EAI_NONAME, socket.EAI_NODATA
 
