@@ -22,7 +22,7 @@ from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 
-LIFE_S = 1.2  # of a heartbeat: others take over the replicas of a dead poller within 2 s
+LIFE_S = 1.2  # life of a heartbeat: others take over a dead poller's replicas within 2 s
 BEAT_S = 0.3  # between two heartbeats
 _FAREWELL_S = 5.0  # life of a farewell; routers look for farewells once a second
 
@@ -81,10 +81,10 @@ async def _heartbeats(
 class Assigner:
     """Assigns replicas to one poller, whose name is unique.
 
-    - Until its second heartbeat, a new poller takes no replica that other pollers list: they learn
-      of the new poller from its first heartbeat.
+    - Until its second heartbeat, a new poller takes no replica that other pollers list: its first
+      heartbeat only announces the new poller.
     - While Redis is away, the poller keeps its replicas. If Redis comes back empty, the pollers
-      known before count as living for ``LIFE_S``, so that they can write new heartbeats.
+      known before the outage count as living for ``LIFE_S``, the time to write new heartbeats.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Assigner:
         self._outage = outage
         self._clock = clock
         self._skips = skips or Skips()
-        self._others: dict[str, frozenset[str]] = {}  # other living poller → its list
-        self._others_until = clock()  # until then all known pollers count as living
+        self._others: dict[str, frozenset[str]] = {}  # other living poller → replicas on its list
+        self._others_until = clock()  # until this time all known pollers count as living
         self._replicas: frozenset[str] = frozenset()
         self._is_new = True
         self._lives_until = inf  # expiry of the last heartbeat, written or only attempted

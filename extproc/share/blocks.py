@@ -18,7 +18,7 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-LIFE_S = 3600  # of a replica's blocks in Redis, counted from the last update
+LIFE_S = 3600  # life of a replica's blocks in Redis, from the last update on
 _READ_AGAIN_S = 1.0  # shortest time between two reads of a replica's blocks
 
 # KEYS: a replica's list. ARGV: life in s, channel, update (empty: same as the whole update), whole
@@ -61,10 +61,9 @@ class BlockWriter:
     async def write(
         self, updates: Mapping[str, tuple[BlockUpdate, BlockUpdate | None]]
     ) -> set[str]:
-        """Writes updates in one round trip: replica → its update, and the whole update if one is
-        due.
+        """Writes updates in one round trip: replica → update, and whole update if due.
 
-        Returns the replicas whose next update must be whole, because Redis did not store this one.
+        Returns the replicas whose next update must be whole, because Redis lacks this update.
         """
         if not updates:
             return set()
@@ -96,7 +95,7 @@ class BlockWriter:
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
     """Yields block updates that ``held`` can apply next. The caller must apply each update before
-    it asks for another."""
+    asking for the next update."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Keys:
         self.drains = f"{tag}drains"  # hash of the replicas that commands drain
         self.departed_models = f"{tag}departed-models"  # sorted set, by time
         self.poller = f"{tag}poller:"  # heartbeat, which expires
-        self.pollers = f"{tag}poller-names"  # set of names; some may be dead
+        self.pollers = f"{tag}poller-names"  # set of names, dead pollers included
         self.router = f"{tag}router:"  # digest, which expires
         self.digests = f"{tag}digests"  # channel of all digests
         self.responses = f"{tag}responses"  # stream of the owners of stored responses

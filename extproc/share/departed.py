@@ -32,7 +32,7 @@ class DepartedModels:
         return {str_if_bytes(model): at for model, at in found}
 
     async def write(self, departed: Mapping[str, float]) -> None:
-        """Writes times; Redis keeps a later time that it already has."""
+        """Writes times; if Redis already has a later time of a model, the later time stays."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(self.key, dict(departed), gt=True)
             pipe.zremrangebyrank(self.key, 0, -self._most - 1)

@@ -13,7 +13,7 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
-_LIFE_MS = 2000  # of a whole digest in Redis; the router sends four in this time
+_LIFE_MS = 2000  # life of a whole digest in Redis; a router sends four in this time
 DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
@@ -39,7 +39,7 @@ class DigestWriter:
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self._keys = Keys(pool)
-        self.refusal = ""  # why Redis did not store the last whole digest; empty: it did
+        self.refusal = ""  # why Redis did not store the last whole digest; empty: it was stored
 
     async def send(self, digest: Digest) -> None:
         """Pushes a digest; a whole digest is also stored, for routers that start later.
@@ -81,7 +81,7 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
-    """Returns the admin address of each router of a pool, by name; empty if it is unknown."""
+    """Returns the admin address of each router of a pool, by router name; empty: not known."""
     skips, found = Skips(), dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
     async for page in stored_values(redis, keys):

@@ -17,7 +17,7 @@ from extproc.share.envelope import EnvelopeKind, Skips
 
 log = logging.getLogger(__name__)
 
-_LIFE_S = 7 * 86_400  # of the hash in Redis while no poller runs
+_LIFE_S = 7 * 86_400  # life of the hash in Redis while no poller runs
 _EVERY_S = 0.25  # between two reads by a poller: a command takes effect within this time
 _REMEMBERED_S = 3600.0  # for which Redis keeps undrains, and drains whose replica left the sources
 
@@ -80,7 +80,7 @@ class DrainStore:
 
 
 class Drains:
-    """A poller's copy of the commands of one pool; if Redis loses some, the poller restores them.
+    """A poller's copy of the commands of one pool; the poller restores commands that Redis loses.
 
     Pollers read the hash every 0.25 s. They do not subscribe to changes, because the channel would
     also bring them every state that any poller writes.

@@ -1,7 +1,7 @@
 """Lists of models and LoRA adapters, to which replica states refer by a hash.
 
-With 500 names in every state, each router would receive 8 MB/s. Redis stores each list once, and
-keeps it longer than the states that refer to it. If Redis lacks a list, states carry the list.
+With 500 names in every state, each router would receive 8 MB/s. Redis stores each list once, for
+longer than the states that refer to the list. If Redis lacks a list, states carry the list.
 """
 
 from collections.abc import Collection, Container, Mapping
@@ -51,7 +51,7 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """Cache of the lists to which each replica's last state referred; Redis has the others."""
+    """Cache of the lists to which each replica's last state referred; Redis has the other lists."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
@@ -63,7 +63,7 @@ class KnownLists:
         self._last.pop(replica, None)
 
     def keep(self, replicas: Container[str]) -> None:
-        """Forgets all replicas except these."""
+        """Forgets the lists of all other replicas."""
         self._last = {id_: last for id_, last in self._last.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:

@@ -117,7 +117,7 @@ class StateReader(ChannelReader[Change]):
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.changes
         self._outage = outage(redis)
-        self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older state comes
+        self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come
         self._lists = KnownLists(redis, pool, self._skips)
 
     @property
@@ -158,8 +158,8 @@ class StateReader(ChannelReader[Change]):
             yield change
 
     def _is_newer(self, change: Change) -> bool:
-        """Returns False for a state that is older than the snapshot's. Its lower counters would
-        look like a restart of the replica.
+        """Returns False for a state that is older than the snapshot's state, because the lower
+        counters of an older state would look like a restart of the replica.
 
         Times are compared only until the reader has caught up, because the clocks of two pollers
         may differ.

@@ -17,8 +17,8 @@ from extproc.share.reader import Reader
 
 _PAGE = 100  # entries in a read, which block the event loop for some 5 ms
 _BLOCK_MS = round(TIMEOUT_S * 500)  # longest time for which Redis waits for an entry
-_LIFE_S = 86_400  # of a stream, counted from its last entry
-_NONE = "0-0"  # id before that of the first entry
+_LIFE_S = 86_400  # life of a stream, from the last entry on
+_NONE = "0-0"  # before the id of the first entry
 _FIELD = ""  # an entry's only field
 
 B = TypeVar("B", bound=Struct)
@@ -69,7 +69,7 @@ class StreamReader(Reader[B]):
     """Yields the entries of one kind in a stream.
 
     After an outage, the reader resumes behind the last entry read. If the stream now ends before
-    that entry, Redis lost the stream, and the reader starts from its beginning.
+    that entry, Redis lost the stream, and the reader starts from the beginning of the new stream.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StreamReader(Reader[B]):
         return str_if_bytes(found[0][0]) if found else _NONE
 
     async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
-        """Returns the next entries; waits up to half a second for the first."""
+        """Returns the next entries; waits up to half a second for the first entry."""
         key: Any = {self.key: self._after}
         async with in_time():
             found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
