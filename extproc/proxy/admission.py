@@ -23,7 +23,7 @@ def observe(exchange: Exchange) -> None:
     services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica will answer with an error
         profile = _profile(exchange)
-        # As if the response were skipped: the router must not choose a replica to try it out.
+        # As if the response were skipped: the router must not choose a replica as a test.
         decision = services.router.decide(
             profile, exchange.headers.policy, exchange.subset, response_visible=False
         )
@@ -43,7 +43,8 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
     Args:
         exchange: the request; its body is replaced by the body for the chosen replica.
         phase: kind of Envoy's message to reply to, such as ``request_body``.
-        unread_model: model of a large body that stays at Envoy; its length then gives the profile.
+        unread_model: model of a large body that stays at Envoy; the body's length then gives the
+        profile.
 
     Raises:
         Refusal: the request is refused.
@@ -91,7 +92,7 @@ def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
     """Forwards a request that gives the engine no work. Returns None if Envoy has to choose."""
     services, decision = exchange.services, None
     if not _is_unserved(services, profile):
-        # As if the response were skipped: the router must not choose a replica to try it out.
+        # As if the response were skipped: the router must not choose a replica as a test.
         decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
     if decision is None:
         _refuse_unserved(services, profile, exchange.has_fallback)

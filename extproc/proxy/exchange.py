@@ -44,7 +44,7 @@ class Exchange:
         self.steered = True  # the router chooses the replica; otherwise it only observes
         self._call = call
         self._trace = trace
-        self._unread: ProcessingRequest | None = None  # the next message, if it was read before
+        self._unread: ProcessingRequest | None = None  # the next message, if already read
         self._envoy_waits = True  # Envoy waits for replies
         self._response_body_mode = messages.NONE
         self._request_ended = False  # in full duplex: the last chunk of the body was read
@@ -167,7 +167,7 @@ class Exchange:
     def end_if_hung(self, hung: Container[str]) -> bytes | None:
         """Ends the request if its replica is in ``hung``.
 
-        Returns the message with which Envoy answers the client, or breaks off a response that has
+        Returns the message that makes Envoy answer the client, or break off a response that has
         begun. Returns None if the replica is not hung.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
@@ -177,7 +177,7 @@ class Exchange:
         return refuse(NoReplica(HUNG), self.endpoint)
 
     def close(self, lost: bool = False) -> None:
-        """Ends the request if it is in flight. ``lost``: its replica is hung."""
+        """Ends the request if it is in flight. ``lost``: the request's replica is hung."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.end(lost)
@@ -212,7 +212,7 @@ class Exchange:
 
         A request about a stored response goes to the replica that owns the response. The router
         itself answers ``GET /v1/models``, unless every replica gives the same answer. Any replica
-        may serve other requests; for a gateway, which has no fallback, the router chooses one.
+        may serve other requests; for a gateway without fallback, the router chooses a replica.
 
         Raises:
             NoReplica: a gateway needs a choice, and no replica is ready.
@@ -267,7 +267,7 @@ class Exchange:
         self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
-        """Keeps the decision until the response shows Envoy's choice, to compare the two."""
+        """Keeps the decision for a comparison with Envoy's choice, which the response shows."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits

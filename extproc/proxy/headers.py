@@ -29,7 +29,7 @@ class RequestHeaders(NamedTuple):
     tenant: str
     session: str  # id that the client sent
     objective: str  # name in a header; empty: the tenant or model selects the objective
-    targets: dict[str, float]  # seconds; they override those of the objective
+    targets: dict[str, float]  # seconds; replace the objective's targets
     length: int | None  # bytes of the body; None: unknown
     readable: bool  # the body is not compressed
 

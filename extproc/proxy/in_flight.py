@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit breaker is full
 _OK, _UNAVAILABLE = 200, 503
 _RETRIED = "no connection, a reset or a 5xx status: Envoy retried elsewhere"
-"""Reason of a retry; Envoy does not report which of the three it was."""
+"""Reason of a retry; Envoy does not report which of the three occurred."""
 _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 
@@ -123,7 +123,7 @@ class InFlight:
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
         # only the last chunk shows that the response is complete.
         complete = succeeded and self._response_ended
-        # An observed request entered the ledger late: prompts before it may not be prefilled yet.
+        # An observed request entered the ledger late: earlier prompts may not be prefilled yet.
         prefilled = complete and not profile.stream and self._observed is None
         prefilled |= outcome.ttft_s is not None
         generated = services.fleet.release(self._ticket, prefilled and self._served_by_member)
@@ -168,8 +168,8 @@ class InFlight:
         failed = status >= 500 and not self.outcome.overloaded
         if reason is not None and self.served_by == chosen:
             return  # a server that no poller knows answered
-        # A request that fails on two replicas may itself be the cause, and counts against neither.
-        # If it got no connection to the second, it counts against both.
+        # A request that fails on two replicas may itself be the cause: neither failure counts.
+        # Without a connection to the second replica, both failures count.
         counts = upstream.is_unsent or not (retried and failed)
         if retried:
             self._failed(chosen, _RETRIED, unavailable=True, counts=counts)
@@ -183,14 +183,14 @@ class InFlight:
 
     @property
     def _served_by_member(self) -> bool:
-        """False if the server that answered is known to no poller."""
+        """True if a poller knows the server that answered."""
         return self.outcome.served_by == self.served_by
 
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
-        """Returns why a replica other than the chosen one answered; None: the chosen one did.
+        """Returns why a replica other than the chosen one answered; None: the chosen replica did.
 
-        An address that no replica has belongs to a tunnel or a sidecar. Then the choice counts as
-        followed, unless Envoy reports its attempts, but not the router's choice.
+        An address that no replica has belongs to a tunnel or a sidecar. The choice then counts as
+        followed, unless Envoy reports its attempts without the router's choice.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")

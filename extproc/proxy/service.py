@@ -33,7 +33,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
     # A body of tens of MB arrives several times sooner than with gRPC's small default windows.
     ("grpc.http2.lookahead_bytes", 16 * 2**20),
-    # Two servers on one port would share it silently; an error is better.
+    # Two servers would silently share one port; an error is better.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),

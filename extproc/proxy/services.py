@@ -63,8 +63,8 @@ class Services(ObservedPool):
     metrics: RouterMetrics
     random: Random
     chunks: Budget
-    """Chunks of streamed responses that the router reads; each costs about 0.2 ms of CPU. Envoy
-    sends all chunks of a response or none: it accepts ``mode_override`` only in replies to
+    """Chunks of streamed responses that the router reads; each chunk costs about 0.2 ms of CPU.
+    Envoy sends all chunks of a response or none: it accepts ``mode_override`` only in replies to
     headers. So the router decides at the response's headers, by the expected number of chunks."""
 
     demand: Demand
@@ -72,10 +72,10 @@ class Services(ObservedPool):
     recorder: Recorder | None = None  # None: no record of the traffic
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     responses: Budget
-    """Responses that Envoy forwards. Their headers are one of a request's three messages, and delay
-    the first token. Without them the ledger knows when a request ends, but not whether it failed or
-    which replica served a retry. Envoy accepts ``mode_override`` only in replies to headers, so the
-    router decides before it has chosen a replica."""
+    """Responses that Envoy forwards. A response's headers are one of a request's three messages,
+    and delay the first token. Without the headers the ledger knows when a request ends, but not
+    whether it failed or which replica served a retry. Envoy accepts ``mode_override`` only in
+    replies to headers, so the router decides before it has chosen a replica."""
 
     def of_pool(self, config: Config) -> "Services":
         """Returns the parts for another pool of the same router."""

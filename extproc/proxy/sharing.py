@@ -38,7 +38,7 @@ from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReade
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
 _MODELS_EVERY_S = 5.0
-_ALONE_S = 0.25  # between batches of prompts without peers: only later routers read them
+_ALONE_S = 0.25  # between batches of prompts without peers: only later routers read these
 
 T = TypeVar("T")
 

@@ -222,7 +222,7 @@ async def _route_body(exchange: Exchange) -> None:
 
 
 def _request_body(exchange: Exchange) -> bytes:
-    """Returns the reply to the headers: it asks for the body and, if needed, for the response.
+    """Returns the reply to the headers, which asks for the body and, if needed, for the response.
 
     The router needs a response if its budget of responses allows, if a failed replica may have
     recovered, or if the replica stores the response under an id.
