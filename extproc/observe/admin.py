@@ -16,7 +16,7 @@ from extproc.ground.address import join_address, split_address
 from extproc.ground.files import WatchedFiles, read_file
 from extproc.ground.tls import server_context
 
-_STOP_S = 0.1  # for open responses to end at the stop; the dashboard's events never end
+_STOP_S = 0.1  # time for open responses to end at the stop; the dashboard's events never end
 _OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
 AUTHORIZED: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("authorized")
@@ -44,8 +44,8 @@ async def serve_admin(
         routes: further routes behind the token.
         public: further routes that need no token, like health.
         access: TLS files and the token file.
-        live: check of ``/livez`` and ``/healthz``; a process that fails it should be restarted.
-        ready: check of ``/readyz``; a process that fails it should get no work.
+        live: check of ``/livez`` and ``/healthz``; on failure the process should be restarted.
+        ready: check of ``/readyz``; on failure the process should get no work.
         setting: key of the address in the configuration.
 
     Raises:

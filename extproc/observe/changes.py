@@ -14,15 +14,15 @@ from extproc.observe.tally import Counts
 logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
-"""An ejection is logged when it begins, with its time. A full replica may change every second."""
+"""An ejection is logged when the ejection begins. A full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left stays on the page
-_COUNTED_EVERY_S = 60.0  # a counter may grow hundreds of times a second
+_COUNTED_EVERY_S = 60.0  # between two lines of a counter, which may grow 100 times a second
 _NEVER = -inf, -inf
-_OVER_S = 60.0  # time without a warning after which it is over: a figure may vary around a limit
+_OVER_S = 60.0  # time without a warning until its end is logged: a figure may vary around a limit
 
 
 class Exclusions:
-    """Excluded replicas of a pool. Times are those of the calls of ``look`` that found a change."""
+    """Excluded replicas of a pool. Times are times of ``look`` calls, not of the events."""
 
     def __init__(self) -> None:
         self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
@@ -63,8 +63,8 @@ class Exclusions:
 class Onsets:
     """Times since which replicas have caused warnings, in seconds since the epoch.
 
-    A figure may vary around its limit: a cause counts as the same unless it was absent for a
-    minute.
+    A figure may vary around its limit, so a cause that returns within a minute counts as the same
+    cause.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Onsets:
 
         Args:
             cause: such as ``slow``.
-            replicas: at least one ``ip:port``; the earliest of their times is returned.
+            replicas: at least one ``ip:port``; the earliest time of these replicas is returned.
             now: the time of this call.
         """
         keys = [(cause, replica) for replica in replicas]
@@ -87,14 +87,15 @@ class Onsets:
 
 
 class Presence:
-    """Processes of one kind, living or gone. Times are those of the calls of ``look``."""
+    """Processes of one kind, living or gone. Times are times of ``look`` calls, not of the
+    events."""
 
     def __init__(self, kind: str, pool: str) -> None:
         """``kind``: routers or pollers; ``pool`` is for the log."""
         self.kind = kind
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
-        self._gone: dict[str, float] = {}  # since when, in seconds since the epoch
+        self._gone: dict[str, float] = {}  # time of leaving, in seconds since the epoch
         self._silent = frozenset[str]()  # processes in ``_gone`` that said no farewell
         self._farewells = frozenset[str]()  # ``stopped`` of the last look
 
@@ -149,7 +150,7 @@ class CounterLog:
 
     def __post_init__(self) -> None:
         self._logged: dict[str, float] = {}
-        self._next = 0.0  # on the clock
+        self._next = 0.0  # earliest time of the next line, on the clock
 
     def look(self) -> None:
         """Logs by how much the counter has grown since the last line."""
@@ -174,10 +175,10 @@ class WarningLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: dict[str, float] = {}  # last time on the clock
+        self._seen: dict[str, float] = {}  # warning → last time shown, on the clock
 
     def look(self, warnings: Iterable[str]) -> None:
-        """Compares the warnings that the dashboard shows now with those of earlier looks."""
+        """Compares the warnings that the dashboard shows now with the warnings of earlier calls."""
         now = self._clock()
         for warning in warnings:
             if warning not in self._seen:

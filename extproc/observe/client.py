@@ -18,7 +18,7 @@ from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
 
 _TIMEOUT_S = 10.0
-_MOST_BYTES = 2**24  # of an event; the snapshot of 1,000 replicas takes 0.25 MB
+_MOST_BYTES = 2**24  # limit of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
 
 class RouterUnavailableError(Exception):

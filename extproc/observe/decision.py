@@ -9,9 +9,9 @@ from msgspec import Struct, ValidationError, convert, field
 FORMAT = 1
 """Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
 
-It rises with each change of a field. A field may be added or removed: readers of another version
-ignore the fields that they do not know, and read defaults for missing ones. A field whose meaning
-or type changes gets another name.
+The version rises with each change of a field. A field may be added or removed: readers of another
+version ignore the fields that they do not know, and read defaults for missing ones. A field whose
+meaning or type changes gets another name.
 """
 
 Figure = float | None  # null if the value is unknown or infinite
@@ -39,7 +39,7 @@ class Candidate(Struct):
     waiting: Figure = None
     kv_usage: Figure = None
     backlog_tokens: Figure = None
-    cached_tokens: Figure = None  # of the prompt, expected in the prefix cache
+    cached_tokens: Figure = None  # tokens of the prompt expected in the prefix cache
     predicted_ttft_s: Figure = None
     predicted_completion_s: Figure = None
     terms_s: Terms = field(default_factory=Terms)
@@ -66,14 +66,14 @@ class NotFollowed(StrEnum):
 
 
 class RequestOutcome(Struct):
-    """Outcome of a routed request; a value is None if the router did not see it."""
+    """Outcome of a routed request; None stands for a value that the router did not see."""
 
     queued_s: float = 0.0  # in the router's queue, before dispatch
     queue_reason: str = ""
     served_by: str | None = None  # ip:port of the replica that answered, after retries
     not_followed: str = ""  # a NotFollowed; empty if the chosen replica answered
     status: int | None = None
-    ttft_s: Figure = None  # since the decision; needs a response whose chunks the router reads
+    ttft_s: Figure = None  # since the decision; only of responses whose chunks the router reads
     completion_s: Figure = None  # since the decision
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -146,5 +146,5 @@ def other_format(answers: Iterable[Mapping[str, Any]]) -> str:
         return ""
     return (
         f"the router has another version (format {version}, here {FORMAT}): fields that only one "
-        "of the two knows are missing"
+        "of the two versions knows are missing"
     )

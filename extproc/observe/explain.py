@@ -62,7 +62,7 @@ _LEGEND = (
 )
 _COMPLETION_SCORE = "  score = finish + weight * others."
 _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
-    # Columns shown if the figure of any candidate is not zero, and their legend.
+    # Columns that are shown if any candidate has a figure other than zero, and their legends.
     (
         {"wait"},
         lambda candidate: candidate.terms_s.queue,
@@ -91,9 +91,9 @@ _LABEL = 10
 
 
 def decisions(records: Sequence[DecisionRecord], routers: Sequence[str] = ()) -> str:
-    """Format decisions as a table with two lines each: the figures, then model and reason.
+    """Format decisions as a table: for each decision, a line of figures, then model and reason.
 
-    ``routers``: the router of each decision, which is then named before the model.
+    ``routers``: the router of each decision, to be named before the model.
     """
     if not records:
         return "no decisions yet"

@@ -16,7 +16,7 @@ QUANTILES = (0.5, 0.99)
 
 _EVERY_S = 10.0
 _FADES_S = 30.0  # time in which the weight of a value in an average falls by a factor e
-_GAP_S = 2.0  # a longer time between two values counts as this: the process stood still
+_GAP_S = 2.0  # longer gaps between two values count as this long: the process stood still
 _ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
 _TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
 _NONE_READY = "service_unavailable_error"  # answered with 503
@@ -39,14 +39,14 @@ class History:
         return self._clock() - self._started_at
 
     def look(self) -> None:
-        """Store the totals, if the last ones are ten seconds old."""
+        """Store the totals, if the last stored totals are ten seconds old."""
         now = self._clock()
         if now - self._totals[-1][0] >= _EVERY_S:
             self._totals.append((now, self._now()))
 
     def rows(self) -> list[tuple[float, ...]]:
-        """Return a row for each of :data:`SPANS_S`, or for the router's life if that is shorter.
-        A row covers its span, or up to ten seconds less.
+        """Return a row for each of :data:`SPANS_S`, or for the shorter life of the router. A row
+        covers its span, or up to ten seconds less.
 
         A row has requests, answers with 5xx (the router's 503 included) and refusals with 429, each
         per second, and the :data:`QUANTILES` of seconds to first token, per token and to

@@ -11,7 +11,7 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 def setup(settings: LogSettings) -> None:
-    """Send to stderr the logs of this package from the configured level on, and warnings of other
+    """Log to stderr: events of this package from the configured level on, warnings of other
     packages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter())

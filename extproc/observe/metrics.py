@@ -17,12 +17,12 @@ from extproc.replica_state import ReplicaState
 from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
-_TENANTS = 5  # shown by name: each tenant is a series, and there may be as many as users
+_TENANTS = 5  # shown by name: each tenant is a series, and each user may be a tenant
 _MODELS = 20  # shown by name
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _DEMAND_FADES_S = 60.0  # arrived work fades to 1/e in this time; the queue should clear in it, too
-_MOMENT_S = 1.0  # a request queued for less may wait for a faster replica, not for any replica
+_MOMENT_S = 1.0  # requests that queue for less may only wait for a faster replica
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
@@ -100,7 +100,7 @@ class RouterMetrics:
         self.excluded = gauge(
             "extproc_replica_excluded",
             "1 for each replica that gets no requests of any model, by the first reason: asleep, "
-            "unhealthy (if it answers nothing: stalled), stalled, failing, full or draining.",
+            "unhealthy (stalled if the replica is silent), stalled, failing, full or draining.",
             ["replica", "reason"],
         )
         self.frozen = gauge(
@@ -110,7 +110,7 @@ class RouterMetrics:
         )
         self.speed = gauge(
             "extproc_replica_speed_ratio",
-            "Learned speed of a phase, decode or prefill, divided by that of the replica's "
+            "Learned speed of a phase, decode or prefill, divided by the speed in the replica's "
             "hardware profile.",
             ["replica", "profile", "phase"],
         )
@@ -163,7 +163,7 @@ class RouterMetrics:
         self.share = gauge(
             "extproc_tenant_share_ratio",
             "Recent share of replica time, 0 to 1, among requests that left the router's queue, "
-            "by tenant: the tenants with the most, and the rest as other.",
+            "by tenant: the tenants with the largest shares, and the rest as other.",
             ["tenant"],
         )
         self.queued_seconds = spread(
@@ -196,7 +196,7 @@ class RouterMetrics:
         )
         self.other_routers = gauge(
             "extproc_other_routers",
-            "Other routers of the pool that this router hears from, or did when Redis went away.",
+            "Other routers of the pool whose digests arrive; while Redis is away, the last number.",
         )
         self.digest_age = spread(
             "extproc_digest_age_seconds",
@@ -266,7 +266,7 @@ class RouterMetrics:
 
 
 def _mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
-    """Set a gauge to 1 for these labels, and for no others."""
+    """Set a gauge to 1 for these labels, and remove all other labels."""
     gauge.clear()
     for labels in marked:
         gauge.labels(*labels).set(1)

@@ -53,7 +53,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
 
     endpoint: str
     model: str
-    replica: str  # `ip:port` that served the request; empty: none
+    replica: str  # `ip:port` that served the request; empty: no replica
     seconds: float  # from dispatch to the end of the stream
     prompt_tokens: int  # as the replica reported, else as estimated
     estimated_tokens: int
@@ -112,7 +112,7 @@ def text_of(keys: Keys) -> str:
 
 def keys_of(text: str) -> Keys:
     """Decode the upper halves, and hash them into new keys. Two new keys are equal if their prompts
-    have the same halves up to the place of the key.
+    have equal upper halves up to the place of the keys.
 
     Raises:
         ValueError: ``text`` is no base64.

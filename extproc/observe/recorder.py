@@ -47,7 +47,7 @@ from extproc.request.profile import RequestProfile
 
 logger = logging.getLogger(__name__)
 
-FILES = 4  # of a record; together they hold at most record.max_bytes
+FILES = 4  # files of a record; together the files hold at most record.max_bytes
 _EVERY_S = 1.0
 _LAST_S = 5.0  # limit for writing the last lines when the router stops
 _REPLICAS_S = 10.0  # between two lines of a replica whose health and draining did not change
@@ -86,7 +86,7 @@ class Recorder:
         self._lost = 0  # requests whose line was dropped since the last write
         self._missing = 0  # requests in no file, until a LostLine counts them
         self._since = wall()  # start of the time that the pending lines cover
-        # By replica: its last line (repeated when a file begins), its time, healthy, draining.
+        # By replica: last line (repeated when a file begins), time of the line, healthy, draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
         self._size = -1  # bytes of the newest file; -1: its first lines are not written yet
@@ -137,7 +137,7 @@ class Recorder:
         Args:
             why: the reason in a word.
             profile: profile of the request, or None if its body could not be read.
-            since_arrival_s: time since its arrival.
+            since_arrival_s: time since the request arrived.
         """
         at = round(self._wall() - since_arrival_s, 6)
         if profile is None:
@@ -168,8 +168,8 @@ class Recorder:
         return text
 
     async def _flush(self) -> None:
-        """Write the pending lines in a daemon thread, so that a disk that hangs does not delay the
-        router's stop."""
+        """Write the pending lines in a daemon thread, so that a hanging disk does not delay the
+        stop of the router."""
         if self._lost:
             logger.error(
                 "record of traffic is incomplete: the disk is too slow to write every request",

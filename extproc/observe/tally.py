@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-OTHER = "other"  # label of the series for all values without a series of their own
+OTHER = "other"  # label of the series in which all further values count together
 _MOST = 20  # label combinations of a histogram; writing 20 to the page stops the router for 10 ms
 
 

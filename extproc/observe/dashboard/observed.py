@@ -6,7 +6,7 @@ from extproc.config import ServeSettings
 from extproc.ground.text import figure
 from extproc.observe.decision_log import DecisionLog
 
-_COMPARED = 1000  # of the last decisions
+_COMPARED = 1000  # last decisions, among which observed requests are sought
 
 
 Words = list[tuple[str, str]]  # names and texts of figures or facts
@@ -16,7 +16,7 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     """Compare the router's choices with Envoy's, for observed requests of the last 1,000 decisions.
 
     Returns figures and facts for the page. The figures are empty until an observed request was
-    answered, the facts until the router saw the end of an observed request.
+    answered. The facts are empty until the router saw the end of an observed request.
     """
     answered, elsewhere = 0, 0
     times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual
@@ -37,7 +37,7 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     if times:
         by_router, by_envoy_s, actual = map(fmean, zip(*times, strict=True))
         text = (
-            f"mean completion of {len(times):,} predicted as {figure(by_router)} s for the "
+            f"mean completion of {len(times):,} requests: predicted {figure(by_router)} s for the "
             f"router's choices and {figure(by_envoy_s)} s for Envoy's, actual {figure(actual)} s"
         )
         facts.append(("Observed requests", text))
@@ -45,7 +45,7 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
 
 
 def steering(serve: ServeSettings) -> str:
-    """Remark on the policy: which requests the router steers. Empty if it steers all."""
+    """Remark on the policy: which requests the router steers. Empty: all requests."""
     if serve.mode == "observe":
         return " (observes: Envoy chooses)"
     return f" (for {serve.share:.0%} of the requests)" if serve.share < 1.0 else ""

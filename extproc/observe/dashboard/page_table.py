@@ -12,7 +12,7 @@ class PageColumn(Struct, omit_defaults=True):
     unit: str  # a key of UNITS in page/table.js
     values: list[Any]
     notes: list[str] = []  # small print below each value
-    estimated: list[bool] = []  # values to be marked with ≈
+    estimated: list[bool] = []  # True: mark the value with ≈
 
 
 class PageTable(Struct):
@@ -22,4 +22,4 @@ class PageTable(Struct):
     caption: str
     keys: list[Any]
     columns: list[PageColumn]
-    note: str = ""  # below the rows
+    note: str = ""  # text below the rows

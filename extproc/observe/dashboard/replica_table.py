@@ -15,7 +15,7 @@ from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
 from extproc.replica_state import ReplicaState
 
-_LEAST_SHARED = 3  # decisions below which no shares are shown
+_LEAST_SHARED = 3  # fewest decisions for which shares are shown
 _UNHEALTHY = "unhealthy"
 
 

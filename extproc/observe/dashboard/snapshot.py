@@ -31,12 +31,12 @@ from extproc.predict.inputs import FleetView
 from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
-_COMPARED_S = 300.0  # seconds of latencies, and of predictions compared with actual times
+_COMPARED_S = 300.0  # seconds over which latencies are shown and predictions compared
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
 _RATES = "Requests/s", "5xx/s", "429/s"  # the first columns of the history
-_GROUPS = 50  # groups of queued requests listed: there may be as many tenants as users
+_GROUPS = 50  # most groups of queued requests shown: there may be many tenants
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:

@@ -28,21 +28,21 @@ _ENOUGH_TOKENS = 5_000.0  # fewest expected prompt tokens by which a prefix cach
 _FOUND = 0.5  # least share of the expected tokens that a working prefix cache finds
 _LATELY_S = 60.0
 _NOT_FOLLOWED = {
-    NotFollowed.FALLBACK: "its fallback policy chose, because the choice did not reach the "
+    NotFollowed.FALLBACK: "Envoy's fallback policy chose, because no choice reached the "
     "replicas' cluster (extproc check --envoy-admin names the cause)",
-    NotFollowed.UNKNOWN_ADDRESS: "the chosen address is no member of its cluster, or Envoy avoids "
-    "it",
+    NotFollowed.UNKNOWN_ADDRESS: "the chosen address is no member of Envoy's cluster, or Envoy "
+    "avoids the address",
     NotFollowed.OTHER_FILTER: "another filter changed the choice after ext_proc",
 }
-_NEARLY = 0.9  # share of a limit
-_SLOW_LOOP_S = 0.02  # mean delay of the event loop: a request needs it several times
+_NEARLY = 0.9  # share of a limit from which on a warning is shown
+_SLOW_LOOP_S = 0.02  # mean delay of the event loop: a request waits for the loop several times
 _SLOW_REDIS_S = 0.02  # mean round trip
 _OWN_DELAYS = 4.0  # a round trip of up to this many loop delays is not the fault of Redis
 _EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by less
 
 
 class Costly(str):
-    """Warning of a fault that costs requests now: they fail, are refused, or are not routed."""
+    """Warning of a fault that costs requests now: requests fail, are refused, or are not routed."""
 
 
 def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
@@ -79,7 +79,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
     if any(decision.outcome.overloaded for decision in lately):
         yield Costly(
             "A circuit breaker of Envoy was full in the last minute: Envoy answered 503 itself. "
-            "Raise its limits (circuit_breakers)."
+            "Raise the limits of the breaker (circuit_breakers)."
         )
 
 
@@ -113,7 +113,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _stale(pool: ObservedPool) -> Iterator[str]:
-    """Yield why a state is stale or missing; if the cause is unknown, that the state is stale."""
+    """Yield a warning if states are stale or missing, with the cause if known."""
     fleet, lost = pool.fleet, redis_lost(pool)
     shares = pool.config.state == "redis" and not pool.delays.redis_refusal
     no_poller = shares and fleet.pollers == {}
@@ -124,8 +124,8 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
         )
     elif no_poller:
         yield (
-            "No poller reaches Redis: none runs, or all hang or are cut off from Redis. If the "
-            "/livez of one answers, check its connection to Redis; else start one (extproc poll)."
+            "No poller reaches Redis: no poller runs, or all hang or are cut off from Redis. If "
+            "a poller's /livez answers, check its connection to Redis; else run 'extproc poll'."
         )
     if not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
@@ -161,7 +161,7 @@ def _external(pool: ObservedPool) -> Iterator[str]:
     if pool.external.value > _EXTERNAL:
         yield (
             "The replicas serve requests that no router sent: Envoy goes on without the router "
-            "(extproc check --envoy-admin names the cause), or other clients use them."
+            "(extproc check --envoy-admin names the cause), or other clients use the replicas."
         )
 
 

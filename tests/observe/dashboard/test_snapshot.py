@@ -27,7 +27,7 @@ from tests.fakes import ManualClock, chat, replica, state
 from tests.observe.conftest import decide
 from tests.observe.dashboard.conftest import H100, ended, poll, wait
 
-NO_POLLER = "No poller reaches Redis: none runs, or all hang or are cut off from Redis."
+NO_POLLER = "No poller reaches Redis: no poller runs, or all hang or are cut off from Redis."
 ALONE = Config.model_validate({"state": "memory"})
 
 
@@ -201,7 +201,7 @@ def test_observed_requests_are_compared_with_choices_of_envoy(services: Services
     found = page(services)
     assert found["figures"][title] == "2 of 3"
     words = dict(found["facts"])["Observed requests"]
-    assert words.startswith("mean completion of 3 predicted as ")
+    assert words.startswith("mean completion of 3 requests: predicted ")
     assert words.endswith(", actual 2.000 s")
 
 
@@ -545,8 +545,8 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     [
         (["retry"], []),
         (["unknown_address"], ["the chosen address"]),
-        (["unknown_address", "fallback"], ["its fallback policy"]),  # took the second choice
-        (["fallback", "other_filter"], ["its fallback policy", "another filter"]),
+        (["unknown_address", "fallback"], ["Envoy's fallback policy"]),  # took the second choice
+        (["fallback", "other_filter"], ["Envoy's fallback policy", "another filter"]),
     ],
 )
 def test_decisions_not_followed_are_warned_of_by_cause(
