@@ -102,7 +102,7 @@ class KubernetesPods(Section):
     inference_pool: _InferencePoolName | None = None
     """Name of the InferencePool, which itself names the ports."""
     namespace: _KubernetesName | None = None
-    """Namespace of the Service or InferencePool; null: the poller's own."""
+    """Namespace of the Service or InferencePool; null: the poller's own namespace."""
 
     @field_validator("port")
     @classmethod
@@ -133,7 +133,7 @@ class ReplicaSource(Section):
     url: _ReplicaAddress = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: _ReplicaAddress = ""
-    """``name:port`` whose addresses are replicas; resolved every 2 s."""
+    """``name:port``; each address of the DNS name is a replica. Resolved every 2 s."""
     kubernetes: KubernetesPods | None = None
     """Service or InferencePool whose pods are replicas."""
     profile: _ProfileName = DEFAULT_PROFILE
@@ -163,7 +163,7 @@ class ReplicaSource(Section):
 
     @property
     def kv_events_ports(self) -> tuple[int, int] | None:
-        """Ports of KV events and of their replay; None: the replica publishes none."""
+        """Ports of KV events and of their replay; None: the replica publishes no events."""
         if self.kv_events_port is None or self.kv_events_replay_port is None:
             return None
         return self.kv_events_port, self.kv_events_replay_port
@@ -249,8 +249,8 @@ class ServeSettings(MutualTlsSettings):
     """route: choose a replica for each request. observe: leave the choice to Envoy, and only
     predict and record; no request is changed, queued or refused."""
     share: float = Field(default=1.0, ge=0, le=1)
-    """Share of the requests that mode route steers; the others are observed. A hash of the session,
-    or else of the request id, decides."""
+    """Share of the requests that mode route steers; the other requests are observed. A hash of the
+    session, or of the request id without a session, decides."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
     """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
@@ -264,7 +264,7 @@ class ServeSettings(MutualTlsSettings):
     responses (Responses API) are read in full and do not count."""
     hung_s: float = Field(default=20.0, ge=0)
     """Seconds without an answer to polls and requests after which a replica counts as hung: the
-    router ends its requests, with 503 if no response has begun. 0: never."""
+    router ends the replica's requests, with 503 if no response has begun. 0: never."""
     decision_metadata: bool = False
     """Send decisions and predictions to Envoy as metadata ``extproc``, for its access log and
     response headers."""
@@ -311,7 +311,7 @@ class RouteSettings(Section):
     policy: PolicyName = "completion"
     """Policy that chooses the replica."""
     policy_header: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+$")
-    """Request header that names another policy for its request; null: no header."""
+    """Request header that names another policy for the request; null: no header."""
     max_ttft_s: float | None = Field(default=None, gt=0)
     """Limit on the predicted seconds to the first token: a request that would take longer on every
     replica is refused with 429; null: no limit."""
@@ -323,8 +323,8 @@ class RouteSettings(Section):
     """Longest predicted delay, in seconds, that a request accepts to stay with its session's
     replica. If the delay is longer, the session moves to a better replica."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
-    """By requested name: a served name; a list of names under which replicas serve the model; or
-    served names with weights, by which a name is drawn for each request."""
+    """For each name in requests: a served name; a list of names under which replicas serve the
+    model; or served names with weights, by which a name is drawn for each request."""
     listed_models_only: bool = True
     """Answer 404 for a model that no replica lists; false: replicas load adapters on request
     (vLLM's LoRA resolvers)."""
@@ -354,12 +354,12 @@ class RequestSettings(Section):
     """Tokens and tenants of requests."""
 
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
-    """Initial bytes per token; learned for each model from the usage that replicas report."""
+    """Bytes per token at first; learned for each model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
     """Model name → folder with ``tokenizer.json`` and chat template, to count tokens as vLLM does
     instead of estimating their number."""
     image_tokens: int = Field(default=576, ge=0)
-    """Initial tokens per image; learned for each model."""
+    """Tokens per image at first; learned for each model."""
     tenant_header: _HeaderName | None = None
     """Request header that names the tenant: each tenant has its own share of the queue and learned
     output lengths."""
@@ -397,19 +397,19 @@ class HoldSettings(Section):
     """Queue of requests that no replica has room for."""
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that the router asks Envoy to wait for a queued request; one second before they end,
-    the router refuses the request with 429. Envoy's ``max_message_timeout`` must be at least as
-    long, or Envoy goes on without the router. 0: no request waits."""
+    """Seconds that the router asks Envoy to wait for a queued request; one second before this time
+    ends, the router refuses the request with 429. Envoy's ``max_message_timeout`` must be at least
+    as long, or Envoy goes on without the router. 0: no request waits."""
     empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that a request waits while no replica serves its model, if a replica served it within
-    the last hour; after that wait, the answer is 503. At most ``longest_s``. 0: no wait."""
+    """Seconds that a request waits while no replica serves its model, if a replica served the model
+    within the last hour; then the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
     """Most requests in the queue. If another request has to wait, the router refuses one of the
     lowest priority with 429: the newest of the tenant with the most queued requests."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Objectives by name: priority, targets, tenants and models."""
     objective_header: _HeaderName | None = None
-    """Request header that names the objective; without it, the tenant or the model selects one."""
+    """Request header that names the objective; else the tenant or model selects an objective."""
     allow_inference_headers: bool = False
     """Accept the headers by which llm-d and the Gateway API Inference Extension name an objective,
     a tenant (fairness id) and targets."""
@@ -446,7 +446,7 @@ class HoldSettings(Section):
         }
 
     def objective(self, name: str, tenant: str, *models: str) -> Objective:
-        """Finds an objective by its own ``name``, else by the tenant, else by the first model."""
+        """Finds an objective by its own ``name``, else by the tenant, else by the models."""
         found = self._objectives
         if not found:
             return NO_OBJECTIVE
@@ -469,9 +469,9 @@ class PollSettings(Section):
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica."""
     timeout_s: float = Field(default=1.0, gt=0)
-    """Seconds after which a scrape is late, and nothing is learned from it. A scrape has failed
+    """Seconds after which a scrape is late, and its figures teach nothing. A scrape has failed
     after three times this timeout. A replica is stale after 5 s, so three times the timeout plus
-    ``interval_s`` must be less."""
+    ``interval_s`` must be less than 5 s."""
     admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 
@@ -515,8 +515,8 @@ class AdminSettings(TlsSettings):
     """Access to the admin addresses of routers and pollers."""
 
     token_file: Path | None = None
-    """File with the bearer token that each request must carry, except for health; read again when
-    it changes. Null: no request needs a token."""
+    """File with the bearer token that requests must carry, except requests for health; read again
+    when the file changes. Null: no request needs a token."""
 
 
 class TraceSettings(Section):
@@ -545,7 +545,7 @@ class PoolReplicas(Section):
     """Replicas: ``host:port, …``, or a list whose entries have ``url``, ``dns`` or ``kubernetes``,
     and may have ``profile`` and ``name``."""
     replicas_file: Path | None = None
-    """File with a YAML list in the form of ``replicas``, read again when it changes."""
+    """File with a YAML list in the form of ``replicas``, read again after changes."""
     priority_scheduling: bool = False
     """True if all replicas run vLLM with ``--scheduling-policy priority``."""
 
@@ -569,7 +569,7 @@ class Config(PoolReplicas):
     """Further pools by name, each with ``replicas``, ``replicas_file`` and ``priority_scheduling``;
     the Envoy route selects the pool."""
     state: Literal["redis", "memory"] = "redis"
-    """Store of replica states: ``redis``; or ``memory``, if a single router polls them itself."""
+    """Store of replica states: ``redis``; or ``memory``, if a single router polls the replicas."""
     redis: RedisSettings = RedisSettings()
     serve: ServeSettings = ServeSettings()
     route: RouteSettings = RouteSettings()

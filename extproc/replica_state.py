@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, msgpack
 
 from extproc.predict.step import StepModel, profile_or_default
 
-STALE_AFTER_S = 5.0  # without an update; even late scrapes come sooner (``poll.timeout_s``)
+STALE_AFTER_S = 5.0  # seconds without an update; late scrapes take less (``poll.timeout_s``)
 TTL_S = 10.0
 """Seconds that a state lives in Redis: longer than the longest wait between two scrapes (2 s) plus
 the longest unanswered scrape (``STALE_AFTER_S``)."""
@@ -25,7 +25,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     models: tuple[str, ...] = ()  # LoRA adapters included; empty: not known
     max_loras: int = 0  # most adapters in one batch; 0: not known
     adapters_in_use: tuple[str, ...] = ()  # adapters with a request that runs or waits
-    engines: int = 1  # of a data-parallel server; each has a batch and a KV cache of its own
+    engines: int = 1  # of a data-parallel server; every engine has its own batch and KV cache
     running: int = 0
     waiting: int = 0
     kv_usage: Finite = 0.0  # fraction of KV blocks in use, 0…1; cached free blocks count as free
@@ -33,10 +33,10 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_size: int = 16  # tokens in a KV block
     prefix_caching: bool = True  # True if not known
     asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
-    started_at: Finite = 0.0  # start of the process, in epoch seconds by its clock; 0: not known
+    started_at: Finite = 0.0  # start of the process, in epoch seconds on its machine; 0: not known
 
     # Counters.
-    steps: Finite = 0.0  # engine steps; of several engines, the mean
+    steps: Finite = 0.0  # engine steps; the mean if there are several engines
     prompt_tokens: Finite = 0.0  # cached tokens included; counted when the prefill ends
     cached_tokens: Finite = 0.0  # prompt tokens taken from the prefix cache
     generated_tokens: Finite = 0.0
@@ -46,22 +46,22 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     output_lengths: tuple[tuple[Finite, Finite], ...] = ()
     """Histogram: pairs of an upper bound in tokens, and the number of requests that generated at
-    most this many tokens, but more than the bound before. The bucket ``+Inf`` is missing."""
+    most this many tokens, but more than the previous bound. The bucket ``+Inf`` is missing."""
 
 
 class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True):
     """A replica at the time of a scrape."""
 
     id: str  # ip:port, as in Envoy's cluster
-    name: str = ""  # in the configuration, for people
+    name: str = ""  # name in the configuration, for people
     profile: str = ""  # hardware profile; empty: the router's default
     learned: StepModel | None = None  # step times learned from counters; None: the profile's
     measured: bool = False  # ``learned`` is from this replica's work, not from other replicas'
     listed: bool = False  # ``models`` is from ``/v1/models``, not from ``/metrics``
     adapters: tuple[str, ...] = ()  # names in ``models`` that are LoRA adapters
     max_model_len: int | None = None  # context length in tokens
-    takes_priority: bool = False  # its vLLM accepts ``priority`` in every request body
-    by_priority: bool = False  # its vLLM serves higher priorities first (``priority_scheduling``)
+    takes_priority: bool = False  # vLLM accepts ``priority`` in every request body
+    by_priority: bool = False  # vLLM serves higher priorities first (``priority_scheduling``)
     healthy: bool = True  # False: the last scrape failed
     problem: str = ""  # why the replica is not healthy, in a few words
     draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
@@ -71,7 +71,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
 
     kv_update: int | None = None
     """Number of the last update of the KV blocks; None: the blocks are not known, because the
-    replica reports none or the poller misses events."""
+    replica reports no blocks or the poller misses events."""
 
     scraped_at: Finite = 0.0  # seconds since the epoch, on the poller's clock
     scrape_seconds: Finite = 0.0  # duration of the scrape: the figures may be this much older

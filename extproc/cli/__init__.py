@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)  # fails here at the latest if stdout has no reader
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141  # 128 + SIGPIPE, as shells count
 
 
@@ -69,7 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def whole_parser() -> Parser:
-    """Parser of all commands, with the options of each."""
+    """Parser of all commands, with the options of every command."""
     return _parser(whole=True)
 
 
@@ -92,7 +92,7 @@ def _parser(whole: bool = False) -> Parser:
 
 
 class _PrintVersion(argparse.Action):
-    """Option that prints the version; the commit is looked up only then."""
+    """Option that prints version and commit, and looks up the commit only if given."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from extproc.ground.version import described
@@ -102,11 +102,10 @@ class _PrintVersion(argparse.Action):
 
 
 class _Command(Parser):
-    """Parser of a command. It imports the command and adds the options only if the command
-    runs."""
+    """Parser that imports a command and adds the command's options only if the command runs."""
 
     def load(self) -> None:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its C core adds lines to the log
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or gRPC's C core adds log lines
         name = self.prog.split()[-1]
         with never_garbage():
             command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         found[str(args.envoy)] = _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        # The checks use parts that log their failures, which here are findings: print them once.
+        # Failures are findings here: do not also log the failures of parts that the checks use.
         logging.getLogger("extproc").addHandler(logging.NullHandler())
         found["What runs:"] = asyncio.run(check_live(config, args.envoy_admin))
     findings = [finding for part in found.values() for finding in part]

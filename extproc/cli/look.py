@@ -27,7 +27,7 @@ _RETRY_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    router = "admin address of one router (default: all that Redis names, or serve.admin)"
+    router = "admin address of one router (default: all routers in Redis, or serve.admin)"
     if parser.prog.endswith("top"):
         parser.epilog = "Ctrl-C ends the command."
         parser.add_argument("--router", metavar="URL", help=router)
@@ -89,9 +89,9 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
 async def _decisions_of(
     router: AskedRouter, args: argparse.Namespace, config: Config
 ) -> list[dict[str, Any]] | str:
-    """Ask a router; return the reason if it does not answer.
+    """Return the decisions of a router, or the reason why the router does not answer.
 
-    Each record of a router that Redis named gets the field ``router``.
+    If Redis named the router, each record gets the field ``router``.
     """
     try:
         records = await fetch_decisions(router.admin, args.request_id, args.last, config.admin)
@@ -102,7 +102,7 @@ async def _decisions_of(
 
 
 def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
-    """Format decisions as a list, or else each in full."""
+    """Format decisions as a list, or each decision in full if not ``listed``."""
     records, routers = read_decisions(shown), [record.get("router", "") for record in shown]
     if listed:
         return decisions(records, routers if any(routers) else ())
@@ -110,7 +110,7 @@ def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
 
 
 def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettings) -> str:
-    subject, asked = "no router that answers has a", "none of them"
+    subject, asked = "no router that answers has a", "any of them"
     if len(routers) == 1:
         subject, asked = f"the router at {url_of(routers[0].admin, access)} has no", "this router"
     return (

@@ -25,7 +25,7 @@ from extproc.share.envelope import Skips
 from extproc.share.replicas import StateReader
 
 _CHECK_EVERY_S = 0.1  # between reads of a draining replica's state
-_EMPTY_SCRAPES = 2  # consecutive scrapes without requests: at the first a request may be in transit
+_EMPTY_SCRAPES = 2  # in a row without requests: at the first scrape, a request may be in transit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             text = f"{replica.title} is draining"
             text += f": {_load(replica.state)}" if replica.state else ""
             if not _is_replaceable(replica, replicas):
-                text += "\nno other replica can serve its models: it gets requests until one can"
+                text += "\nno other replica can serve its models: this replica still gets requests"
             if args.wait is None:
                 return text
             print(text, flush=True)

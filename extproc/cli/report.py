@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
-    """Pages of the router, or the error that it gave instead, and findings on what runs."""
-    # The checks use parts that log their failures, which here are findings.
+    """Pages of the router, or the router's error instead, and findings on the running system."""
+    # Failures are findings here: do not also log the failures of parts that the checks use.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)
     files = {"findings.txt": _lines(findings)}

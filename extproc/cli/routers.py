@@ -1,4 +1,4 @@
-"""Routers that a command asks: one, or all routers of the configured pools, found through Redis."""
+"""Routers that a command asks: a named router, or all routers of the pools, found through Redis."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class AskedRouter:
     name: str = ""  # host and port of ``serve.listen``; empty: a router that Redis did not name
 
     def failed(self, error: Exception) -> str:
-        """Say that the router failed, with its name if several routers are asked."""
+        """Describe the router's error, beginning with the router's name if known."""
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
@@ -50,15 +50,15 @@ async def routers_to_ask(
     if not routers:
         which = "within reach" if notes else "of the pool"
         notes.append(
-            f"Redis names no router {which}: asking only that at {own.admin} (serve.admin)"
+            f"Redis names no router {which}: asking only the router at {own.admin} (serve.admin)"
         )
     return routers or [own], notes
 
 
 def _within_reach(found: Mapping[str, str]) -> tuple[list[AskedRouter], list[str]]:
-    """Split routers, given as admin addresses by name, into those to ask and notes on the others.
+    """Return the routers to ask, and notes on the others; ``found``: router name → admin address.
 
-    A router of several pools has a name in each, and is asked once.
+    A router of several pools has a name in each pool, and is asked once.
     """
     routers, notes = dict[str, AskedRouter](), list[str]()
     for name in sorted(found, key=natural):
@@ -75,7 +75,7 @@ async def _living(config: Config) -> dict[str, str]:
     """Read the admin address of each router of a pool, by name.
 
     Raises:
-        RedisError: Redis does not answer, or refuses; the message names the server.
+        RedisError: Redis does not answer, or refuses a command; the message names the server.
     """
     async with connect(config.redis, config.pool) as redis:
         try:

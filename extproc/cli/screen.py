@@ -14,7 +14,7 @@ Snapshot = Mapping[str, Any]  # see observe/dashboard/snapshot.py
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
 _TEXT = {"name", "text", "health", "decision"}
-_FIGURES = {  # cells by the unit of their column, as in observe/dashboard/page_table.py
+_FIGURES = {  # format of cells by unit of the column (observe/dashboard/page_table.py)
     **dict.fromkeys(("count", "load", "tokens"), count),
     **dict.fromkeys(("seconds", "milliseconds", "age", "ratio"), figure),
     "share": share,
@@ -25,11 +25,11 @@ _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this ro
 
 @dataclass(frozen=True, slots=True)
 class RouterView:
-    """Last snapshot of a router, and its error if it does not answer."""
+    """Last snapshot of a router, and the error if the router does not answer now."""
 
     name: str
-    snapshot: Snapshot | None = None  # the last one; None: the router has not answered yet
-    error: str = ""  # why the router does not answer now; empty: it does
+    snapshot: Snapshot | None = None  # None: the router has not answered yet
+    error: str = ""  # why the router does not answer now; empty: the router answers
 
 
 def draw(lines: Sequence[str]) -> None:
@@ -39,8 +39,8 @@ def draw(lines: Sequence[str]) -> None:
 
 
 def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
-    """Format routers in ``width`` columns: errors and notes, a table of several routers, then the
-    fleet as known to the first router that answers, with the warnings of all routers.
+    """Format routers in ``width`` columns: errors and notes, a table if there are several routers,
+    then the fleet as known to the first router that answers, with the warnings of all routers.
 
     At least one router must have a snapshot.
     """
@@ -58,7 +58,7 @@ def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -
 def screen(snapshot: Snapshot, width: int) -> list[str]:
     """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top.
 
-    The snapshot may be of a router of another version, and lack any field.
+    A router of another version may have made the snapshot, so any field may be missing.
     """
     return _printed(_lines(snapshot, width), width)
 
@@ -87,7 +87,7 @@ def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
 
 
 def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
-    """Units and values of the rates and counts of the last minute, by title."""
+    """Unit and value of each rate and count of the last minute, by the title of the column."""
     return {
         column["title"]: (column["unit"], column["values"][0])
         for column in snapshot.get("history", {}).get("columns", ())
@@ -142,7 +142,7 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     titles = [column["title"] for column in columns]
     if {"Health", "Backlog"} <= {*titles}:
         health, backlog = titles.index("Health"), titles.index("Backlog")
-        # The worst first. A router of another version may have other words for health.
+        # The worst replicas first. A router of another version may have other words for health.
         rows.sort(key=lambda row: (_TROUBLE.get(row[health], 4), row[backlog] or 0.0), reverse=True)
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _service(command: str) -> Callable[[Config], Coroutine[Any, Any, None]]:
-    """Import only the service that starts."""
+    """Return the service of a command, without importing other services."""
     with never_garbage():
         if command == "poll":
             from extproc.poll.into_redis import run_poller as service

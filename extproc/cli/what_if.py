@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="multiply the number of requests",
     )
-    hold = "let requests wait at the router while replicas are full, or not"
+    hold = "on: requests wait at the router while replicas are full; off: no request waits"
     add("--hold", choices=("on", "off"), help=hold)
     add("--json", action="store_true", help="print all figures as JSON")
     add("--page", type=_removed, help=argparse.SUPPRESS)
@@ -80,7 +80,7 @@ def _change(args: argparse.Namespace, scene: Scene) -> Change:
 
 
 def _replicas(given: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the given names; a number N stands for the first N of ``names``, repeated in turn."""
+    """Return the given names; a number N stands for N of ``names`` in turn, from the first on."""
     found = list[str]()
     for word in given:
         if word in names or not word.isdecimal():

@@ -169,7 +169,7 @@ async def test_router_at_serve_admin_is_asked_if_redis_names_none(
         monkeypatch.setenv("EXTPROC_SERVE__ADMIN", admin)
         lines, (error,) = await asks("explain")
         assert lines == ["no decisions yet"]
-        only = f"asking only that at {admin} (serve.admin)"
+        only = f"asking only the router at {admin} (serve.admin)"
         assert error == f"extproc explain: Redis names no router of the pool: {only}"
         await redis_server.kill()
         lines, (error,) = await asks("explain")
