@@ -33,8 +33,9 @@ ASLEEP = Reason(
 UNHEALTHY = Reason(
     "unhealthy",
     "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds. An "
-    f"answer to a request of this router clears it for {STALE_AFTER_S:g} s | no limit | one every "
-    f"{TRIAL_S:g} s, if no other replica is usable and this one accepts connections | all",
+    f"answer to a request of this router clears the reason for {STALE_AFTER_S:g} s | no limit | "
+    f"one every {TRIAL_S:g} s, if no other replica is usable and this replica accepts connections "
+    "| all",
     covers_all=True,
 )
 OTHER_MODEL = Reason(
@@ -46,8 +47,8 @@ STALLED = Reason(
     "stalled",
     f"no answer to any scrape for {HUNG_S:g} s; no update for {STALE_AFTER_S:g} s while other "
     f"replicas have updates; no progress for {STUCK_S:g} s although the engine has work | an "
-    "answer; an update; progress, or no requests | no limit | none while no scrape is answered, "
-    f"otherwise one every {TRIAL_S:g} s | all but one",
+    "answer to a scrape; an update; progress, or no work | no limit | none while no scrape is "
+    f"answered, otherwise one every {TRIAL_S:g} s | all but one",
 )
 FAILING = Reason(
     "failing",
@@ -55,11 +56,13 @@ FAILING = Reason(
     "a second replica does not count | "
     "an answer below 500 | "
     f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
-    f"{LONGEST_EJECTION_S:g} s | none; after the time, one request as a trial | half, at least one",
+    f"{LONGEST_EJECTION_S:g} s | none; after this time, one request as a trial | half of the "
+    "replicas, at least one",
 )
 FULL = Reason(
     "full",
-    f"503 or a retry, while the engine steps | only time | {FULL_S:g} s | none | all but one",
+    "503 or a retry, while the engine steps | nothing but time | "
+    f"{FULL_S:g} s | none | all but one",
 )
 DRAINING = Reason(
     "draining",
@@ -68,8 +71,8 @@ DRAINING = Reason(
 )
 NEW = Reason(
     "new",
-    "joining a pool in which another replica is measured | the first measured second or two of "
-    f"work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one | "
-    "all but one",
+    "joining a pool in which another replica is measured | polls that measured its first second or "
+    f"two of work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one "
+    "| all but one",
 )
 REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
